@@ -89,6 +89,36 @@ def test_a_lane_that_cannot_be_opened_means_grpc_and_one_line_says_so(
         make_client(server.data, run_id="mine", transport="tcp", loss_wait_seconds=0.2)
 
 
+def test_a_lane_that_breaks_under_load_again_and_again_means_grpc(
+    start_server: Start,
+    proxies: dict[int, CuttingProxy],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reference = Reference(LARGE)
+    server = start_server("--local-socket", "off")
+    model = {"tensors": LARGE, "shard_size": 50_000}
+    with caplog.at_level("INFO"), make_client(server.data, **model, loss_wait_seconds=5.0) as client:
+        client.pull()
+        assert client.session.transport == "tcp"
+        [proxy] = proxies.values()
+        cut = proxy.cut
+
+        def cut_the_next_too() -> None:
+            cut()
+            proxy.cut_after(100_000)
+
+        monkeypatch.setattr(proxy, "cut", cut_the_next_too)
+        proxy.cut_after(100_000)
+        for step in range(2):
+            gradients = gradients_like(LARGE, step)
+            reference.step(gradients)
+            reference.check(client.exchange(gradients))
+        assert client.session.transport == "grpc"
+        assert proxy.num_cuts == 3
+    assert caplog.text.count("was lost again and again") == 1
+
+
 def test_who_insists_on_a_lane_is_refused_before_the_server_hears_of_it(start_server: Start) -> None:
     server = start_server("--lane-port", "off")
     with pytest.raises(ServerUnavailable, match=r"transport is 'tcp'.*it offers no lane.*--lane-port.*'auto'"):

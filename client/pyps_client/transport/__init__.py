@@ -40,6 +40,9 @@ LOOK_SECONDS = 0.005
 # What a Hello's tickets are good for; servers give them somewhat longer.
 TICKET_SECONDS = 20.0
 
+# What is lost so often goes by gRPC: a local link amid one operation, or lanes by which nothing came in between.
+LINKS_LOST_MAX = 3
+
 NO_OFFER = "it offers no shared memory"
 
 

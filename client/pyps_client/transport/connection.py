@@ -12,7 +12,7 @@ from pyps_client import fork
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
-from pyps_client.transport import Channel, Lane, Link
+from pyps_client.transport import LINKS_LOST_MAX, Channel, Lane, Link
 from pyps_client.transport.threads import Threads
 from pyps_wire.errors import NotInitialized, PypsError, RunFinished, UnknownWorker
 from pyps_wire.partition import Partition
@@ -26,9 +26,6 @@ Rejoin = Callable[["Connection", Channel, float], object]
 # what came through before the deadline counts, and the next call goes on from there.
 CALL_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 1_000_000
-
-# An operation that loses a local link so often goes by gRPC.
-LINKS_LOST_MAX = 3
 
 # How long an interrupted caller waits for a server to be done with its memory.
 SETTLE_SECONDS = 3.0

@@ -16,7 +16,7 @@ from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
-from pyps_client.transport import TICKET_SECONDS, Channel, Lane, Parts, Reply, TakeParts
+from pyps_client.transport import LINKS_LOST_MAX, TICKET_SECONDS, Channel, Lane, Parts, Reply, TakeParts
 from pyps_client.transport.grpc import Grpc, GrpcChannel
 from pyps_client.transport.threads import Future, Threads
 from pyps_wire import lane
@@ -100,13 +100,18 @@ class LaneChannel(GrpcChannel):
         elif isinstance(self.lane, TcpLane) and not self.lane.is_closed:
             self.lane.offered(reply.lane)
         else:
-            self.lane = TcpLane(self, sender, reply.lane)
+            num_lost = self.lane.num_lost if isinstance(self.lane, TcpLane) else 0
+            self.lane = TcpLane(self, sender, reply.lane, num_lost=num_lost)
+            if num_lost >= LINKS_LOST_MAX and not self._way.insists:
+                self.go_without(f"the lane at port {reply.lane.port} was lost again and again")
 
 
 class TcpLane(Lane):
     """A lane of one channel. It is opened when it is first used, and never again without another Hello."""
 
-    def __init__(self, channel: LaneChannel, sender: Sender, offer: LaneOffer) -> None:
+    def __init__(self, channel: LaneChannel, sender: Sender, offer: LaneOffer, *, num_lost: int = 0) -> None:
+        # How many lanes, this one and those before it, were lost since a message last came by one.
+        self.num_lost = num_lost
         self._channel = channel
         self._sender = Sender()
         self._sender.CopyFrom(sender)
@@ -171,7 +176,9 @@ class TcpLane(Lane):
                         raise failure
                     # The lane is sound.
                     break
-                if answer == lane.END or take(header, payload_bytes, wire.receive_into):
+                is_last = answer == lane.END or take(header, payload_bytes, wire.receive_into)
+                self.num_lost = 0
+                if is_last:
                     break
         except BaseException as error:
             # What is under way still must not be taken for the answer to what comes next.
@@ -182,6 +189,8 @@ class TcpLane(Lane):
                 sending.wait(OPEN_SECONDS)
                 if sending.error is not None and not isinstance(sending.error, (OSError, LinkLost)):
                     raise sending.error from None
+            if failure is None and isinstance(error, (OSError, lane.LaneClosed, DecodeError, LinkLost)):
+                self.num_lost += 1
             if isinstance(error, (OSError, lane.LaneClosed, DecodeError)):
                 raise _lost(error) from None
             raise
