@@ -174,8 +174,9 @@ class Handshake:
         """Tries again, waiting for a server that is not there yet; an attempt gets the channel and its own deadline."""
         wait = self._start.begin(connection.name, stop=self._stop, advice=ADVICE)
         while True:
-            channel = connection.channel
+            channel = None
             try:
+                channel = connection.channel
                 result = attempt(channel, wait.call_seconds)
             except LinkLost as lost:
                 connection.renew(channel)

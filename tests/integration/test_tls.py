@@ -9,6 +9,7 @@ import ssl
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
 from pyps.config import ConfigError
 from pyps_client.credentials import Credentials
+from pyps_client.retry import LinkLost
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.tcp import TcpLane
 from pyps_wire.errors import BadRequest, NotAuthenticated
-from pyps_wire.parameter_server_pb2 import LaneOffer
-from support import ServerThread, replace_file, server_port, shell
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, LaneOffer
+from support import ServerThread, replace_file, server_port, shell, wait_until
 
 Start = Callable[..., ServerThread]
 
@@ -144,6 +147,41 @@ def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, mad
         train()
         with make_client(server.data, run_id="mine", worker_id="late", transport="tcp", **own) as late:
             reference.check(late.pull())
+
+
+def test_a_worker_that_connects_anew_while_its_files_are_renewed_waits_for_them(
+    start_server: Start, made: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(made / "sound", mutual=True))
+    own = shown(folder, mutual=True)
+    with make_client(server.data, transport="grpc", **own) as client, ThreadPoolExecutor() as aside:
+        [connection] = client.session._servers
+        lost = connection.outage.lost
+        (folder / "worker.key").rename(folder / "former.key")
+        connection.cut()
+        pulled = aside.submit(client.pull)
+        wait_until(
+            lambda: pulled.done() or any(x.num_waits and "cannot be used" in x.problem for x in list(lost.values())),
+            what="a try without the key",
+        )
+        assert not pulled.done()
+        (folder / "former.key").rename(folder / "worker.key")
+        pulled.result(20)
+
+
+def test_why_a_server_is_not_reached_is_not_told_by_files_that_are_being_renewed(
+    start_server: Start, made: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    channel = GrpcChannel(start_server().data, Credentials(**shown(folder, mutual=True)), use_proxy=False)
+    (folder / "worker.key").rename(folder / "former.key")
+    with closing(channel):
+        with pytest.raises(LinkLost, match="failed to connect"):
+            channel.call("Heartbeat", HeartbeatRequest(), HeartbeatReply, timeout_seconds=20.0)
+        (folder / "former.key").rename(folder / "worker.key")
+        with pytest.raises(NotAuthenticated, match="does not answer by TLS"):
+            channel.call("Heartbeat", HeartbeatRequest(), HeartbeatReply, timeout_seconds=20.0)
 
 
 def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, made: Path, tmp_path: Path) -> None:

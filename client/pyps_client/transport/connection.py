@@ -14,7 +14,7 @@ from pyps_client.launch import Launch
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
 from pyps_client.transport import LINKS_LOST_MAX, Channel, Lane, Link
 from pyps_client.transport.threads import Threads
-from pyps_wire.errors import NotInitialized, PypsError, RunFinished, UnknownWorker
+from pyps_wire.errors import BadRequest, NotInitialized, PypsError, RunFinished, UnknownWorker
 from pyps_wire.partition import Partition
 
 T = TypeVar("T")
@@ -64,21 +64,29 @@ class Connection:
 
     @property
     def channel(self) -> Channel:
-        """The channel in use, made on first use. Raises ForkedClient in a forked child."""
+        """The channel in use, made on first use. Raises ForkedClient in a forked child.
+
+        BadRequest for files of no use at first, later LinkLost: they may be renewed at this moment.
+        """
         self._guard.check()
         with self._lock:
             if self._closed:
                 raise RunFinished("The client was closed: make a new one to go on.")
             if self._channel is None:
                 launch = self._launch
-                self._channel = launch.way.channel(self.address, launch.credentials, use_proxy=launch.use_proxy)
+                try:
+                    self._channel = launch.way.channel(self.address, launch.credentials, use_proxy=launch.use_proxy)
+                except (BadRequest, OSError) as error:
+                    if not self._transport:
+                        raise
+                    raise LinkLost(str(error)) from None
                 self._channel.lane = self._lost_lane
             return self._channel
 
-    def renew(self, failed: Channel) -> bool:
-        """Drops a channel that failed; False where another thread already did."""
+    def renew(self, failed: Channel | None) -> bool:
+        """Drops a channel that failed; False where there is none, or another thread already did."""
         with self._lock:
-            if self._channel is not failed:
+            if failed is None or self._channel is not failed:
                 return False
             self._transport, self._lost_lane, self._channel = failed.transport, failed.lane, None
         failed.close()
@@ -164,9 +172,9 @@ class Connection:
         try:
             while True:
                 channel = self._channel
-                if channel is None or self._guard.generation != fork.generation:
-                    channel = self.channel
                 try:
+                    if channel is None or self._guard.generation != fork.generation:
+                        channel = self.channel
                     if wait is not None and not known:
                         rejoin(self, channel, wait.call_seconds)
                         known = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from pyps_client.transport.threads import END_SECONDS, Future, Threads
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
 from pyps_wire.errors import (
     METADATA_KEY,
+    BadRequest,
     LimitExceeded,
     NotAuthenticated,
     ProtocolMismatch,
@@ -159,9 +161,12 @@ class GrpcChannel(Channel):
         verdict = _translate(error, self.address)
         if isinstance(verdict, NotAuthenticated) and self.credentials.newest() != self.credentials:
             return LinkLost("the token has changed")
-        told = error.details() or ""
-        refusal = self.credentials.refusal(self.address, told) if isinstance(verdict, LinkLost) else ""
-        return NotAuthenticated(refusal) if refusal else verdict
+        if isinstance(verdict, LinkLost):
+            # The files could be used when the channel was made: where they cannot now, they are being renewed.
+            with contextlib.suppress(BadRequest, OSError):
+                if refusal := self.credentials.refusal(self.address, error.details() or ""):
+                    return NotAuthenticated(refusal)
+        return verdict
 
 
 def open_channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> grpc.Channel:
