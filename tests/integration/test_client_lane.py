@@ -165,6 +165,31 @@ def test_a_round_that_was_given_up_leaves_no_answer_to_the_next(
         reference.check(client.pull())
 
 
+def test_a_lane_that_is_closed_while_it_opens_takes_no_round(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, closed, taken = TcpLane._opened, list[TcpLane](), list[TcpLane]()
+    round_of = TcpLane.round
+
+    def open_and_be_closed(lane: TcpLane, *arguments: Any) -> Any:
+        wire = opened(lane, *arguments)
+        if not closed:
+            closed.append(lane)
+            lane.close()
+        return wire
+
+    def noted(lane: TcpLane, *arguments: Any, **named: Any) -> None:
+        taken.append(lane)
+        round_of(lane, *arguments, **named)
+
+    monkeypatch.setattr(TcpLane, "_opened", open_and_be_closed)
+    monkeypatch.setattr(TcpLane, "round", noted)
+    with make_client(start_server().data, transport="tcp") as client:
+        client.pull()
+        assert len(closed) == 1 and taken and closed[0] not in taken
+        assert closed[0]._wire is None
+
+
 def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_path: Path) -> None:
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     server, nothing = start_server(*checkpoints), {"w": np.zeros(400_000, np.float32)}

@@ -133,6 +133,9 @@ class TcpLane(Lane):
         try:
             if self._wire is None:
                 self._open()
+                if self.is_closed:
+                    # Who closed it may have found nothing to shut yet.
+                    raise LocalLost("the lane was closed")
         except BaseException:
             self.end()
             raise
