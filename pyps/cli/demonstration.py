@@ -90,7 +90,8 @@ def demo(
         "heartbeat_seconds": str(HEARTBEAT_SECONDS),
         "expected_workers": str(workers),
     }
-    behaviour = check_servers_flags(flags, num_servers=servers).behaviour
+    resolved = check_servers_flags(flags, num_servers=servers)
+    behaviour = resolved.behaviour
     if behaviour.aggregation.coordinated:
         raise ConfigError(
             f"--protocol is {protocol!r}, but the demo's workers push gradients, which sandblaster refuses: "
@@ -106,6 +107,7 @@ def demo(
         command=(sys.executable, str(worker_script()), "--epochs", str(epochs), "--optimizer", optimizer, "--anneal"),
         num_servers=servers,
         num_workers=workers,
+        lanes=resolved.lane_port != "off",
         server_flags=spelled(flags),
     )
     mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {behaviour.staleness.text}, {optimizer}"

@@ -126,6 +126,7 @@ def run(
         restarts_max=max_restarts,
         run_id=run_id,
         resume=resume,
+        lanes=resolved.lane_port != "off",
         server_flags=spelled(settings, config),
         each_server_flags=tuple(
             folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=update_log)
@@ -313,7 +314,7 @@ def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None,
     """
     given = {name: value for name, value in settings.items() if value not in ("", None)}
     # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
-    ports = {"port": "0", "control_port": "0", "metrics_port": "0", "lane_port": "0"}
+    ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
     resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
     try:
         resolved.behaviour.aggregation.check_servers(num_servers)

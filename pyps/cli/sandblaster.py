@@ -114,6 +114,7 @@ def sandblaster(
         num_workers=workers,
         run_id=run_id,
         resume=resume,
+        lanes=told.lane_port != "off",
         server_flags=spelled(server_flags, config),
         each_server_flags=tuple(
             folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=None)

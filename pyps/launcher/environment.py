@@ -33,6 +33,8 @@ class JobSettings:
     run_id: str = ""
     # The servers continue a checkpoint, whose run they hold then.
     resume: bool = False
+    # Whether the servers offer lanes, at free ports.
+    lanes: bool = True
     # Flags that every server gets, and one list more for each of them.
     server_flags: tuple[str, ...] = ()
     each_server_flags: tuple[tuple[str, ...], ...] = ()

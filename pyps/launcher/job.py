@@ -188,6 +188,7 @@ class Job:
 
     def _start_server(self, index: int, ready_file: Path) -> ChildProcess:
         flags = ["--port", "0", "--control-port", "0", "--metrics-port", "0", "--ready-file", str(ready_file)]
+        flags += ["--lane-port", "0" if self.settings.lanes else "off"]
         if not self.settings.resume or self.settings.run_id:
             flags += ["--run-id", self.run_id]
         flags += self.settings.server_flags

@@ -6,6 +6,7 @@ import contextlib
 import re
 import shlex
 import signal
+import socket
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,9 +50,11 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
         "len(os.environ['PYPS_SERVERS'].split(',')), len(os.environ['PYPS_CONTROL'].split(',')), "
         "os.environ['PYPS_RUN_ID'])"
     )
-    launcher = run(start_python, "--servers", "2", "--workers", "2", code=code)
-
-    assert launcher.wait() == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ("--servers", "2", "--workers", "2")
+        launcher = run(start_python, *flags, code=code, env={"PYPS_LANE_PORT": port})
+        assert launcher.wait() == 0, launcher.output()
     output = launcher.output()
     lines = {match[1]: match[2] for match in re.finditer(r"^worker-(\d) \| \d of 2 2 2 (run-\w+)$", output, re.M)}
     assert lines.keys() == {"0", "1"}
@@ -79,11 +82,12 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     flags = ("--servers", "2", "--checkpoint-dir", str(folder))
     training = ("--clip-norm", "100", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
     logs = ("--verbose", "--update-log", str(tmp_path / "logs"), "--log-gradients", "--stall-seconds", "20")
-    first = run(start_python, *flags, *training, *logs, "--run-id", "mine", code=code)
+    first = run(start_python, *flags, *training, *logs, "--run-id", "mine", code=code, env={"PYPS_LANE_PORT": "off"})
     assert first.wait() == 0, first.output()
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["server-0", "server-1"]
     for name in ("server-0", "server-1"):
         assert re.search(rf"^{name} \|   data +127\.0\.0\.1:\d+$", first.output(), re.M)
+        assert re.search(rf"^{name} \|   lane +not offered$", first.output(), re.M)
     assert "run mine w 0.0" in first.output()
     command = shlex.split(first.output().splitlines()[-1].partition("The model was kept: ")[2])
     assert command == ["pyps", "export", "model.safetensors", "--checkpoint", str(folder)]
