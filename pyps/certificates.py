@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -26,12 +27,17 @@ from pyps_wire.errors import BadRequest
 
 # The authority's own; after that all certificates are to be made anew.
 AUTHORITY_DAYS = 3650
+# What X.509 lets a common name have.
+NAME_MAX = 64
 # How far clocks may be apart.
 _CLOCKS = timedelta(hours=1)
 # Of callers, the highest last.
 ROLES = tuple(role.word for role in Role if role)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+# A certificate with its key.
+Signed: TypeAlias = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
 
 @dataclass(frozen=True)
@@ -48,22 +54,28 @@ class Authority:
     """Signs certificates with the key in its folder, `ca.key`; whoever trusts `ca.crt` trusts them."""
 
     def __init__(self, folder: Path, *, create: bool = False):
-        """Makes the folder and the authority where they are missing and `create` says so. BadRequest otherwise."""
+        """Makes the authority where it is missing and `create` says so. BadRequest otherwise."""
         self._folder = folder
+        self._unwritten: dict[str, Signed] = {}
         if create and not (folder / "ca.crt").exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             key = ec.generate_private_key(ec.SECP256R1())
             name = _named("pyps CA")
-            begun = _begun(name, key.public_key(), issuer=name, days=AUTHORITY_DAYS)
+            until = datetime.now(UTC) + timedelta(days=AUTHORITY_DAYS)
+            begun = _begun(name, key.public_key(), issuer=name, until=until)
             usage = dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
             begun = begun.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             begun = begun.add_extension(x509.KeyUsage(**usage), critical=True)
-            self._write("ca", key, begun.sign(key, SHA256()))
+            self._key, self._certificate = key, begun.sign(key, SHA256())
+            # Written with the first that it signs: what is refused leaves nothing.
+            self._unwritten = {"ca": (key, self._certificate)}
+            return
         self._certificate = _read(folder / "ca.crt")
         try:
-            self._key = load_pem_private_key((folder / "ca.key").read_bytes(), None)
+            read = load_pem_private_key((folder / "ca.key").read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
             raise BadRequest(f"the CA's key {folder / 'ca.key'} cannot be read: {error}") from None
+        assert isinstance(read, ec.EllipticCurvePrivateKey)
+        self._key = read
 
     def make_server(self, hosts: Sequence[str], *, days: int) -> Path:
         """Makes `server.crt` and `server.key` for servers that are called by these names or addresses, or on loopback.
@@ -73,7 +85,9 @@ class Authority:
         """
         names = [_host(host) for host in dict.fromkeys((*hosts, *_LOOPBACK))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        return self._make("server", _named(hosts[0], role=ROLES[-1]), usages, names, days=days)
+        # Whoever checks a server's name reads the whole ones, beside the subject.
+        subject = _named(hosts[0][:NAME_MAX], role=ROLES[-1])
+        return self._make("server", subject, usages, names, days=days)
 
     def make_worker(self, name: str, *, role: str = "worker", days: int) -> Path:
         """Makes `NAME.crt` and `NAME.key` for a caller of that name and role."""
@@ -81,6 +95,8 @@ class Authority:
             raise BadRequest(
                 f"the worker's name is {name!r}; expected letters, digits, . _ and -, not 'ca' or 'server'"
             )
+        if len(name) > NAME_MAX:
+            raise BadRequest(f"the worker's name has {len(name)} characters, of which a certificate holds {NAME_MAX}")
         if role not in ROLES:
             raise BadRequest(f"--role is {role!r}; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
         return self._make(name, _named(name, role=role), [ExtendedKeyUsageOID.CLIENT_AUTH], [], days=days)
@@ -94,32 +110,44 @@ class Authority:
         *,
         days: int,
     ) -> Path:
+        now, end = datetime.now(UTC), self._certificate.not_valid_after_utc
+        # The rest of a day counts as one: a new CA has all of its days.
+        days_max = -((now - end) // timedelta(days=1))
+        if days > days_max:
+            raise BadRequest(
+                f"--days is {days}, but the CA is good for {max(days_max, 0)} more, and what it signs for no longer"
+            )
+        until = min(now + timedelta(days=days), end)
         key = ec.generate_private_key(ec.SECP256R1())
-        begun = _begun(subject, key.public_key(), issuer=self._certificate.subject, days=days)
+        begun = _begun(subject, key.public_key(), issuer=self._certificate.subject, until=until)
         begun = begun.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         begun = begun.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        assert isinstance(self._key, ec.EllipticCurvePrivateKey)
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         begun = begun.add_extension(signer, critical=False)
         if hosts:
             begun = begun.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
-        return self._write(stem, key, begun.sign(self._key, SHA256()))
+        self._write({**self._unwritten, stem: (key, begun.sign(self._key, SHA256()))})
+        self._unwritten = {}
+        return self._folder / f"{stem}.crt"
 
-    def _write(self, stem: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> Path:
-        """Writes both files, for their owner alone; BadRequest where one is there already."""
-        paths = self._folder / f"{stem}.key", self._folder / f"{stem}.crt"
-        if there := [str(path) for path in paths if path.exists()]:
+    def _write(self, made: Mapping[str, Signed]) -> None:
+        """Writes both files of each, for their owner alone; BadRequest where one is there already."""
+        contents: dict[Path, bytes] = {}
+        for stem, (key, certificate) in made.items():
+            private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+            contents[self._folder / f"{stem}.key"] = private
+            contents[self._folder / f"{stem}.crt"] = certificate.public_bytes(Encoding.PEM)
+        if there := [str(path) for path in contents if path.exists()]:
             raise BadRequest(
                 f"{' and '.join(there)} would be overwritten: move them away first, or name another --folder"
             )
-        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        for path, content in zip(paths, (private, certificate.public_bytes(Encoding.PEM)), strict=True):
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path, content in contents.items():
             try:
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(content)
             except OSError as error:
                 raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
-        return paths[1]
 
 
 def describe(path: Path) -> Certificate:
@@ -137,7 +165,7 @@ def describe(path: Path) -> Certificate:
         role = "server"
     for extension in kinds.values():
         if isinstance(extension, x509.SubjectAlternativeName):
-            names += [str(name.value) for name in extension]
+            names = [str(name.value) for name in extension]
     return Certificate(role, tuple(dict.fromkeys(map(str, names))), found.not_valid_after_utc)
 
 
@@ -148,14 +176,13 @@ _USAGES = (
 
 
 def _begun(
-    subject: x509.Name, key: ec.EllipticCurvePublicKey, *, issuer: x509.Name, days: int
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, *, issuer: x509.Name, until: datetime
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder(subject_name=subject, issuer_name=issuer, public_key=key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, now + timedelta(days=days)) - _CLOCKS)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(min(datetime.now(UTC), until) - _CLOCKS)
+        .not_valid_after(until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 

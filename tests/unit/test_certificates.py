@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pyps.certificates import describe
 from support import ROOT, shell
 
 
@@ -30,6 +31,24 @@ def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: 
     assert "eve.crt: observer, eve, until" in eve
     assert "server.crt: server, first-host, 10.0.0.7, localhost, 127.0.0.1, ::1, until" in server
     assert "expected letters" in shell("certs", "worker", "../ann", *into, status=2)
+
+
+def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    into = ("--folder", str(folder))
+    name = f"server-0.{'servers' * 9}.default.svc.cluster.local"
+    refused = "--days is {}, but the CA is good for 3650 more"
+    for days in ("3651", "4000000"):
+        assert refused.format(days) in shell("certs", "init", "--host", name, "--days", days, *into, status=2)
+    assert "--host is" in shell("certs", "init", "--host", "no host", *into, status=2)
+    assert not folder.exists()
+
+    shell("certs", "init", "--host", name, "--days", "3650", *into)
+    server, ca = describe(folder / "server.crt"), describe(folder / "ca.crt")
+    assert server.names == (name, "localhost", "127.0.0.1", "::1")
+    assert server.until == ca.until
+    assert refused.format(4000000) in shell("certs", "worker", "ann", "--days", "4000000", *into, status=2)
+    assert "has 65 characters" in shell("certs", "worker", 65 * "a", *into, status=2)
 
 
 def test_the_commands_of_the_page_on_security_work_as_they_stand(
