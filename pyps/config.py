@@ -164,7 +164,9 @@ class ServerConfig:
     )
     ready_file: Path | None = setting(None, "File to write, as JSON, once the server serves.")
     drain_seconds: float = setting(20.0, "Longest time between SIGTERM and the exit.", minimum=0.0)
-    threads: int = setting(0, "Threads that run kernels; 0 takes one a core.", minimum=0, maximum=1024)
+    threads: int = setting(
+        0, "Threads that run kernels, beside one a lane; 0 takes one a core.", minimum=0, maximum=1024
+    )
 
     @property
     def stop_condition(self) -> StopCondition | None:
