@@ -248,6 +248,14 @@ def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
     assert len(re.findall(f"by gRPC: no lane at port {port}: .*{told}", caplog.text)) == 1
 
 
+def test_who_is_refused_at_a_lane_by_tls_is_named_in_the_log(start_server: Start, made: Path) -> None:
+    port = server_port()
+    server = start_server("--lane-port", str(port), *served(made / "sound"))
+    with socket.create_connection(("127.0.0.1", port), 20) as stranger:
+        stranger.sendall(b"no TLS at all, and long enough to be read as such")
+        server.wait_for_output("a caller at the lane was refused peer=127.0.0.1")
+
+
 def test_who_only_connects_to_a_lane_by_tls_is_cut(
     start_server: Start, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ class Connection:
         on_closed: Callable[[Connection], None],
     ):
         """`admit` sets the sender or refuses, on this one's thread; `on_closed` is for the event loop."""
+        self.peer = peer_of(end)
         self._lane = lane.Lane(end) if tls is None else lane.SecureLane(end, tls.context())
         self._run = run
         self._account = budget.account()
@@ -169,7 +170,7 @@ class Connection:
         try:
             self._lane.handshake()
         except ssl.SSLError as error:
-            log.warning("a caller at the lane was refused", reason=error.reason)
+            log.warning("a caller at the lane was refused", peer=self.peer, reason=error.reason)
             # It reads why.
             self._lane.end()
             raise
@@ -324,6 +325,14 @@ class Connection:
             details = f"a bug in the server: {type(error).__name__}; see its log"
             failure = local.LocalFailure(status="INTERNAL", details=details)
         self._send(lane.FAILURE, failure.SerializeToString())
+
+
+def peer_of(end: socket.socket) -> str:
+    """The address of who has connected; empty where it has gone again."""
+    try:
+        return str(end.getpeername()[0])
+    except OSError:
+        return ""
 
 
 def _log_bug(error: Exception) -> None:

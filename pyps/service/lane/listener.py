@@ -55,6 +55,8 @@ class Tcp(Transport):
         self._used: dict[str, int] = {}
         # Whether it takes no callers for the moment.
         self._paused = False
+        # Callers without a ticket who made room for others since the last look.
+        self._cut: list[str] = []
         self._looking: asyncio.Task[None] | None = None
         self._pull: Any = None
 
@@ -171,9 +173,10 @@ class Tcp(Transport):
         """Begins a lane, for which the earliest stranger may have to go. With _lock held."""
         strangers = [connection for connection in self._connections if connection.sender is None]
         if len(strangers) >= STRANGERS_MAX:
-            log.warning("a caller at the lane that showed no ticket was cut", strangers=len(strangers))
-            strangers[0].shut()
-            del self._connections[strangers[0]]
+            earliest = strangers[0]
+            self._cut.append(earliest.peer)
+            earliest.shut()
+            del self._connections[earliest]
         try:
             connection = Connection(
                 end,
@@ -200,6 +203,10 @@ class Tcp(Transport):
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
+            cut, self._cut = self._cut, []
+            if cut:
+                # Once a look: they may come by the thousands.
+                log.warning("callers at the lane that showed no ticket were cut", count=len(cut), newest=cut[-1])
             for connection in list(self._connections):
                 if connection.is_overdue(now) or (connection.idle and self._is_forgotten(connection)):
                     connection.shut()
