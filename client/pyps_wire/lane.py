@@ -34,7 +34,8 @@ class Lane:
     """One end of a lane, whose socket blocks. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket, *, waited: Callable[[], None] = lambda: None):
-        """`waited` is called when the socket's own time limit, where it has one, has passed; it may raise."""
+        """`waited` is called, and may raise, while the other end has more to do: when the socket's own time limit has
+        passed, where it has one, and when a part has come."""
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # What stands between forgets connections on which nothing comes for long.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -88,6 +89,8 @@ class Lane:
         self._start += at
         while at < place.nbytes:
             at += self._received(place[at:], socket.MSG_WAITALL)
+            if at < place.nbytes:
+                self._waited()
 
     def shut(self) -> None:
         """Makes fail whatever is done with the lane, on any thread."""
@@ -120,6 +123,8 @@ class Lane:
             self.wait()
             more = bytes(self._ahead[: min(count - len(taken), self._stop)])
             self._start, taken = len(more), taken + more
+            if len(taken) < count:
+                self._waited()
         return taken
 
     def _sent(self, views: list[memoryview]) -> int:
@@ -209,6 +214,8 @@ class SecureLane(Lane):
 
     def _fill(self) -> None:
         count = super()._received(self._records)
+        # It may be a part of a record.
+        self._waited()
         with self._computing:
             self._incoming.write(self._records[:count])
 
