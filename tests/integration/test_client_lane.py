@@ -16,10 +16,10 @@ from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
 from pyps_client import ServerUnavailable
 from pyps_client.pull import Intake
-from pyps_client.transport.tcp import TcpLane
+from pyps_client.transport.tcp import LaneChannel, TcpLane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.errors import MalformedFrame, WrongSize
-from pyps_wire.parameter_server_pb2 import LaneOffer
+from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer
 from support import AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
@@ -188,6 +188,19 @@ def test_a_lane_that_is_closed_while_it_opens_takes_no_round(
         client.pull()
         assert len(closed) == 1 and taken and closed[0] not in taken
         assert closed[0]._wire is None
+
+
+def test_a_lane_that_is_no_longer_offered_is_closed(start_server: Start) -> None:
+    with make_client(start_server("--local-socket", "off").data) as client:
+        client.pull()
+        [connection] = client.session._servers
+        channel = connection.channel
+        lane = channel.lane
+        assert isinstance(channel, LaneChannel) and isinstance(lane, TcpLane) and lane._wire is not None
+        channel._hear(client.session.sender, HelloReply())
+        assert channel.lane is None and lane._wire is None
+        client.pull()
+        assert client.session.transport == "grpc"
 
 
 def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_path: Path) -> None:

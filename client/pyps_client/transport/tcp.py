@@ -96,7 +96,9 @@ class LaneChannel(GrpcChannel):
         if not reply.HasField("lane"):
             if self._way.insists:
                 raise self._way.refusal(self.address, NO_LANE)
-            self.lane = None
+            if self.lane is not None:
+                self.lane.close()
+                self.lane = None
         elif isinstance(self.lane, TcpLane) and not self.lane.is_closed:
             self.lane.offered(reply.lane)
         else:
