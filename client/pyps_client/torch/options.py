@@ -56,7 +56,7 @@ class Options:
     `gradient_codec`: how gradients travel, "float32", "float16" or "bfloat16", or torch's types; PYPS_GRADIENT_CODEC or
     "float32" by default. `parameter_codec` (PYPS_PARAMETER_CODEC): how pulled parameters do. Servers hold and update
     them in float32.
-    `transport`: "auto" for memory shared with servers on this machine elsewhere a lane (TCP) or gRPC, "grpc" for gRPC
+    `transport`: "auto" for memory shared with servers on this machine; elsewhere a lane (TCP) or gRPC, "grpc" for gRPC
     everywhere, "shm" or "tcp" to fail rather than use another, "in_process" for servers of this process; PYPS_TRANSPORT
     or "auto" by default.
     `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server at the start, for one that
