@@ -96,9 +96,11 @@ class Departures:
             if not self.left and (self.spoiled or self._over):
                 self._over = True
                 return None
-            self.left.add(shard_id)
             with_numbers = numbers is not None and not self.spoiled
-            self.num_with_numbers += with_numbers
+            if shard_id not in self.left:
+                # Else it is sent again, after a loss.
+                self.left.add(shard_id)
+                self.num_with_numbers += with_numbers
             return with_numbers
 
     def answered(self, under_way: set[int], waiting: Collection[int] = ()) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyps_client.departures import Departures
 from pyps_client.pull import Held, Intake
 from pyps_client.push import Cut, GroupRate, Outgoing, Plan, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
@@ -173,3 +174,10 @@ def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None
     assert len(push(channel, threading.Event())) == 2  # type: ignore[arg-type]
     told = [[(header.sequence, header.num_shards) for header in headers] for headers in channel.sent]
     assert told == [[(3, 2), (3, 2)], [(3, 1)]]
+
+
+def test_a_shard_that_leaves_again_after_a_loss_counts_once() -> None:
+    departures = Departures(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None)
+    for shard_id in (0, 0, 1):
+        assert departures.leaves(shard_id, np.zeros(32, np.float32))
+    assert departures.num_with_numbers == 2
