@@ -20,9 +20,9 @@ from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
 from pyps_client.transport import NO_OFFER, Channel, Link
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.lent import HEAD_BYTES, Lending, Memory
-from pyps_client.transport.tcp import Tcp
+from pyps_client.transport.tcp import Tcp, verdict_of
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
+from pyps_wire.errors import PypsError
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 
@@ -182,11 +182,7 @@ class SharedMemoryLink(Link):
             raise LocalLost("the server's answer is no message of the contract") from None
         if reply.WhichOneof("reply") != "failure":
             return reply
-        failure = reply.failure
-        if failure.name == ServerUnavailable.__name__:
-            raise LocalLost(failure.details)
-        error = from_status(failure.status, f"{failure.details} ({self._name})", failure.name or None)
-        raise Busy(str(error)) if isinstance(error, LimitExceeded) else error
+        raise verdict_of(reply.failure, self._name, LocalLost)
 
 
 class Segment(Memory):

@@ -176,7 +176,7 @@ class TcpLane(Lane):
             while True:
                 answer, header, payload_bytes = wire.receive(header_bytes_max=HEADER_BYTES_MAX)
                 if answer == lane.FAILURE:
-                    failure = self._verdict(LocalFailure.FromString(header))
+                    failure = verdict_of(LocalFailure.FromString(header), f"server {self._channel.address}")
                     if kind != lane.PULL:
                         raise failure
                     # The lane is sound.
@@ -251,7 +251,7 @@ class TcpLane(Lane):
             wire.send(lane.OPEN, LaneOpen(sender=self._sender, ticket=ticket).SerializeToString())
             answer, header, _ = wire.receive(header_bytes_max=HEADER_BYTES_MAX)
             if answer == lane.FAILURE:
-                raise self._verdict(LocalFailure.FromString(header))
+                raise verdict_of(LocalFailure.FromString(header), f"server {self._channel.address}")
             if answer != lane.OPEN:
                 raise LinkLost("another program answers there")
         except BaseException:
@@ -268,12 +268,13 @@ class TcpLane(Lane):
         if time.monotonic() >= self._deadline:
             raise LinkLost("no answer within the call's deadline")
 
-    def _verdict(self, failure: LocalFailure) -> Exception:
-        if failure.name == ServerUnavailable.__name__:
-            return LinkLost(failure.details)
-        details = f"{failure.details} (server {self._channel.address})"
-        error = from_status(failure.status, details, failure.name or None)
-        return Busy(str(error)) if isinstance(error, LimitExceeded) else error
+
+def verdict_of(failure: LocalFailure, server: str, lost: type[LinkLost] = LinkLost) -> Exception:
+    """What a server's refusal is to be raised as."""
+    if failure.name == ServerUnavailable.__name__:
+        return lost(failure.details)
+    error = from_status(failure.status, f"{failure.details} ({server})", failure.name or None)
+    return Busy(str(error)) if isinstance(error, LimitExceeded) else error
 
 
 def _send(wire: lane.Lane, kind: int, messages: Iterable[Parts]) -> None:
