@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pyps.service.lane.connection import Connection
+from pyps.service.lane.connection import MESSAGE_SECONDS, Connection
 from pyps.service.lane.listener import Tcp
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
@@ -368,6 +368,27 @@ def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
         assert silent.refusal() == slow.refusal() == ""
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [0]
+
+
+def test_a_large_message_may_take_longer_than_a_small_one(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 0.001)
+    header, payload = apart(worker.push_request(1.0))
+    is_overdue, looks = Connection.is_overdue, []
+
+    def is_overdue_later(connection: Connection, now: float) -> bool:
+        looks.append(is_overdue(connection, now + 1.5 * MESSAGE_SECONDS))
+        return looks[-1]
+
+    with open_lane(worker) as lane:
+        lane.socket.sendall(PREFIX.pack(PUSH, len(header), len(payload)) + header + payload[:-1])
+        wait_until(lambda: inspect(server.control, "GetMemory").in_flight_bytes, what="the message to be held")
+        monkeypatch.setattr(Connection, "is_overdue", is_overdue_later)
+        wait_until(lambda: looks, what="a look at the lane")
+        assert not any(looks)
+        lane.socket.sendall(payload[-1:])
+        assert lane.receive()[0] == PUSH
 
 
 def test_a_worker_that_comes_beyond_the_bound_is_offered_no_lane(

@@ -37,8 +37,9 @@ from pyps_wire.framing import PAYLOAD_FIELD
 # Who connects shows its ticket at once.
 OPEN_SECONDS = 5.0
 OPEN_BYTES_MAX = 4096
-# A message that has begun is whole within so long.
+# A message that has begun is whole within so long, or at this rate where it is larger than by default.
 MESSAGE_SECONDS = 60.0
+BYTES_PER_SECOND_MIN = 2**18
 # After a failure the other end reads it, and closes.
 END_SECONDS = 5.0
 
@@ -205,6 +206,7 @@ class Connection:
             raise BadRequest(f"a lane's message has kind {kind}, which workers do not send")
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
         self._require_own(request.sender)
+        self._receives_until = _until(MESSAGE_SECONDS, payload_bytes)
         self._account.hold(payload_bytes)
         # From the heap, where the one before it has just become free; a gradient that waits for others keeps it.
         payload = np.empty(payload_bytes, np.uint8).data
@@ -285,7 +287,8 @@ class Connection:
                 parts = staging.drop()
                 for part, pushed in zip(parts, push_whole(run, parts), strict=True):
                     self._reply(part, pushed)
-            self._completes_until = time.monotonic() + MESSAGE_SECONDS if staging.parts else None
+            # What follows is as large as this.
+            self._completes_until = _until(MESSAGE_SECONDS, received_bytes) if staging.parts else None
         else:
             staging.singly = message.push_id
             with self._account.holding(message.held_bytes - received_bytes):
@@ -306,7 +309,7 @@ class Connection:
 
     def _send(self, kind: int, header: bytes, payload: memoryview | bytes = b"") -> None:
         with self._sending:
-            self._sends_until = time.monotonic() + WRITE_SECONDS
+            self._sends_until = _until(WRITE_SECONDS, memoryview(payload).nbytes)
             self._lane.send(kind, header, payload)
             self._sends_until = None
 
@@ -333,6 +336,11 @@ def peer_of(end: socket.socket) -> str:
         return str(end.getpeername()[0])
     except OSError:
         return ""
+
+
+def _until(seconds: float, payload_bytes: int) -> float:
+    """When a message that begins now is to be whole."""
+    return time.monotonic() + max(seconds, payload_bytes / BYTES_PER_SECOND_MIN)
 
 
 def _log_bug(error: Exception) -> None:
