@@ -170,6 +170,34 @@ def test_a_worker_that_connects_anew_while_its_files_are_renewed_waits_for_them(
         pulled.result(20)
 
 
+def test_a_worker_whose_certificate_ends_while_it_trains_waits_for_another(
+    start_server: Start, made: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(made / "sound", mutual=True))
+    with (
+        make_client(server.data, transport="grpc", **shown(folder, mutual=True)) as client,
+        ThreadPoolExecutor() as aside,
+    ):
+        [connection] = client.session._servers
+        lost = connection.outage.lost
+        put_worker(made / "expired", folder)
+        connection.cut()
+        pulled = aside.submit(client.pull)
+        wait_until(
+            lambda: pulled.done() or any(x.num_waits and "has expired" in x.problem for x in list(lost.values())),
+            what="a refusal",
+        )
+        assert not pulled.done()
+        put_worker(made / "sound", folder)
+        pulled.result(20)
+
+
+def put_worker(made: Path, folder: Path) -> None:
+    for name in ("worker.key", "worker.crt"):
+        replace_file(folder / name, (made / name).read_text(encoding="utf-8"))
+
+
 def test_why_a_server_is_not_reached_is_not_told_by_files_that_are_being_renewed(
     start_server: Start, made: Path, tmp_path: Path
 ) -> None:

@@ -54,6 +54,8 @@ class Channel(ABC):
     address: str
     # A nearer way for large messages, where there is one.
     lane: Lane | None = None
+    # Whether the server has answered before, on this connection or another: what TLS refuses then may be renewed.
+    was_heard = False
 
     @abstractmethod
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:

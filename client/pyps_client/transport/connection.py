@@ -57,6 +57,7 @@ class Connection:
         self._channel: Channel | None = None
         # The last channel's: whoever is to go by it next says Hello first.
         self._lost_lane: Lane | None = None
+        self._was_heard = False
         self._link: Link | None = None
         self._closed = False
         # Whether a local link was lost so often that it is not tried again.
@@ -81,6 +82,7 @@ class Connection:
                         raise
                     raise LinkLost(str(error)) from None
                 self._channel.lane = self._lost_lane
+                self._channel.was_heard = self._was_heard
             return self._channel
 
     def renew(self, failed: Channel | None) -> bool:
@@ -88,7 +90,7 @@ class Connection:
         with self._lock:
             if failed is None or self._channel is not failed:
                 return False
-            self._transport, self._lost_lane, self._channel = failed.transport, failed.lane, None
+            self._dropped(failed)
         failed.close()
         return True
 
@@ -96,10 +98,15 @@ class Connection:
         """Makes fail what is under way, on whichever thread, because of that; what comes next connects anew."""
         self._cut_because = problem
         with self._lock:
-            channel, self._channel = self._channel, None
+            channel = self._channel
             if channel is not None:
-                self._transport, self._lost_lane = channel.transport, channel.lane
+                self._dropped(channel)
         _close(self._link, channel)
+
+    def _dropped(self, channel: Channel) -> None:
+        """Notes of a channel what the next one is to know. With _lock held."""
+        self._transport, self._lost_lane, self._was_heard = channel.transport, channel.lane, channel.was_heard
+        self._channel = None
 
     @property
     def link(self) -> Link | None:

@@ -67,7 +67,9 @@ class GrpcChannel(Channel):
         self._streams: dict[str, Stream] = {}
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        return self._started(self._unary(method, request, reply), request, timeout_seconds)  # type: ignore[no-any-return]
+        answer: Reply = self._started(self._unary(method, request, reply), request, timeout_seconds)
+        self.was_heard = True
+        return answer
 
     def start(
         self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
@@ -165,7 +167,7 @@ class GrpcChannel(Channel):
             # The files could be used when the channel was made: where they cannot now, they are being renewed.
             with contextlib.suppress(BadRequest, OSError):
                 if refusal := self.credentials.refusal(self.address, error.details() or ""):
-                    return NotAuthenticated(refusal)
+                    return LinkLost(refusal) if self.was_heard else NotAuthenticated(refusal)
         return verdict
 
 
