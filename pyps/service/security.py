@@ -39,6 +39,7 @@ class Access:
         self.certified = config.tls_client_ca is not None
         # Where operators show nothing of their own, they are the others on the server's machine.
         self._own_machine = config.operator_token_file is None and (bool(self._tokens) or not self.certified)
+        self._host = config.host
 
     def admit(self, call: str, authorization: str | bytes | None, *, peer: str, subject: str) -> Role:
         """The role of a caller who shows the header `authorization`, at gRPC's name of it and of its certificate.
@@ -49,7 +50,7 @@ class Access:
             return Role.ANYBODY
         role = self._by_token(authorization) if self._tokens else Role.OPERATOR
         if self._own_machine and role > Role.OBSERVER:
-            role = Role.OPERATOR if is_loopback_peer(peer) else Role.WORKER
+            role = Role.OPERATOR if is_own_machine(peer, host=self._host) else Role.WORKER
         if self.certified:
             role = min(role, role_in(subject))
         self.require(role, call)
@@ -163,18 +164,24 @@ def is_loopback_host(host: str) -> bool:
         return False
 
 
-def is_loopback_peer(peer: str) -> bool:
-    """True when gRPC's name of a peer ("ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234") is on this machine."""
+def is_own_machine(peer: str, *, host: str) -> bool:
+    """True when gRPC's name of a peer ("ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234") is on a server's machine.
+
+    That is loopback, and the address that the server is bound to where `host` is one: it may listen on no other.
+    """
     kind, _, address = urllib.parse.unquote(peer).partition(":")
     if kind == "unix":
         return True
-    host = address.rpartition(":")[0].strip("[]")
+    ip = _address(address.rpartition(":")[0])
+    return ip is not None and (ip.is_loopback or ip == _address(host))
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ip = ipaddress.ip_address(host)
+        ip = ipaddress.ip_address(text.strip("[]"))
     except ValueError:
-        return False
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def subject_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from pyps.config import ServerConfig
 from pyps.service.roles import METRICS, PORTS, Role, role_in
-from pyps.service.security import Access
+from pyps.service.security import Access, is_own_machine
 from pyps_wire.errors import NotAllowed, NotAuthenticated
 
 NONE, SEES, WORKS, RULES = None, Role.OBSERVER, Role.WORKER, Role.OPERATOR
@@ -89,3 +89,24 @@ def test_the_role_in_a_subject_is_a_unit_of_it_and_nothing_that_looks_like_one()
         assert role_in(subject) is WORKS
     assert role_in(r"OU=observer,CN=a\\") is SEES
     assert role_in(r"CN=a\\,OU=observer") is SEES
+
+
+def test_the_address_that_a_server_is_bound_to_is_its_own_machine_s() -> None:
+    for host, peer in (
+        ("0.0.0.0", "ipv4:127.0.0.1:5"),
+        ("0.0.0.0", "unix:/a"),
+        ("192.0.2.2", "ipv4:192.0.2.2:5"),
+        ("192.0.2.2", "ipv6:%5B::ffff:192.0.2.2%5D:5"),
+        ("[2001:db8::2]", "ipv6:%5B2001:db8:0::2%5D:5"),
+    ):
+        assert is_own_machine(peer, host=host), (host, peer)
+    for host, peer in (
+        ("192.0.2.2", "ipv4:192.0.2.22:5"),
+        ("0.0.0.0", "ipv4:192.0.2.2:5"),
+        ("a-name", "ipv4:192.0.2.2:5"),
+        ("a-name", "a-name:5"),
+    ):
+        assert not is_own_machine(peer, host=host), (host, peer)
+    everybody = Access(ServerConfig(host="192.0.2.2", insecure=True))
+    assert everybody.admit(METRICS, None, peer="ipv4:192.0.2.2:5", subject="") is RULES
+    assert everybody.admit(METRICS, None, peer="ipv4:192.0.2.3:5", subject="") is WORKS
