@@ -48,7 +48,7 @@ class Access:
         """
         if needed_for(call) is Role.ANYBODY:
             return Role.ANYBODY
-        role = self._by_token(authorization) if self._tokens else Role.OPERATOR
+        role = self._by_token(authorization, call) if self._tokens else Role.OPERATOR
         if self._own_machine and role > Role.OBSERVER:
             role = Role.OPERATOR if is_own_machine(peer, host=self._host) else Role.WORKER
         if self.certified:
@@ -75,11 +75,15 @@ class Access:
             f"{name} is for the role {needed.word}, and this caller's is {role.word}: show {' and '.join(shown)}"
         )
 
-    def _by_token(self, authorization: str | bytes | None) -> Role:
+    def _by_token(self, authorization: str | bytes | None, call: str) -> Role:
         if not authorization:
+            # Those that are enough for the call; workers are operators where these have no token of their own.
+            enough = [role for role, _ in self._tokens if role >= needed_for(call)] or [Role.WORKER]
+            fields = {role: "token_file" if role is Role.WORKER else f"{role.word}_token_file" for role in enough}
+            named = " or ".join(f"{variable_name(field)} (as {role.word})" for role, field in fields.items())
             raise NotAuthenticated(
-                "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was "
-                "started with; grpcurl takes -H 'authorization: Bearer TOKEN'"
+                f"this server wants a token: set {named}, or a command's --token-file, to the file that the server "
+                "was started with by that name; grpcurl takes -H 'authorization: Bearer TOKEN'"
             )
         role = next((role for role, token in self._tokens if token.is_in(authorization)), None)
         if role is None:

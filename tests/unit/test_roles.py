@@ -10,6 +10,7 @@ import pytest
 from pyps.config import ServerConfig
 from pyps.service.roles import METRICS, PORTS, Role, role_in
 from pyps.service.security import Access, is_own_machine
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotAllowed, NotAuthenticated
 
 NONE, SEES, WORKS, RULES = None, Role.OBSERVER, Role.WORKER, Role.OPERATOR
@@ -61,6 +62,20 @@ def test_a_token_in_two_files_gives_the_least_of_both_roles_and_no_file_s_none(t
     for shown in (None, "", "Bearer the-token-of-nobody", "the-token-of-worker"):
         with pytest.raises(NotAuthenticated, match="token"):
             access.admit(METRICS, shown, peer=HERE, subject="")
+
+
+def test_who_shows_no_token_is_told_the_setting_of_the_role_that_the_call_needs(tmp_path: Path) -> None:
+    asked, stop, hello = (SEES, WORKS, RULES), f"/{INSPECTOR}/Stop", f"/{PARAMETER_SERVER}/Hello"
+    observer, worker = r"PYPS_OBSERVER_TOKEN_FILE \(as observer\)", r"PYPS_TOKEN_FILE \(as worker\)"
+    operator = r"PYPS_OPERATOR_TOKEN_FILE \(as operator\)"
+    for roles, call, told in (
+        (asked, hello, f"{observer} or {worker} or {operator},"),
+        (asked, f"/{PARAMETER_SERVER}/Push", f"{worker} or {operator},"),
+        (asked, stop, f"{operator},"),
+        ((SEES, WORKS), stop, f"{worker},"),
+    ):
+        with pytest.raises(NotAuthenticated, match=f"wants a token: set {told}"):
+            access_with(tmp_path, *roles).admit(call, None, peer=HERE, subject="")
 
 
 def test_a_call_that_is_not_in_the_table_is_for_operators(tmp_path: Path) -> None:
