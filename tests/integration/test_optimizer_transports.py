@@ -9,8 +9,9 @@ import torch
 
 from client_support import addresses
 from pyps_client import RemoteOptimizer
+from pyps_client.pull import Intake
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import NotFinite
+from pyps_wire.errors import NotFinite, ServerUnavailable
 from support import inspect, status_of
 from training import backward, batches, gradients_of, mlp, parameters_of
 
@@ -225,3 +226,37 @@ def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server) -> None:
             optimizer.step()
         assert "Optimizer.step#RemoteOptimizer.step" in [event.key for event in profile.key_averages()]
         assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize(("protocol", "overlap"), [("async", "off"), ("serial", "off"), ("async", "backward")])
+def test_what_was_computed_on_a_shard_that_came_in_part_is_left_out_and_training_goes_on(
+    start_server, monkeypatch, caplog, protocol, overlap
+) -> None:
+    server, model, receive_whole = start_server("--protocol", protocol), mlp(), Intake.receive
+
+    def receive_some(intake, shard_id, codec_number, num_bytes, receive) -> None:
+        def torn(into: memoryview) -> None:
+            receive(into)
+            into[: num_bytes // 2] = b"\xff" * (num_bytes // 2)
+            raise ServerUnavailable("amid a shard")
+
+        receive_whole(intake, shard_id, codec_number, num_bytes, torn)
+
+    with remote(model, server.data, transport="tcp", overlap=overlap) as optimizer:
+        masters = parameters_of(model)
+        for number, batch in enumerate(batches(5)):
+            if number == 1:
+                with monkeypatch.context() as patch, pytest.raises(ServerUnavailable, match="amid a shard"):
+                    patch.setattr(Intake, "receive", receive_some)
+                    backward(model, batch)
+                    masters = masters - np.float32(0.1) * gradients_of(model)
+                    optimizer.step()
+                assert np.isnan(parameters_of(model)).any()
+                continue
+            backward(model, batch)
+            if number != 2:
+                masters = masters - np.float32(0.1) * gradients_of(model)
+            optimizer.step()
+            np.testing.assert_array_equal(parameters_of(model), masters)
+        assert status_of(server).version_max == 4
+    assert caplog.text.count("the minibatch computed on them is left out") == 1

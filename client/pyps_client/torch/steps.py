@@ -103,6 +103,8 @@ class Steps:
         # Versions of what a pull has brought, which is not in the model yet; and of the parameters in the model.
         self._pulled: Mapping[int, int] | None = None
         self._versions: Mapping[int, int] = {}
+        # Whether a shard in the model came in part only, as an error or Ctrl-C amid it leaves it: it has no version.
+        self._torn = False
         self._local = LocalSteps(layout, self._parameters)
         self._written = Written(layout, self._parameters.value_of)
         self._push_due = False
@@ -284,7 +286,7 @@ class Steps:
         due = self._schedule.at(step)
         self.steps = self.session.clock = step + 1
         self._push_due = self._push_due or due.push
-        self._pull_due = self._pull_due or due.pull
+        self._pull_due = self._pull_due or due.pull or self._torn
         self._gather(gradients, example_count, due)
         if self._schedule.overlaps:
             if due.ends_portion:
@@ -303,6 +305,8 @@ class Steps:
     def _idle(self) -> None:
         """Says in so many words that there is no gradient, and waits for what every worker waits for."""
         self._come_back()
+        if self._torn:
+            self._pull()
         self._schedule.follow(self.steps)
         self.steps = self.session.clock = self.steps + 1
         absent = [False] * len(self._layout.parameters)
@@ -315,6 +319,12 @@ class Steps:
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int, due: Due) -> None:
         if self._backward is not None and self._backward.is_under_way:
             self._end_backward(self._backward, gradients, example_count)
+            return
+        if self._torn:
+            # They were computed on no version that there ever was, and say nothing of one: this step only pulls.
+            logger.warning("the parameters came in part when a step failed: the minibatch computed on them is left out")
+            if self._buffers is not None:
+                self._buffers.skipped()
             return
         for gradient in gradients:
             if gradient is not None:
@@ -476,7 +486,7 @@ class Steps:
     def _begin_backward(self, departures: Departures) -> Exchange | None:
         """The exchange of what departs as the backward pass computes it; None where a push waits for its step."""
         self._schedule.follow(self.steps)
-        if not self._schedule.leaves_early or self.finished or self._gradients.minibatch_count:
+        if not self._schedule.leaves_early or self.finished or self._gradients.minibatch_count or self._torn:
             return None
         # As a step does before anything leaves.
         is_first = self.steps == 0
@@ -522,7 +532,14 @@ class Steps:
 
     def _pull(self) -> None:
         """Pulls into the model, and waits for it."""
-        self._bring()
+        try:
+            self._bring()
+        except BaseException:
+            # Some shards may have come, and one in part, into a model whose parameters lie in the vectors.
+            if self._versions:
+                self._pulled = self.session.held_versions
+                self._take_pulled()
+            raise
         self._pulled = self.session.held_versions
         self._take_pulled()
 
@@ -548,6 +565,7 @@ class Steps:
         if self._buffers is not None:
             self._buffers.pulled()
         self._versions = versions
+        self._torn = min(versions.values(), default=0) < 0
         self._steps_since_pull = 0
         return True
 
