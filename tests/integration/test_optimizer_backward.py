@@ -11,7 +11,7 @@ from pyps_client import RemoteOptimizer
 from pyps_client.replica.group import Group
 from pyps_wire.errors import BadRequest
 from support import inspect, status_of, wait_until, workers_of
-from training import backward, batches, mlp, parameters_of
+from training import backward, batches, gradients_of, mlp, parameters_of
 
 
 class Unused(torch.nn.Sequential):
@@ -173,6 +173,43 @@ def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, tra
     assert (versions[0], versions[-1]) == (0, 1), "the first layer's gradients were never computed"
     [worker] = workers_of(server.control).values()
     assert (worker.state, worker.message) == ("failed", "RuntimeError: out of luck")
+
+
+@over_messages
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_ends_a_pass_that_broke_off_and_what_had_left_counts_once(
+    start_server, caplog, transport, set_to_none
+) -> None:
+    server, model = start_server("--staleness", "none"), mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RemoteOptimizer(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:
+        expected, num_first = parameters_of(model), sum(each.numel() for each in model[0].parameters())
+        # A shard that the first layer has part of does not leave.
+        starts = [shard.offset for shard in optimizer._session.partition.shards]
+        start = min(each for each in starts if each >= num_first)
+        num_left = sum(each >= start for each in starts)
+
+        def fail(_: torch.Tensor) -> None:
+            wait_until(lambda: status_of(server).tally.pushes_applied == num_left, what="what can leave")
+            raise RuntimeError("out of luck")
+
+        for number, (inputs, classes) in enumerate(batches(4)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            hidden = model[1](model[0](inputs))
+            loss = torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes)
+            if number == 0:
+                hidden.register_hook(fail)
+                gradients = torch.autograd.grad(loss, list(model[2:].parameters()), retain_graph=True)
+                with pytest.raises(RuntimeError, match="out of luck"):
+                    loss.backward()
+                left = np.concatenate([each.flatten() for each in gradients])[start - num_first :]
+                expected[start:] -= np.float32(0.1) * left
+                continue
+            loss.backward()
+            expected -= np.float32(0.1) * gradients_of(model)
+            optimizer.step()
+            np.testing.assert_array_equal(parameters_of(model), expected)
+    assert caplog.text.count(f"broken off, or no step() followed it: {num_left} of {len(starts)} shards had left") == 1
 
 
 def scaled(model: torch.nn.Module, _: RemoteOptimizer) -> None:

@@ -133,6 +133,14 @@ class Backward:
         self._taken, self._events = {}, {}
         self._has_begun = False
 
+    def give_up(self) -> int:
+        """Ends a pass that no step will end. Returns once nothing of it is read any more: how many shards had left."""
+        departures = self._departures
+        self.end()
+        if self._pushing is not None:
+            self._pushing.wait()
+        return 0 if departures is None else departures.num_with_numbers
+
     def close(self) -> None:
         """Takes the hooks off, and lets nothing leave any more."""
         for hook in self._hooks:
@@ -157,7 +165,8 @@ class Backward:
                 raise BadRequest(
                     f"A second gradient of {self._layout.model.tensors[index].name!r} was computed before step(), but "
                     "overlap='backward' had begun to send the first: call backward() once a step (on the sum of the "
-                    "losses), and step() after each. To accumulate, or to skip steps, or for checkpoint(..., "
+                    "losses), and step() after each; zero_grad() of this optimizer goes before one that follows a pass "
+                    "that was broken off. To accumulate, or to skip steps, or for checkpoint(..., "
                     "use_reentrant=True) around shared parameters, use overlap='step' or 'off'."
                 )
             self._take(index, gradient)

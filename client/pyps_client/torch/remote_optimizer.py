@@ -198,10 +198,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
         With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, gradients that are there
         become tensors in the memory that is pushed from, which saves copying them; they are the optimizer's own: clone
-        what is to be kept.
+        what is to be kept. With overlap="backward", a backward pass that was broken off by an error, or that no `step`
+        followed, ends here: shards that had left count, which a line says, and the others do not leave.
         """
-        if not (set_to_none or self._ending.begun.locked() or self._guard.in_child):
-            self._steps.hand_out_gradients()
+        if not (self._ending.begun.locked() or self._guard.in_child):
+            self._steps.give_up_backward()
+            if not set_to_none:
+                self._steps.hand_out_gradients()
         super().zero_grad(set_to_none)
 
     @property

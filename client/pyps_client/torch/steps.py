@@ -107,6 +107,8 @@ class Steps:
         self._torn = False
         self._local = LocalSteps(layout, self._parameters)
         self._written = Written(layout, self._parameters.value_of)
+        # Whether a push has begun in a backward pass.
+        self._left_early = False
         self._push_due = False
         self._pull_due = False
         self._steps_since_pull = 0
@@ -153,9 +155,7 @@ class Steps:
 
         `example_count`: `examples_in_batch` by default.
         """
-        # A push that has begun was looked at before, and what it brings may be here already.
-        has_begun = self._backward is not None and self._backward.is_under_way
-        self._written.check(is_first=self.steps == 0 and not has_begun)
+        self._written.check(is_first=self._is_first)
         try:
             self._step(gradients, (example_count if example_count is not None else self.examples_in_batch) or 0)
         except RunFinished:
@@ -180,7 +180,7 @@ class Steps:
         terms = self._view.state.terms
         if not (terms.current_version_only or terms.ask_to_proceed):
             return
-        self._written.check(is_first=self.steps == 0)
+        self._written.check(is_first=self._is_first)
         try:
             self._idle()
         except RunFinished:
@@ -229,7 +229,7 @@ class Steps:
             check(self.steps == 0)
         if self._overlap.is_used or not self.session.gives_out_data or self._gradients.minibatch_count:
             return ask(None)
-        self._written.check(is_first=self.steps == 0)
+        self._written.check(is_first=self._is_first)
         self._parameters.wait_until_free()
         try:
             return ask(self.session.with_parameters(self._parameters.vectors))
@@ -254,6 +254,18 @@ class Steps:
         else:
             self._gradients.take_back()
 
+    def give_up_backward(self) -> None:
+        """Ends a backward pass that broke off, or that no step followed: its gradients are to be cleared."""
+        if self._backward is None:
+            return
+        num_left = self._backward.give_up()
+        if num_left:
+            logger.warning(
+                "a backward pass was broken off, or no step() followed it: %d of %d shards had left, as overlap is "
+                "'backward', and count; the rest of its push is left out",
+                *(num_left, self.session.partition.num_shards),
+            )
+
     def close(self, *, separate: bool = True) -> None:
         """Ends the threads beside the computation, and the use of what the worker lent.
 
@@ -268,6 +280,11 @@ class Steps:
             self._parameters.separate()
         if self._pinned is not None:
             self._pinned.release()
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether the parameters are to be those of the first pull: what a push brings may be in its place already."""
+        return self.steps == 0 and not self._left_early
 
     def _settle(self) -> None:
         """Brings the finished run's parameters into the model."""
@@ -489,10 +506,10 @@ class Steps:
         if not self._schedule.leaves_early or self.finished or self._gradients.minibatch_count or self._torn:
             return None
         # As a step does before anything leaves.
-        is_first = self.steps == 0
         if (check := self.model_check()) is not None:
-            check(is_first)
-        self._written.check(is_first=is_first)
+            check(self.steps == 0)
+        self._written.check(is_first=self._is_first)
+        self._left_early = True
         plan = self._plan(pulls=True)
         plan.departures, plan.minibatch_count, plan.clock = departures, 1, self.steps + 1
         plan.example_count = self.examples_in_batch or 0
