@@ -35,7 +35,7 @@ class LinkLost(Exception):
 
 
 class LocalLost(LinkLost):
-    """The loss of a local link, or of a lane between rounds: the gRPC connection beside it may be sound."""
+    """The loss of a local link, or of a lane: the gRPC connection beside it may be sound."""
 
 
 class Busy(LinkLost):

@@ -193,6 +193,23 @@ def test_a_worker_whose_certificate_ends_while_it_trains_waits_for_another(
         pulled.result(20)
 
 
+def test_a_lane_that_is_lost_once_a_certificate_has_ended_leaves_grpc_as_it_is(
+    start_server: Start, made: Path, tmp_path: Path, proxies: dict[int, CuttingProxy]
+) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(made / "sound", mutual=True), "--local-socket", "off")
+    model = small_model()
+    reference = Reference(model)
+    with make_client(server.data, loss_wait_seconds=2.0, **shown(folder, mutual=True)) as client:
+        for step, transport in enumerate(("tcp", "grpc")):
+            reference.step(gradients_like(model, step))
+            reference.check(client.exchange(gradients_like(model, step)))
+            assert client.session.transport == transport
+            put_worker(made / "expired", folder)
+            for proxy in proxies.values():
+                proxy.cut()
+
+
 def put_worker(made: Path, folder: Path) -> None:
     for name in ("worker.key", "worker.crt"):
         replace_file(folder / name, (made / name).read_text(encoding="utf-8"))

@@ -182,7 +182,7 @@ class SharedMemoryLink(Link):
             raise LocalLost("the server's answer is no message of the contract") from None
         if reply.WhichOneof("reply") != "failure":
             return reply
-        raise verdict_of(reply.failure, self._name, LocalLost)
+        raise verdict_of(reply.failure, self._name)
 
 
 class Segment(Memory):

@@ -84,9 +84,9 @@ class LaneChannel(GrpcChannel):
         super().close()
 
     def go_without(self, reason: str) -> None:
-        """Lets gRPC serve from now on, and says so once. Raises LinkLost where the worker insists."""
+        """Lets gRPC serve from now on, and says so once. Raises LocalLost where the worker insists."""
         if self._way.insists:
-            raise LinkLost(reason)
+            raise LocalLost(reason)
         self.lane = None
         if self._way.told.get(self.address) != reason:
             self._way.told[self.address] = reason
@@ -253,7 +253,7 @@ class TcpLane(Lane):
             if answer == lane.FAILURE:
                 raise verdict_of(LocalFailure.FromString(header), f"server {self._channel.address}")
             if answer != lane.OPEN:
-                raise LinkLost("another program answers there")
+                raise LocalLost("another program answers there")
         except BaseException:
             end.close()
             raise
@@ -266,13 +266,13 @@ class TcpLane(Lane):
 
     def _waited(self) -> None:
         if time.monotonic() >= self._deadline:
-            raise LinkLost("no answer within the call's deadline")
+            raise LocalLost("no answer within the call's deadline")
 
 
-def verdict_of(failure: LocalFailure, server: str, lost: type[LinkLost] = LinkLost) -> Exception:
+def verdict_of(failure: LocalFailure, server: str) -> Exception:
     """What a server's refusal is to be raised as."""
     if failure.name == ServerUnavailable.__name__:
-        return lost(failure.details)
+        return LocalLost(failure.details)
     error = from_status(failure.status, f"{failure.details} ({server})", failure.name or None)
     return Busy(str(error)) if isinstance(error, LimitExceeded) else error
 
@@ -287,10 +287,10 @@ def _send(wire: lane.Lane, kind: int, messages: Iterable[Parts]) -> None:
         raise
 
 
-def _lost(error: Exception) -> LinkLost:
+def _lost(error: Exception) -> LocalLost:
     if isinstance(error, OSError):
-        return LinkLost(error.strerror or str(error))
-    return LinkLost("the lane was closed" if isinstance(error, lane.LaneClosed) else "no message of the contract came")
+        return LocalLost(error.strerror or str(error))
+    return LocalLost("the lane was closed" if isinstance(error, lane.LaneClosed) else "no message of the contract came")
 
 
 _open: weakref.WeakSet[lane.Lane] = weakref.WeakSet()
