@@ -28,7 +28,7 @@ def init(
 
     Where the folder holds a CA already, only the servers' certificate. Nothing is overwritten.
     """
-    # cryptography is for these commands alone.
+    # cryptography is for these commands and servers with certificates alone.
     from pyps.certificates import Authority
 
     made = Authority(folder, create=True).make_server(host, days=days)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,6 +30,8 @@ class Tls:
         # Guarded by _lock.
         self._stamp = self._stamped()
         self._context, self._configuration = self._load()
+        if problem := self._out_of_date():
+            log.warning("no caller will trust this server", reason=problem)
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tls | None:
@@ -59,7 +62,10 @@ class Tls:
             if stamp != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._context, self._configuration = self._load()
+                    newer = self._load()
+                    if problem := self._out_of_date():
+                        raise ConfigError(problem)
+                    self._context, self._configuration = newer
                     log.info("the certificates have changed and are in force", file=self._cert)
                 except ConfigError as error:
                     log.warning("the certificates stay as they were", reason=error)
@@ -67,6 +73,24 @@ class Tls:
 
     def _stamped(self) -> object:
         return stamp_of(self._cert, self._key, *([self._client_ca] if self._client_ca else []))
+
+    def _out_of_date(self) -> str:
+        """What is wrong with the certificate's dates; empty where nothing is."""
+        # cryptography is for servers with certificates alone.
+        from cryptography import x509
+
+        try:
+            certificate = x509.load_pem_x509_certificate(self._cert.read_bytes())
+        except (OSError, ValueError):
+            # Changed since it was loaded, or OpenSSL is less strict.
+            return ""
+        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if first <= datetime.now(UTC) <= last:
+            return ""
+        return (
+            f"{flag_name('tls_cert')} {self._cert} is good from {first} to {last} only: make another "
+            "(`pyps certs init`)"
+        )
 
     def _load(self) -> tuple[ssl.SSLContext, Configuration]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

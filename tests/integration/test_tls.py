@@ -149,6 +149,21 @@ def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, mad
             reference.check(late.pull())
 
 
+def test_a_certificate_that_has_ended_does_not_take_the_place_of_a_good_one(
+    start_server: Start, made: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(folder))
+    own = variables(shown(made / "sound"))
+    assert "SERVING" in shell("health", "--servers", server.data, **own)
+    for name in ("server.key", "server.crt"):
+        replace_file(folder / name, (made / "expired" / name).read_text(encoding="utf-8"))
+    assert "SERVING" in shell("health", "--servers", server.data, **own)
+    told = server.wait_for_output("server.crt is good from")
+    assert re.search("the certificates stay as they were reason=.*server.crt is good from .* only: make another", told)
+    start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
+
+
 def test_a_worker_that_connects_anew_while_its_files_are_renewed_waits_for_them(
     start_server: Start, made: Path, tmp_path: Path
 ) -> None:
