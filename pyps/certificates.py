@@ -47,6 +47,7 @@ class Certificate:
     # "CA", "server" or, of a caller, "worker", "observer" or "operator".
     role: str
     names: tuple[str, ...]
+    since: datetime
     until: datetime
 
 
@@ -166,7 +167,8 @@ def describe(path: Path) -> Certificate:
     for extension in kinds.values():
         if isinstance(extension, x509.SubjectAlternativeName):
             names = [str(name.value) for name in extension]
-    return Certificate(role, tuple(dict.fromkeys(map(str, names))), found.not_valid_after_utc)
+    since, until = found.not_valid_before_utc, found.not_valid_after_utc
+    return Certificate(role, tuple(dict.fromkeys(map(str, names))), since, until)
 
 
 _USAGES = (

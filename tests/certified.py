@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 from pyps.certificates import Authority
 
 
 def make(folder: Path) -> Path:
-    """Certificates by what is wrong with them, in a folder each, of which "sound" and "expired" have one CA."""
-    for name, days in (("sound", 1), ("expired", -1), ("strange", 1)):
-        if name == "expired":
+    """Certificates by what is wrong with them, in a folder each, of which all but "strange" have one CA."""
+    for name, days in (("sound", 1), ("expired", -1), ("early", 1), ("strange", 1)):
+        if name in ("expired", "early"):
             shutil.copytree(folder / "sound", folder / name, ignore=shutil.ignore_patterns("server.*", "worker.*"))
         authority = Authority(folder / name, create=True)
-        authority.make_server(["127.0.0.1"], days=days)
-        authority.make_worker("worker", days=days)
+        # For how long they are good before they are made.
+        with patch("pyps.certificates._CLOCKS", timedelta(hours=-1 if name == "early" else 1)):
+            authority.make_server(["127.0.0.1"], days=days)
+            authority.make_worker("worker", days=days)
     return folder
 
 

@@ -140,7 +140,13 @@ class Credentials:
         code = self._verified()
         if code == _EXPIRED:
             return f"{what}, which has expired: make another one (`pyps certs worker`)."
-        return f"{what}: the server's --tls-client-ca has not signed it; make one with its CA (`pyps certs worker`)."
+        if code == _NOT_YET:
+            return f"{what}, which is not valid yet: compare this machine's clock with that of who made it."
+        # A server says nothing of why, and may read other dates than this machine.
+        return (
+            f"{what}: the server's --tls-client-ca has not signed it, or the server's clock is wrong: make one with "
+            "its CA (`pyps certs worker`), or compare the clocks of both machines."
+        )
 
     def _verified(self) -> int:
         """OpenSSL's verdict on the caller's certificate by the CA that it knows: 0 where it is sound."""

@@ -65,6 +65,9 @@ def _show(path: Path) -> None:
     from pyps.certificates import describe
 
     said = describe(path)
-    days = (said.until - datetime.now(UTC)).days
+    now = datetime.now(UTC)
+    days = (said.until - now).days
     left = f"{days} days left" if days >= 0 else "EXPIRED"
+    if now < said.since:
+        left = f"NOT VALID before {said.since:%Y-%m-%d %H:%M} UTC"
     typer.echo(f"{path}: {said.role}, {', '.join(said.names)}, until {said.until:%Y-%m-%d} ({left})")

@@ -87,10 +87,15 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str
         lambda made: shown(made / "expired", mutual=True),
         r"{} refuses the certificate .*worker.crt, which has expired",
     ),
+    "a caller of tomorrow": (
+        lambda made: served(made / "sound", mutual=True),
+        lambda made: shown(made / "early", mutual=True),
+        r"{} refuses the certificate .*worker.crt, which is not valid yet: compare this machine's clock",
+    ),
     "a caller of another CA": (
         lambda made: served(made / "sound", mutual=True),
         lambda made: shown(made / "strange", mutual=True),
-        r"{} refuses the certificate .*: the server's --tls-client-ca has not",
+        r"{} refuses the certificate .*: the server's --tls-client-ca has not .*, or the server's clock is wrong",
     ),
     "a plain caller": (lambda made: served(made / "sound"), lambda made: {}, r"{} takes TLS only: set tls_ca"),
 }

@@ -33,6 +33,13 @@ def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: 
     assert "expected letters" in shell("certs", "worker", "../ann", *into, status=2)
 
 
+def test_a_certificate_that_is_not_valid_yet_is_shown_as_such(made: Path) -> None:
+    since = describe(made / "early" / "worker.crt").since
+    told = f"(NOT VALID before {since:%Y-%m-%d %H:%M} UTC)"
+    assert told in shell("certs", "show", str(made / "early" / "worker.crt"))
+    assert "EXPIRED" in shell("certs", "show", str(made / "expired" / "worker.crt"))
+
+
 def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     into = ("--folder", str(folder))
