@@ -59,8 +59,14 @@ class Credentials:
     def context(self) -> ssl.SSLContext:
         """For connections that are none of gRPC's, by the same rules. Raises BadRequest for a file of no use."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        what = f"tls_ca (PYPS_TLS_CA) names {self.tls_ca}"
+        what = ""
         try:
+            for name in ("tls_ca", "tls_cert", "tls_key"):
+                if file := getattr(self, name):
+                    # OpenSSL does not say which file it is that cannot be read.
+                    what = f"{name} (PYPS_{name.upper()}) names {file}"
+                    Path(file).open("rb").close()
+            what = f"tls_ca (PYPS_TLS_CA) names {self.tls_ca}"
             context.load_verify_locations(self.tls_ca)
             if self.tls_cert:
                 what = f"tls_cert and tls_key (PYPS_TLS_CERT, PYPS_TLS_KEY) name {self.tls_cert} and {self.tls_key}"

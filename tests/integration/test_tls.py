@@ -251,6 +251,7 @@ def test_why_a_server_is_not_reached_is_not_told_by_files_that_are_being_renewed
 
 def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, made: Path, tmp_path: Path) -> None:
     sound, strange, no_file = made / "sound", made / "strange", tmp_path / "none"
+    own = shown(sound, mutual=True)
     for flags, words in (
         (["--tls-cert", str(sound / "server.crt"), "--tls-key", str(strange / "server.key")], "KEY_VALUES_MISMATCH"),
         (["--tls-cert", str(no_file), "--tls-key", str(no_file)], f"--tls-cert {no_file} .*No such file"),
@@ -261,7 +262,10 @@ def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, m
             start_server(*flags)
     for settings, words in (
         ({"tls_ca": str(no_file)}, "tls_ca .*none, which cannot be used .*No such file"),
-        ({"tls_ca": str(sound / "ca.crt"), "tls_cert": str(sound / "worker.crt")}, "tls_key is not given"),
+        ({**own, "tls_cert": str(no_file)}, r"^tls_cert \(PYPS_TLS_CERT\) names .*none, which .*\(No such file"),
+        ({**own, "tls_key": str(no_file)}, r"^tls_key \(PYPS_TLS_KEY\) names .*none, which .*\(No such file"),
+        ({**own, "tls_key": str(strange / "worker.key")}, "^tls_cert and tls_key .*MISMATCH"),
+        ({**own, "tls_key": ""}, "tls_key is not given"),
         ({"tls_cert": "a", "tls_key": "b"}, "tls_ca is not given"),
     ):
         with pytest.raises(BadRequest, match=words):
