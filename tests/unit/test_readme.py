@@ -60,10 +60,10 @@ def test_the_worker_script_trains_as_it_stands(
 
     assert worker.wait() == 0, worker.output()
     told = re.findall(r"^epoch (\d+), update (\d+): loss (\d+\.\d+)$", worker.output(), re.M)
-    # 1,797 images in minibatches of 32.
-    assert [(int(epoch), int(update)) for epoch, update, _ in told] == [(n, 57 * (n + 1)) for n in range(20)]
+    # 1,797 images in whole minibatches of 32.
+    assert [(int(epoch), int(update)) for epoch, update, _ in told] == [(n, 56 * (n + 1)) for n in range(20)]
     assert float(told[-1][2]) < 0.1 < float(told[0][2])
-    assert inspect(server.control, "GetStatus").version_max == 57 * 20
+    assert inspect(server.control, "GetStatus").version_max == 56 * 20
 
 
 @pytest.mark.extended
