@@ -143,4 +143,6 @@ def train(address: str, *, steps: int, worker_id: str = "stock") -> dict[str, np
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} HOST:PORT")
     print("bias:", train(sys.argv[1], steps=200)["bias"])

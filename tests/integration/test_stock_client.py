@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 from pathlib import Path
 from types import ModuleType
 
@@ -43,3 +44,9 @@ def test_a_stock_client_trains_to_the_bits_of_ours(start_server, stock: ModuleTy
 
 def test_it_imports_nothing_of_our_client() -> None:
     assert " pyps_client" not in "".join(line for line in SCRIPT.open(encoding="utf-8") if "import" in line)
+
+
+def test_a_stock_client_without_a_server_s_address_shows_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["stock_client.py"])
+    with pytest.raises(SystemExit, match=r"^usage: .*stock_client\.py HOST:PORT$"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
