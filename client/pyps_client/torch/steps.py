@@ -107,8 +107,8 @@ class Steps:
         self._torn = False
         self._local = LocalSteps(layout, self._parameters)
         self._written = Written(layout, self._parameters.value_of)
-        # Whether a push has begun in a backward pass.
-        self._left_early = False
+        # Until a step, or a push in a backward pass, has begun: what that brings may be in the place of the first pull.
+        self._is_first = True
         self._push_due = False
         self._pull_due = False
         self._steps_since_pull = 0
@@ -281,11 +281,6 @@ class Steps:
         if self._pinned is not None:
             self._pinned.release()
 
-    @property
-    def _is_first(self) -> bool:
-        """Whether the parameters are to be those of the first pull: what a push brings may be in its place already."""
-        return self.steps == 0 and not self._left_early
-
     def _settle(self) -> None:
         """Brings the finished run's parameters into the model."""
         self._settled = True
@@ -302,6 +297,7 @@ class Steps:
         step = self.steps
         due = self._schedule.at(step)
         self.steps = self.session.clock = step + 1
+        self._is_first = False
         self._push_due = self._push_due or due.push
         self._pull_due = self._pull_due or due.pull or self._torn
         self._gather(gradients, example_count, due)
@@ -326,6 +322,7 @@ class Steps:
             self._pull()
         self._schedule.follow(self.steps)
         self.steps = self.session.clock = self.steps + 1
+        self._is_first = False
         absent = [False] * len(self._layout.parameters)
         self.session.exchange(Plan(self._gradients.vectors, present=absent, base_versions=self._versions))
         if not self._gradients.minibatch_count:
@@ -509,7 +506,7 @@ class Steps:
         if (check := self.model_check()) is not None:
             check(self.steps == 0)
         self._written.check(is_first=self._is_first)
-        self._left_early = True
+        self._is_first = False
         plan = self._plan(pulls=True)
         plan.departures, plan.minibatch_count, plan.clock = departures, 1, self.steps + 1
         plan.example_count = self.examples_in_batch or 0
