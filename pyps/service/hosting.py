@@ -26,10 +26,12 @@ _CALLS_PER_CONNECTION_MAX = 32
 # Observers and commands come beside the workers; commands alone to the control port.
 _MORE_CONNECTIONS = 64
 _CONTROL_CONNECTIONS_MAX = 256
-# Who says nothing after connecting, and who makes no call for so long, holds a place that others need. A worker gives a
-# heartbeat more often; whoever is cut off connects anew with its next call.
+# Who says nothing after connecting, and who makes no call for so long, holds a place that others need. A worker gives
+# heartbeats more often, and ends its other connection by itself, as beside a lane, within a minute without a call;
+# whoever is cut off connects anew with its next call.
 _HANDSHAKE_MS = 5_000
 _IDLE_MS = 10_000
+_DATA_IDLE_MS = 90_000
 _IDLE_HEARTBEATS = 12
 # Messages that may be late at once on the control port.
 _CONTROL_LATE_MAX = 64
@@ -157,7 +159,10 @@ class Grpc(Transport):
                 "grpc.max_allowed_incoming_connections",
                 _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2),
             ),
-            ("grpc.max_connection_idle_ms", max(_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds))),
+            (
+                "grpc.max_connection_idle_ms",
+                max(_DATA_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds)),
+            ),
             # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in
             # what it believes to be under way, several messages of each caller.
             ("grpc.http2.bdp_probe", 0),

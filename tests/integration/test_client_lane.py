@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
+from pyps.service.hosting import _DATA_IDLE_MS
 from pyps_client import ServerUnavailable
 from pyps_client.pull import Intake
+from pyps_client.transport.grpc import IDLE_SECONDS
 from pyps_client.transport.tcp import LaneChannel, TcpLane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.errors import MalformedFrame, WrongSize
@@ -67,6 +70,21 @@ def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, proxies:
         proxy.cut_after(700_000, of_replies=True)
         reference.check(client.pull())
         assert proxy.num_cuts == 1
+
+
+def test_beside_a_lane_an_idle_grpc_connection_is_ended_by_the_worker_before_the_server_does(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 2 * IDLE_SECONDS * 1000 < _DATA_IDLE_MS
+    monkeypatch.setattr("pyps_client.transport.grpc.IDLE_SECONDS", 1)
+    states: list[grpc.ChannelConnectivity] = []
+    with make_client(start_server().data, transport="tcp") as client:
+        client.pull()
+        [connection] = client.session._servers
+        channel: Any = connection.channel
+        channel._grpc.subscribe(states.append)
+        wait_until(lambda: grpc.ChannelConnectivity.IDLE in states[1:], what="the connection's end")
+        client.pull()
 
 
 def test_a_lane_that_cannot_be_opened_means_grpc_and_one_line_says_so(

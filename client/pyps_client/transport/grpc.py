@@ -36,6 +36,9 @@ Metadata = tuple[tuple[str, str], ...]
 # The server allows pings this often; more often it would answer "too many pings".
 KEEPALIVE_SECONDS = 60
 KEEPALIVE_TIMEOUT_SECONDS = 20
+# An idle connection, as beside a lane, ends after once to twice that, before the server ends it: of that gRPC would
+# write a line to standard error.
+IDLE_SECONDS = 30
 
 LATE = "no answer within the call's deadline"
 
@@ -284,6 +287,7 @@ def _options(use_proxy: bool) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.client_idle_timeout_ms", IDLE_SECONDS * 1000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", int(use_proxy)),
