@@ -184,6 +184,11 @@ class Run:
         self._require_run(self._require_content(), run_id)
         self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock(), secret=secret))
 
+    def require_named(self, run_id: str) -> None:
+        """Refuses a caller that names another run; one may name none, as while nobody knew its name."""
+        if self._content is not None:
+            self._require_run(self._content, run_id or None)
+
     def leave(
         self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"", *, failed: bool, message: str
     ) -> int:

@@ -173,6 +173,11 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
         nobody = common.Sender(run_id="run-1", worker_id="a", incarnation=worker.sender.incarnation, secret=secret)
         with RawLane(offer.port).open(nobody, offer.ticket) as lane:
             assert lane.refusal().startswith("NotAllowed: the call is in the name of worker 'a'")
+    elsewhere = common.Sender()
+    elsewhere.CopyFrom(worker.sender)
+    elsewhere.run_id = "run-2"
+    with RawLane(offer.port).open(elsewhere, offer.ticket) as lane:
+        assert lane.refusal().startswith("RunMismatch: this server holds run 'run-1'")
     with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
         assert lane.receive() == (OPEN, b"", b"")
     assert refused(worker.sender, offer.ticket)

@@ -136,6 +136,7 @@ class Tcp(Transport):
         sender = request.sender
         with self._lock:
             self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
+            self._host.run.require_named(sender.run_id)
             self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
             for other in self._connections:
                 # A worker has one; its earlier one is lost, though the system has not said so yet.
