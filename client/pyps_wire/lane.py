@@ -79,7 +79,9 @@ class Lane:
         """
         kind, header_bytes, payload_bytes = PREFIX.unpack(self._take(PREFIX.size))
         if header_bytes > header_bytes_max:
-            raise LimitExceeded(f"a lane's message has a header of {header_bytes} bytes; expected {header_bytes_max}")
+            raise LimitExceeded(
+                f"a lane's message has a header of {header_bytes} bytes; expected at most {header_bytes_max}"
+            )
         return kind, self._take(header_bytes), payload_bytes
 
     def receive_into(self, place: memoryview) -> None:

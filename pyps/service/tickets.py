@@ -41,6 +41,6 @@ class Tickets:
                     del issued[index]
                     return
         raise NotAllowed(
-            f"the ticket is not worker {worker_id!r}'s, was used, or is older than {TICKET_SECONDS:g} s: say Hello, and"
-            " show the one that it brings"
+            f"the ticket is not of worker {worker_id!r}, was used, or is older than {TICKET_SECONDS:g} s: say Hello, "
+            "and show the one that it brings"
         )
