@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -195,10 +196,8 @@ def _named(name: str, *, role: str = "") -> x509.Name:
 
 
 def _host(host: str) -> x509.GeneralName:
-    try:
+    with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        pass
     if not _NAME.fullmatch(host):
         raise BadRequest(f"--host is {host!r}; expected the name or the address of a server, without a port")
     return x509.DNSName(host)

@@ -7,6 +7,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pyps_wire.errors import LimitExceeded
@@ -173,10 +174,9 @@ class SecureLane(Lane):
         is_done = False
         while not is_done:
             try:
-                self._tls.do_handshake()
-                is_done = True
-            except ssl.SSLWantReadError:
-                pass
+                with suppress(ssl.SSLWantReadError):
+                    self._tls.do_handshake()
+                    is_done = True
             finally:
                 # Where it fails, what tells the other end why.
                 self._flush(self._outgoing.read())
@@ -197,19 +197,16 @@ class SecureLane(Lane):
     def _received(self, place: memoryview, flags: int = 0) -> int:
         at = 0
         while True:
-            with self._computing:
-                try:
-                    while at < place.nbytes:
-                        # A count, which the stubs do not know.
-                        count: int = self._tls.read(place.nbytes - at, place[at:])  # type: ignore[assignment]
-                        if count == 0 and at == 0:
-                            # By TLS's own message, after which every read says so.
-                            raise LaneClosed
-                        if count == 0:
-                            break
-                        at += count
-                except ssl.SSLWantReadError:
-                    pass
+            with self._computing, suppress(ssl.SSLWantReadError):
+                while at < place.nbytes:
+                    # A count, which the stubs do not know.
+                    count: int = self._tls.read(place.nbytes - at, place[at:])  # type: ignore[assignment]
+                    if count == 0 and at == 0:
+                        # By TLS's own message, after which every read says so.
+                        raise LaneClosed
+                    if count == 0:
+                        break
+                    at += count
             if at:
                 return at
             self._fill()

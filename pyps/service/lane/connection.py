@@ -151,7 +151,7 @@ class Connection:
             self._lane.end()
         except (lane.LaneClosed, OSError):
             # The worker is gone, or comes again.
-            pass
+            return
         finally:
             self._end_answers()
             self._lane.close()
