@@ -14,7 +14,8 @@ from google.protobuf.message import DecodeError
 from pyps import logs
 from pyps.service.limits import ByteBudget
 from pyps.service.roles import Role, needed_for
-from pyps.service.security import Access, abort, subject_of
+from pyps.service.security import Access, abort, subject_of, text_of
+from pyps_wire import local_pb2 as local
 from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
 
 # A reply that nobody takes for so long ends its call.
@@ -259,9 +260,8 @@ class MessageReader(grpc.aio.ServerInterceptor):
                 # gRPC's own word on how the call ends: it was aborted, or the server stops.
                 raise
             except Exception as error:
-                log.exception("a call failed by a bug in the server", call=method)
-                what = f"a bug in the server: {type(error).__name__}; see its log"
-                await context.abort(grpc.StatusCode.INTERNAL, what)
+                log_bug(error, method)
+                await context.abort(grpc.StatusCode.INTERNAL, _words_of_bug(error))
             finally:
                 taken.close()
                 message = request = None
@@ -273,6 +273,26 @@ class MessageReader(grpc.aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         return make(call, request_deserializer=deserialize, response_serializer=handler.response_serializer)
+
+
+def failure_of(error: BaseException, what: str) -> local.LocalFailure:
+    """What a caller by another way than gRPC is told of an error; a bug goes to the log as well, with what failed."""
+    if isinstance(error, PypsError):
+        return local.LocalFailure(status=error.status, name=type(error).__name__, details=text_of(error))
+    log_bug(error, what)
+    return local.LocalFailure(status="INTERNAL", details=_words_of_bug(error))
+
+
+def log_bug(error: BaseException, what: str) -> None:
+    """Logs a bug of the server with its trace."""
+    try:
+        raise error
+    except BaseException:
+        log.exception("a call failed by a bug in the server", call=what)
+
+
+def _words_of_bug(error: BaseException) -> str:
+    return f"a bug in the server: {type(error).__name__}; see its log"
 
 
 async def _only_message(call: Call, *, seconds: float) -> bytes:

@@ -20,18 +20,16 @@ from pyps import _kernels, logs
 from pyps.core.shard import Pushed
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.calls import WRITE_SECONDS
+from pyps.service.calls import WRITE_SECONDS, failure_of
 from pyps.service.executor import INLINE_BYTES_MAX
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Staging, push_whole
 from pyps.service.responses import AHEAD_BYTES_MAX
-from pyps.service.security import text_of
 from pyps.service.tls import Tls
 from pyps_wire import lane, lane_pb2
-from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, NotAllowed, PypsError
+from pyps_wire.errors import BadRequest, NotAllowed
 from pyps_wire.framing import PAYLOAD_FIELD
 
 # Who connects shows its ticket at once.
@@ -321,13 +319,7 @@ class Connection:
             self._completes_until = time.monotonic() + END_SECONDS
 
     def _send_failure(self, error: Exception) -> None:
-        if isinstance(error, PypsError):
-            failure = local.LocalFailure(status=error.status, name=type(error).__name__, details=text_of(error))
-        else:
-            _log_bug(error)
-            details = f"a bug in the server: {type(error).__name__}; see its log"
-            failure = local.LocalFailure(status="INTERNAL", details=details)
-        self._send(lane.FAILURE, failure.SerializeToString())
+        self._send(lane.FAILURE, failure_of(error, "a message on a lane").SerializeToString())
 
 
 def peer_of(end: socket.socket) -> str:
@@ -341,13 +333,6 @@ def peer_of(end: socket.socket) -> str:
 def _until(seconds: float, payload_bytes: int) -> float:
     """When a message that begins now is to be whole."""
     return time.monotonic() + max(seconds, payload_bytes / BYTES_PER_SECOND_MIN)
-
-
-def _log_bug(error: Exception) -> None:
-    try:
-        raise error
-    except Exception:
-        log.exception("a request on a lane failed by a bug in the server")
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from pyps import logs
+from pyps.service.calls import failure_of, log_bug
 from pyps.service.limits import check_message_bytes
 from pyps.service.pushing import PUSH_HEADER_MAX
-from pyps.service.security import text_of
 from pyps.service.shm.requests import Requests
 from pyps.service.shm.segment import Attachment
 from pyps_wire import local_pb2 as local
@@ -35,8 +34,6 @@ ATTACH_SECONDS = 10.0
 MESSAGE_SECONDS = 60.0
 # Room for one descriptor: the system closes any more at once.
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
-
-log = logs.get("pyps.service")
 
 
 class Connection:
@@ -126,7 +123,7 @@ class Connection:
             # The caller is gone.
             self.close()
         except Exception as error:
-            _log_bug(error)
+            log_bug(error, "a local request")
             self.close()
 
     def _receive(self) -> None:
@@ -263,7 +260,7 @@ class Connection:
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or self.closed:
             if error is not None and not isinstance(error, PypsError):
-                _log_bug(error)
+                log_bug(error, "a local request")
             return
         if error is not None:
             self._refuse(error)
@@ -276,13 +273,7 @@ class Connection:
     # What goes out.
 
     def _refuse(self, error: BaseException, *, for_good: bool = False) -> None:
-        if isinstance(error, PypsError):
-            failure = local.LocalFailure(status=error.status, name=type(error).__name__, details=text_of(error))
-        else:
-            _log_bug(error)
-            details = f"a bug in the server: {type(error).__name__}; see its log"
-            failure = local.LocalFailure(status="INTERNAL", details=details)
-        self._reply(local.LocalReply(failure=failure))
+        self._reply(local.LocalReply(failure=failure_of(error, "a local request")))
         if for_good or self.attachment is None or not self._requests.serves(self.attachment):
             self.close()
 
@@ -320,10 +311,3 @@ class Connection:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _log_bug(error: BaseException) -> None:
-    try:
-        raise error
-    except BaseException:
-        log.exception("a local request failed by a bug in the server")
