@@ -24,14 +24,14 @@ import torch
 from measure import exit_on_sigterm, machine, percentile, spread, write_results
 from rich.console import Console
 from rich.table import Table
-from trial import GRPC, GRPC_BFLOAT16, SHARED_MEMORY, Failed, Server, Variant, Workers
+from trial import GRPC, GRPC_BFLOAT16, LANE, LANE_BFLOAT16, SHARED_MEMORY, Failed, Server, Variant, Workers
 from work import SIZES, Size
 
 SIZE_NAMES = "mid,big"
 PLAIN_COPY = "plain copy, float32"
 PLAIN_COPY_HALF = "plain copy, bfloat16"
 SHARED_MEMORY_BFLOAT16 = Variant("pyps shared memory bfloat16", transport="shm", codec="bfloat16")
-VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_BFLOAT16, GRPC, GRPC_BFLOAT16)
+VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_BFLOAT16, LANE, LANE_BFLOAT16, GRPC, GRPC_BFLOAT16)
 
 Row = dict[str, Any]
 

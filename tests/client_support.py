@@ -26,6 +26,7 @@ from pyps_wire.common_pb2 import (
     REASON_NOT_FINITE,
     Receipt,
 )
+from pyps_wire.partition import ShardRange
 from support import DEADLINE_SECONDS, AnyServer, ServerThread, wait_until, workers_of
 
 if TYPE_CHECKING:
@@ -277,10 +278,14 @@ class RecordingSession:
         self.held = -1
         # For each list of vectors, the version that was last pulled into it.
         self._brought: dict[int, int] = {}
+        self.on_landed: Callable[[ShardRange], object] | None = None
 
     def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:
         sizes = [len(vector) for vector in self.parameters]
         return lent(sizes, gradient_buffers, codec=self.codec, pull_codec=self.pull_codec, private=self.private)
+
+    def tell_landed(self, on_landed: Callable[[ShardRange], object]) -> None:
+        self.on_landed = on_landed
 
     @property
     def view(self) -> RecordingSession:
@@ -346,6 +351,10 @@ class RecordingSession:
         if self._brought.get(id(vectors), -1) < self.version:
             for theirs, mine in zip(vectors, self.parameters, strict=True):
                 theirs.view(np.uint8)[:] = codec_of(self.pull_codec).encode(mine)
+            if self.on_landed is not None:
+                # A half of each group in a message of its own; the rest as through shared memory.
+                for group, mine in enumerate(self.parameters):
+                    self.on_landed(ShardRange(0, group, 0, len(mine) // 2, 0))
         self.held = self._brought[id(vectors)] = self.version
 
     def hurry(self) -> None:

@@ -170,6 +170,8 @@ class Intake:
         """`codec`: how the parameters travel. The vectors take them so, or as float32. `name`: the server's."""
         self.held = held
         self.codec = codec
+        # Is told of each shard that has come whole in a message, on whatever thread took it.
+        self.on_landed: Callable[[ShardRange], object] | None = None
         self._name = name
         self._converter = converter
         self._places = {shard.shard_id: part_of(vectors, shard) for shard in held.shards.values()}
@@ -185,6 +187,8 @@ class Intake:
             raise PypsError(
                 f"{self._name} sent parameters as {codec.name}, which were not asked for: vectors are {place.dtype}."
             )
+        if self.on_landed is not None:
+            self.on_landed(self.held.shards[shard_id])
 
     def receive(self, shard_id: int, codec_number: int, num_bytes: int, receive: Callable[[memoryview], None]) -> None:
         """Has a shard's parameters received into their place, or by way of another where they are to be converted."""
@@ -200,6 +204,8 @@ class Intake:
             # Of no version, until it comes again.
             self.held.versions[shard_id] = -1
             raise
+        if self.on_landed is not None:
+            self.on_landed(self.held.shards[shard_id])
 
     def accept(self, shard_id: int, version: int) -> None:
         """Notes the version of a shard that was written."""

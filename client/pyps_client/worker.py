@@ -27,7 +27,7 @@ from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
-from pyps_wire.partition import Model, partition
+from pyps_wire.partition import Model, ShardRange, partition
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
 T = TypeVar("T")
@@ -169,6 +169,11 @@ class Worker:
         lent = self._sharing.lend(layout).lent
         self._lent_intakes = self._intakes(lent.parameters)
         return lent
+
+    def tell_landed(self, on_landed: Callable[[ShardRange], object]) -> None:
+        """Tells of each shard that a message has brought into the lent parameters, at once, on any thread."""
+        for intake in self._lent_intakes:
+            intake.on_landed = on_landed
 
     def push(self, gradients: Vectors, **described: Any) -> list[Receipt]:
         """Pushes gradients alone, described by fields of `Plan`."""

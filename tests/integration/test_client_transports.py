@@ -35,7 +35,7 @@ from pyps_client.worker import Worker
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import BFLOAT16, FLOAT16, Codec
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import Model, ShardRange, Tensor
 from support import DEADLINE_SECONDS, AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
@@ -427,3 +427,25 @@ def test_a_worker_that_insists_on_shared_memory_ends_rather_than_go_on_without(
         with pytest.raises(ServerUnavailable, match=r"transport is 'shm', but no memory can be shared.*'auto'"):
             client.exchange(gradients_like(small_model(), 0))
     client.close("failed")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_of_each_shard_that_a_message_brings_is_told_once_it_is_in_place(start_server: Start, transport: str) -> None:
+    with lending(start_server().data, transport=transport) as (session, gradient, parameters):
+        landed: dict[int, Floats] = {}
+
+        def land(shard: ShardRange) -> None:
+            assert shard.offset not in landed
+            landed[shard.offset] = parameters[shard.offset : shard.offset + shard.length].copy()
+
+        session.tell_landed(land)
+        for bring in (
+            lambda: session.exchange(Plan([gradient], [parameters], lent_index=0)),
+            lambda: session.push([gradient]) and session.pull([parameters]),
+        ):
+            landed.clear()
+            gradient[:] = 1.0
+            before = parameters.copy()
+            bring()
+            assert np.array_equal(np.concatenate([landed[offset] for offset in sorted(landed)]), parameters)
+            assert not np.array_equal(before, parameters)

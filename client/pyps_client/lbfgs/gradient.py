@@ -273,6 +273,8 @@ class PortionComputation(PortionGradient):
         self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
         gathered = Gradients(layout, lent.gradients[0], codec=lent.converted_to)
         self._parameters = Parameters(layout, lent.parameters, alias=True, private=lent.private)
+        if devices:
+            session.tell_landed(self._parameters.land)
         super().__init__(layout, gathered, loss_of)
 
     def begin_pass(self, *, keep_apart: bool) -> None:

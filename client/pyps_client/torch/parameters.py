@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -63,6 +64,11 @@ class Parameters:
         for block, staging in zip(layout.blocks, self._staging, strict=True):
             self._places |= places_of_block(block, staging, layout.parameters, on_host)
         self._events: list[torch.cuda.Event] = []
+        # What goes to a device while other shards are still on their way, goes beside what the model computes.
+        devices = {block.device for block in layout.blocks if block.on_cuda}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        # Where shards begin and end that are on their way to the devices already, by group.
+        self._landed: set[tuple[int, int, int]] = set()
         self._may_alias = alias and self._host[0].dtype == torch.float32
         self._aliases = Aliases(layout, vectors, private=private)
         self._copies = self._planned_copies()
@@ -77,6 +83,18 @@ class Parameters:
             self._copies = self._planned_copies()
         if self._copies:
             self._copy()
+        self._landed.clear()
+
+    def land(self, shard: ShardRange) -> None:
+        """Begins to copy to the devices a shard that has come, beside the arrival of others.
+
+        From any thread, between `wait_until_free` and `write`, which copies what did not land, as shared memory's.
+        """
+        for block, staging in zip(self._layout.blocks, self._staging, strict=True):
+            if staging is not None and block.group == shard.group:
+                with torch.cuda.stream(self._streams[block.device]) if block.on_cuda else nullcontext():
+                    self._stage(block, staging, shard.offset, shard.offset + shard.length)
+        self._landed.add((shard.group, shard.offset, shard.offset + shard.length))
 
     def written_elsewhere(self) -> bool:
         """True when the user wrote parameters that lie in the vectors since `write`: a pull may not mend all of it."""
@@ -85,6 +103,8 @@ class Parameters:
     def separate(self) -> None:
         """Moves the parameters out of the vectors: from now on they are copied, and may be changed between pulls."""
         self._may_alias = False
+        # The vectors may have been rewritten since.
+        self._landed.clear()
         if self._aliases.tensors:
             self._aliases.separate()
             self._copies = self._planned_copies()
@@ -94,9 +114,15 @@ class Parameters:
         return self._places[index]
 
     def wait_until_free(self) -> None:
-        """Returns once copies out of the vectors have ended, so that they may be rewritten."""
+        """Returns once the vectors may be rewritten, and what lies of them on devices: nobody reads either any more."""
+        for stream in self._streams.values():
+            stream.synchronize()
         while self._events:
             self._events.pop().synchronize()
+
+    def note_read(self) -> None:
+        """Notes that `value_of` was read from just now, by work that the devices may not have done yet."""
+        self._events += map(recorded_event, self._streams)
 
     def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
         """The tensors that lie in such vectors, by name, on the CPU; views of the vectors, but where they were cut."""
@@ -106,15 +132,34 @@ class Parameters:
     @torch.no_grad()
     def _copy(self) -> None:
         for block, staging, batches in self._copies:
+            if block.on_cuda:
+                torch.cuda.current_stream(block.device).wait_stream(self._streams[block.device])
             if staging is not None:
-                for piece in block.ranges:
-                    source = self._host[block.group].narrow(0, piece.group_offset, piece.length)
-                    target = staging.narrow(0, piece.block_offset, piece.length)
-                    target.copy_(source, non_blocking=block.on_cuda)
+                for begin, end in self._not_landed(block.group):
+                    self._stage(block, staging, begin, end)
             for parameters, places in batches:
                 torch._foreach_copy_(parameters, places)
             if block.on_cuda:
                 self._events.append(recorded_event(block.device))
+
+    def _not_landed(self, group: int) -> Iterator[tuple[int, int]]:
+        """The ranges of a group's vector that no shard has brought to the devices."""
+        end = 0
+        for _, begin, next_end in sorted(landed for landed in self._landed if landed[0] == group):
+            if end < begin:
+                yield end, begin
+            end = next_end
+        if end < len(self._host[group]):
+            yield end, len(self._host[group])
+
+    def _stage(self, block: Block, staging: torch.Tensor, begin: int, end: int) -> None:
+        """Copies what a block has of a range of its group's vector into its buffer on the device."""
+        for piece in block.ranges:
+            first = max(begin, piece.group_offset)
+            length = min(end, piece.group_offset + piece.length) - first
+            if length > 0:
+                target = staging.narrow(0, piece.block_offset + first - piece.group_offset, length)
+                target.copy_(self._host[block.group].narrow(0, first, length), non_blocking=block.on_cuda)
 
     def _planned_copies(
         self,
@@ -232,6 +277,7 @@ class LocalSteps:
         """Begins again from the parameters that were just written into the model."""
         for index, master in self.masters.items():
             master.copy_(self._parameters.value_of(index))
+        self._parameters.note_read()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor | None], rates: Sequence[float]) -> None:

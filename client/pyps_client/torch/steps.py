@@ -100,6 +100,8 @@ class Steps:
         # What lands beside the computation must not be in the model at once.
         alias = not overlaps and self._backward is None
         self._parameters = Parameters(layout, lent.parameters, alias=alias, private=lent.private)
+        if devices:
+            worker.tell_landed(self._parameters.land)
         # Versions of what a pull has brought, which is not in the model yet; and of the parameters in the model.
         self._pulled: Mapping[int, int] | None = None
         self._versions: Mapping[int, int] = {}

@@ -10,6 +10,7 @@ from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.parameters import Parameters
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import Steps
+from pyps_wire.partition import ShardRange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,6 +81,21 @@ def test_parameters_go_to_the_device_and_back(spread) -> None:
     assert torch.equal(flat(list(model.parameters())), torch.arange(3 * 65 * 64.0) * 2)
     assert np.array_equal(values_of(layout)[0], np.arange(3 * 65 * 64) * 2)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(spread) -> None:
+    model = network(spread=spread)
+    layout = layout_of(model)
+    buffer = Parameters(layout, lent_for(layout).parameters)
+    length = len(buffer.vectors[0])
+    for number in range(20):
+        buffer.wait_until_free()
+        buffer.vectors[0][:] = np.arange(length) + number
+        for begin in range(0, length // 2, 1000):
+            buffer.land(ShardRange(begin, 0, begin, 1000, 0))
+        buffer.write()
+        assert torch.equal(flat(list(model.parameters())), torch.arange(length, dtype=torch.float32) + number)
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])

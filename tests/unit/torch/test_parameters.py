@@ -2,20 +2,29 @@
 
 import copy
 import os
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from client_support import lent_for, values_of
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.parameters import Parameters, initial_values
-from pyps_wire.partition import partition
+from pyps_wire.partition import ShardRange, partition
 
 
 def layout_of(model: torch.nn.Module) -> Layout:
     return plan(model, [{"params": list(model.parameters())}])
+
+
+def layout_elsewhere(model: torch.nn.Module) -> Layout:
+    """As on a device: "meta" has no numbers, but takes every copy."""
+    layout, device = layout_of(model), torch.device("meta")
+    blocks = tuple(replace(block, device=device) for block in layout.blocks)
+    return replace(layout, parameters=tuple(tensor.to(device) for tensor in layout.parameters), blocks=blocks)
 
 
 def parameter_buffer(model: torch.nn.Module, codec: str = "float32", **options: bool) -> Parameters:
@@ -40,6 +49,19 @@ def fill(buffer: Parameters, start: int = 0) -> None:
 def linear() -> torch.nn.Linear:
     torch.manual_seed(0)
     return torch.nn.Linear(3, 2)
+
+
+class CopiesFromHost(TorchDispatchMode):
+    """Notes where what comes from the host is written to in a device's buffer: element, and how many from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
+            self.ranges.append((args[0].storage_offset(), args[0].numel()))
+        return function(*args, **(kwargs or {}))
 
 
 def values(model: torch.nn.Module) -> list[float]:
@@ -207,3 +229,29 @@ def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() 
         values = of_shard(shard)
         assert values.dtype == np.float32 and values.size == shard.length
         np.testing.assert_array_equal(values, whole[shard.group][shard.offset : shard.offset + shard.length])
+
+
+@pytest.mark.parametrize("landed", [(), (1,), (2, 0), (0, 1, 2, 3)])
+def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed) -> None:
+    layout = layout_elsewhere(torch.nn.Linear(9, 10))
+    shards = [ShardRange(number, 0, 30 * number, length, 0) for number, length in enumerate((30, 30, 30, 10))]
+    buffer = Parameters(layout, lent_for(layout).parameters)
+    for _ in range(2):
+        with CopiesFromHost() as early:
+            for number in landed:
+                buffer.land(shards[number])
+        assert early.ranges == [(shards[number].offset, shards[number].length) for number in landed]
+        with CopiesFromHost() as late:
+            buffer.write()
+        covered = [element for begin, length in early.ranges + late.ranges for element in range(begin, begin + length)]
+        assert sorted(covered) == list(range(100))
+
+
+def test_a_vector_that_was_read_anew_goes_to_the_device_whole() -> None:
+    layout = layout_elsewhere(torch.nn.Linear(9, 10))
+    buffer = Parameters(layout, lent_for(layout).parameters)
+    buffer.land(ShardRange(1, 0, 30, 30, 0))
+    buffer.separate()
+    with CopiesFromHost() as copies:
+        buffer.write()
+    assert copies.ranges == [(0, 100)]
