@@ -178,6 +178,10 @@ def test_a_ticket_is_of_one_life_of_a_worker_for_one_use_and_a_short_time(start_
         first, *_ = [a.hello().local.ticket for _ in range(5)]
         assert refused(first)
         assert "ticket" not in server.output()
+        # One that is right, for another run.
+        strange = a.attach_request()
+        strange.attach.sender.run_id = "other"
+        assert "'other'" in str(refusal_of(a, strange, a.descriptor))
         # One that is right, for a worker that nobody knows any more.
         reset = b.attach_request()
         b.leave()

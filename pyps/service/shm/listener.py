@@ -212,6 +212,7 @@ class SharedMemory(Transport):
         """Takes a worker's memory in; the descriptor can be closed afterwards."""
         sender = request.sender
         self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
+        self._host.run.require_named(sender.run_id)
         self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
         map_it = partial(Segment, descriptor, num_bytes=request.segment_bytes, hand_over=self._host.work.hand_over)
         return await self._requests.attach(request, map_it)
