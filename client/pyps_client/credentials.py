@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import BadRequest
 
 # How long a server may take to show why no connection to it comes about.
 _ASK_SECONDS = 3.0
 # What gRPC says of a connection that came about and ended before a call.
-_SIGNS = ("handshake failed", "verification check failed", "socket closed", "connection reset")
+_SIGNS = ("handshake failed", "verification check failed", "socket closed", "connection reset", "missing selected alpn")
 # OpenSSL's numbers of what is wrong with a certificate.
 _NOT_YET, _EXPIRED, _NAMES, _SIGNERS = 9, 10, (62, 64), (18, 19, 20, 21)
 
@@ -97,6 +98,11 @@ class Credentials:
             ):
                 if not self.tls_ca:
                     return f"{address} takes TLS only: set tls_ca (PYPS_TLS_CA) to the ca.crt of its certificate."
+                if secured.selected_alpn_protocol() != "h2":
+                    return (
+                        f"{address} answers by TLS, but not as gRPC: expected a server's data port ({DATA_PORT} by "
+                        "default), not its lane's or that of its metrics."
+                    )
                 # A server that refuses the caller's certificate ends the connection after the handshake.
                 return "" if _answers(secured) else self._refused_by(address)
         except ssl.SSLEOFError:
@@ -158,9 +164,13 @@ class Credentials:
         """OpenSSL's verdict on the caller's certificate by the CA that it knows: 0 where it is sound."""
         client, server = _trusting(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
-        server.load_verify_locations(self.tls_ca)
-        for context in (client, server):
-            context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        try:
+            server.load_verify_locations(self.tls_ca)
+            for context in (client, server):
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except OSError:
+            # They could be read when the connection was made: where they cannot now, they are being renewed.
+            return 0
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
         for end in (*ends, *ends):

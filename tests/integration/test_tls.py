@@ -118,6 +118,15 @@ def test_what_is_wrong_with_certificates_is_said_at_once_to_workers_and_commands
     assert time.monotonic() - began < 20
 
 
+def test_another_port_than_that_of_grpc_is_told_at_once(start_server: Start, made: Path) -> None:
+    lane_port = str(server_port())
+    server = start_server(*served(made / "sound", mutual=True), "--lane-port", lane_port)
+    for address in (f"127.0.0.1:{lane_port}", server.metrics):
+        told = f"{re.escape(address)} answers by TLS, but not as gRPC: .* data port"
+        with pytest.raises(NotAuthenticated, match=told):
+            make_client(address, start_wait_seconds=300.0, **shown(made / "sound", mutual=True))
+
+
 def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(folder, mutual=True))
