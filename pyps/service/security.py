@@ -51,13 +51,20 @@ class Access:
         role = self._by_token(authorization, call) if self._tokens else Role.OPERATOR
         if self._own_machine and role > Role.OBSERVER:
             role = Role.OPERATOR if is_own_machine(peer, host=self._host) else Role.WORKER
+        why = ""
         if self.certified:
-            role = min(role, role_in(subject))
-        self.require(role, call)
+            by_certificate = role_in(subject)
+            if self._tokens and role != by_certificate:
+                why = f" ({role.word} by its token, {by_certificate.word} by its certificate)"
+            role = min(role, by_certificate)
+        self.require(role, call, why)
         return role
 
-    def require(self, role: Role, call: str) -> None:
-        """Refuses (NotAllowed) a call, named as in the table, that this role may not make. On any thread."""
+    def require(self, role: Role, call: str, why: str = "") -> None:
+        """Refuses (NotAllowed) a call, named as in the table, that this role may not make. On any thread.
+
+        `why`: words on what the role comes from.
+        """
         needed = needed_for(call)
         if role >= needed:
             return
@@ -72,7 +79,7 @@ class Access:
                 f"{', with ' if shown else ''}{' and '.join(shown)}, or give the server --operator-token-file"
             )
         raise NotAllowed(
-            f"{name} is for the role {needed.word}, and this caller's is {role.word}: show {' and '.join(shown)}"
+            f"{name} is for the role {needed.word}, and this caller's is {role.word}{why}: show {' and '.join(shown)}"
         )
 
     def _by_token(self, authorization: str | bytes | None, call: str) -> Role:

@@ -83,6 +83,13 @@ def test_a_call_that_is_not_in_the_table_is_for_operators(tmp_path: Path) -> Non
         access_with(tmp_path, WORKS, RULES).admit("/a.B/New", "Bearer the-token-of-worker", peer=HERE, subject="")
 
 
+def test_a_refusal_says_which_of_token_and_certificate_gives_too_little(tmp_path: Path) -> None:
+    access = access_with(tmp_path, WORKS, RULES, certified=True)
+    for token, certificate in (("operator", "worker"), ("worker", "operator")):
+        with pytest.raises(NotAllowed, match=rf"is worker \({token} by its token, {certificate} by its certificate\)"):
+            access.admit("/a.B/New", f"Bearer the-token-of-{token}", peer=HERE, subject=f"OU={certificate},CN=a")
+
+
 def test_observers_read_workers_train_and_operators_change_the_server() -> None:
     rows = {call.rpartition("/")[2]: role for calls in PORTS.values() for call, role in calls.items()}
     for call, role in rows.items():
