@@ -328,13 +328,16 @@ class Membership:
     def require_own(self, worker_id: str, incarnation: int, secret: bytes, *, replica: str = "") -> None:
         """Refuses (NotAllowed) who names a worker, or the replica of one, that is known here, without its secret.
 
-        Whom the run does not know yet, or not any more, other calls refuse.
+        Refuses (Superseded) a worker's earlier life beside a later one that is alive. Whom the run does not know yet,
+        or not any more, other calls refuse.
         """
         with self._lock:
             known = self._members.get(worker_id)
             for each in [*([known] if known is not None else []), *(self._alive_of(replica) if replica else [])]:
                 if each.alive or each.incarnation == incarnation:
                     require_own(each, incarnation, secret)
+            if known is not None and known.alive and incarnation < known.incarnation:
+                raise superseded(known, incarnation)
 
     def require_replica(self, replica: str, incarnation: int) -> None:
         """Raises ReplicaLost where a process of that life of the replica is lost."""

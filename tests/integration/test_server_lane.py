@@ -168,7 +168,9 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
             return lane.refusal().startswith(f"NotAllowed: the ticket is not of worker {sender.worker_id!r}, was used")
 
     assert refused(worker.sender, b"") and refused(worker.sender, b"x" * 16)
-    assert refused(stranger, offer.ticket) and refused(earlier, offer.ticket)
+    assert refused(stranger, offer.ticket)
+    with RawLane(offer.port).open(earlier, offer.ticket) as lane:
+        assert lane.refusal().startswith("Superseded: ")
     for secret in (b"", b"0" * 16, worker.sender.secret[:-1]):
         nobody = common.Sender(run_id="run-1", worker_id="a", incarnation=worker.sender.incarnation, secret=secret)
         with RawLane(offer.port).open(nobody, offer.ticket) as lane:
@@ -186,6 +188,17 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     # One who only asks gets none.
     assert worker.hello(role=common.ROLE_OBSERVER).lane.ticket == b""
     assert "ticket" not in "".join(capfd.readouterr())
+
+
+def test_an_earlier_life_s_ticket_cuts_no_lane_of_the_later(server: ServerThread) -> None:
+    with WireWorker(server.data, "c") as former:
+        former.join(1.0)
+        offer = former.hello().lane
+        with WireWorker(server.data, "c") as worker, open_lane(worker) as lane:
+            with RawLane(offer.port).open(former.sender, offer.ticket) as refused:
+                assert refused.refusal().startswith("Superseded: ")
+            lane.send(PUSH, *apart(worker.push_request(1.0)))
+            assert lane.receive()[0] == PUSH
 
 
 def test_bytes_that_are_no_first_message_end_a_connection_and_nothing_else(

@@ -17,7 +17,7 @@ import pytest
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import BadRequest, NotAllowed, PypsError, UnknownWorker
+from pyps_wire.errors import BadRequest, NotAllowed, PypsError, Superseded, UnknownWorker
 from pyps_wire.partition import Model, Tensor
 from support import status_of, wait_until
 from wire_worker import (
@@ -164,7 +164,8 @@ def test_a_ticket_is_of_one_life_of_a_worker_for_one_use_and_a_short_time(start_
         earlier = common.Sender()
         earlier.CopyFrom(a.sender)
         earlier.incarnation -= 1
-        assert refused(own, sender=earlier)
+        error = refusal_of(a, a.attach_request(ticket=own, sender=earlier), a.descriptor)
+        assert isinstance(error, Superseded)
         # Several threads of a worker may have said Hello meanwhile.
         newer = a.hello().local.ticket
         for ticket in (own, newer):
