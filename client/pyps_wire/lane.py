@@ -25,6 +25,8 @@ KEEPALIVE_SECONDS = 60
 _AHEAD_BYTES = 2**16
 # So much is encrypted or decrypted in one go: many records, which still lie in a core's cache when they are sent.
 _SECURED_BYTES = 2**18
+# What TLS itself has to answer, as to new keys, goes with the next message sent. Nobody honest asks for so much.
+_ANSWERS_BYTES_MAX = 2**14
 
 
 class LaneClosed(Exception):
@@ -207,6 +209,8 @@ class SecureLane(Lane):
                     if count == 0:
                         break
                     at += count
+            if self._outgoing.pending > _ANSWERS_BYTES_MAX:
+                raise LaneClosed
             if at:
                 return at
             self._fill()
