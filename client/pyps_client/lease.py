@@ -13,7 +13,7 @@ from pyps_client.replica.group import Group
 from pyps_client.retry import LinkLost
 from pyps_client.transport.connection import Connection
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import PypsError, ReplicaLost, Superseded
+from pyps_wire.errors import NotAllowed, NotAuthenticated, PypsError, ReplicaLost, Superseded
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply, LeaveReply, LeaveRequest
 
 # The heartbeats' interval where a server asks for none.
@@ -83,6 +83,8 @@ class Lease:
             begun: list[tuple[str, Callable[[], LeaveReply]]] = []
             for connection in list(self._met.values()):
                 try:
+                    if connection.channel.is_outdated:
+                        connection.renew(connection.channel)
                     call = connection.channel.start("Leave", request, LeaveReply, timeout_seconds=LEAVE_SECONDS)
                     begun.append((connection.name, call))
                 except (PypsError, LinkLost) as error:
@@ -91,6 +93,8 @@ class Lease:
             for name, answer in begun:
                 try:
                     answer()
+                except (NotAuthenticated, NotAllowed) as error:
+                    logger.warning("%s does not take this worker's leave, and waits for its lease: %s", name, error)
                 except (PypsError, LinkLost) as error:
                     logger.debug("leaving %s: %s", name, error)
 

@@ -111,7 +111,7 @@ def require_name_given(
             f"worker {worker_id!r} cannot join yet: {known.worker_id!r} is a live process (pid {info.process_id} on"
             f" {info.host or 'an unnamed host'}), heard of {now - known.heard_at:.1f} s ago. The name is free once that"
             f" leaves or is silent for {lease_seconds:g} s, and at once for who shows the same PYPS_WORKER_KEY; else"
-            " give this worker another name"
+            " give this worker another name (worker_id, PYPS_WORKER_ID)"
         )
 
 
@@ -123,7 +123,7 @@ def require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -
             taken = name if other.name == name else worker_id
             raise BadRequest(
                 f"{taken!r} is the name of a worker of one process and of a replica, or of a process of it: give one"
-                " of them another name"
+                " of them another name (worker_id, PYPS_WORKER_ID)"
             )
 
 

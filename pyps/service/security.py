@@ -86,24 +86,33 @@ class Access:
         if not authorization:
             # Those that are enough for the call; workers are operators where these have no token of their own.
             enough = [role for role, _ in self._tokens if role >= needed_for(call)] or [Role.WORKER]
-            fields = {role: "token_file" if role is Role.WORKER else f"{role.word}_token_file" for role in enough}
-            named = " or ".join(f"{variable_name(field)} (as {role.word})" for role, field in fields.items())
+            named = " or ".join(f"{variable_name(_field_of(role))} (as {role.word})" for role in enough)
             raise NotAuthenticated(
                 f"this server wants a token: set {named}, or a command's --token-file, to the file that the server "
                 "was started with by that name; grpcurl takes -H 'authorization: Bearer TOKEN'"
             )
         role = next((role for role, token in self._tokens if token.is_in(authorization)), None)
         if role is None:
-            raise NotAuthenticated("the token is not this server's: compare the token files of both ends")
+            flags = " and ".join(flag_name(_field_of(role)) for role, _ in self._tokens)
+            raise NotAuthenticated(
+                "the token is not this server's: compare the caller's (PYPS_TOKEN_FILE, --token-file) with the file of "
+                f"the server's {flags}"
+            )
         return role
+
+
+def _field_of(role: Role) -> str:
+    """The setting that names the file with a role's token."""
+    return "token_file" if role is Role.WORKER else f"{role.word}_token_file"
 
 
 def _require_guarded(config: ServerConfig) -> None:
     """Refuses (ConfigError) a server that others could reach and nothing guards, unless somebody asked for it."""
     if is_loopback_host(config.host) or config.insecure:
         return
+    who = "everybody" if config.tls_client_ca is None else "whoever holds any certificate of --tls-client-ca"
     for field, without in (
-        ("token_file", "everybody would get in without a token"),
+        ("token_file", f"{who} would get in without a token"),
         ("tls_cert", "the token and all numbers would cross the network in the clear without TLS"),
     ):
         if getattr(config, field) is None:

@@ -41,9 +41,11 @@ from pyps_client import (
     WaitTimedOut,
     join,
 )
+from pyps_client.credentials import Credentials
 from pyps_client.join import Initialization
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
+from pyps_client.transport.grpc import open_channel
 from support import AnyServer, PythonProcess, inspect, replace_file
 
 Start = Callable[..., AnyServer]
@@ -273,6 +275,37 @@ def test_a_token_is_renewed_while_a_worker_trains(start_server: Start, tmp_path:
                 client.push(gradients_like(small_model(), 0))
                 # The next push needs a connection of its own.
                 proxy.cut()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_who_leaves_shows_the_newest_token_and_who_cannot_says_so(
+    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("the-former-token\n", encoding="utf-8")
+    server = start_server("--token-file", str(token))
+    with make_client(server.data, token_file=token, run_id="r", transport=transport) as client:
+        client.push(gradients_like(small_model(), 0))
+        replace_file(token, "another-token")
+    assert "worker left" in server.output() and "leave" not in caplog.text
+
+    with make_client(server.data, token="another-token", run_id="r", transport=transport) as client:
+        replace_file(token, "a-third-token")
+    assert "does not take this worker's leave, and waits for its lease: the token is not" in caplog.text
+
+
+def test_a_token_that_goes_to_another_machine_in_the_clear_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for address, token, told in (
+        ("127.0.0.1:7610", "a-token", 0),
+        ("[::1]:7610", "a-token", 0),
+        ("localhost:7610", "a-token", 0),
+        ("192.0.2.1:7610", "", 0),
+        ("192.0.2.1:7610", "a-token", 1),
+        ("192.0.2.1:7610", "a-token", 1),
+        ("elsewhere.example:7610", "a-token", 2),
+    ):
+        open_channel(address, Credentials(token=token), []).close()
+        assert caplog.text.count("in the clear, and to whoever answers there: set tls_ca") == told, address
 
 
 def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> None:

@@ -57,6 +57,11 @@ class Channel(ABC):
     # Whether the server has answered before, on this connection or another: what TLS refuses then may be renewed.
     was_heard = False
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a new connection would show another token than this one."""
+        return False
+
     @abstractmethod
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
         """Calls a method with one request and one reply."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import ipaddress
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,7 @@ from google.protobuf.message import Message
 
 from pyps_client import fork
 from pyps_client.credentials import Credentials
+from pyps_client.log import logger
 from pyps_client.retry import Busy, LinkLost
 from pyps_client.transport import Channel, Reply, Take, Transport
 from pyps_client.transport.threads import END_SECONDS, Future, Threads
@@ -40,6 +43,7 @@ KEEPALIVE_TIMEOUT_SECONDS = 20
 # write a line to standard error.
 IDLE_SECONDS = 30
 
+_NOT_GRPC = f"what answers there is not gRPC: expected a server's data port ({DATA_PORT} by default)"
 LATE = "no answer within the call's deadline"
 
 # Codes with which gRPC itself reports trouble on the way, while the server's verdict is unknown.
@@ -68,6 +72,10 @@ class GrpcChannel(Channel):
         self._threads = Threads()
         # By method; changed under _lock, and read without.
         self._streams: dict[str, Stream] = {}
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.credentials.newest() != self.credentials
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
         answer: Reply = self._started(self._unary(method, request, reply), request, timeout_seconds)
@@ -164,7 +172,7 @@ class GrpcChannel(Channel):
 
     def _translated(self, error: Any) -> PypsError | LinkLost:
         verdict = _translate(error, self.address)
-        if isinstance(verdict, NotAuthenticated) and self.credentials.newest() != self.credentials:
+        if isinstance(verdict, NotAuthenticated) and self.is_outdated:
             return LinkLost("the token has changed")
         if isinstance(verdict, LinkLost):
             # The files could be used when the channel was made: where they cannot now, they are being renewed.
@@ -177,12 +185,29 @@ class GrpcChannel(Channel):
 def open_channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> grpc.Channel:
     """A channel of gRPC's: by TLS where there is a CA to know the server by. BadRequest for files of no use."""
     if not credentials.tls_ca:
+        if credentials.token:
+            _warn_of_token(address)
         return grpc.insecure_channel(address, options=options)
     # Of a file that is none gRPC would tell later, and in other words.
     credentials.context()
     paths = credentials.tls_ca, credentials.tls_key, credentials.tls_cert
     files = [Path(path).read_bytes() if path else None for path in paths]
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options=options)
+
+
+@functools.cache
+def _warn_of_token(address: str) -> None:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        is_near = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_near = host == "localhost"
+    if not is_near:
+        logger.warning(
+            "the token goes to %s in the clear, and to whoever answers there: set tls_ca (PYPS_TLS_CA), or leave the "
+            "token out where the server asks for none",
+            address,
+        )
 
 
 def metadata_of(credentials: Credentials) -> Metadata:
@@ -269,6 +294,8 @@ def _reason(status: str, details: str) -> str:
         "network is unreachable": "the network is unreachable",
         "connection reset": "the connection was reset",
         "socket closed": "the connection was closed",
+        "failed parsing http/2": _NOT_GRPC,
+        "http1.x server": _NOT_GRPC,
     }
     for sign, words in known.items():
         if sign in details.lower():
