@@ -17,6 +17,10 @@ from pyps.service.security import stamp_of
 # In quotes: only the type stubs know of it.
 Configuration: TypeAlias = "grpc.ServerCertificateConfiguration"
 
+# Keys that gRPC takes: of RSA, so long at least, and P-256 and P-384 as OpenSSL names them.
+_RSA_BITS_MIN = 2048
+_CURVES = ("secp256r1", "secp384r1")
+
 log = logs.get("pyps.security")
 
 
@@ -92,6 +96,34 @@ class Tls:
             "(`pyps certs init`)"
         )
 
+    def _require_known_key(self, pem: bytes) -> None:
+        """Refuses (ConfigError) a certificate by whose key nobody would get in: gRPC is stricter than Python's ssl."""
+        # cryptography is for servers with certificates alone.
+        from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+        from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+
+        key: object = None
+        try:
+            key = x509.load_pem_x509_certificate(pem).public_key()
+        except ValueError:
+            # OpenSSL is less strict.
+            return
+        except UnsupportedAlgorithm:
+            pass
+        if isinstance(key, RSAPublicKey):
+            kind, known = f"RSA of {key.key_size} bits", key.key_size >= _RSA_BITS_MIN
+        elif isinstance(key, EllipticCurvePublicKey):
+            kind, known = key.curve.name, key.curve.name in _CURVES
+        else:
+            kind, known = type(key).__name__.removesuffix("PublicKey") if key else "of an unknown kind", False
+        if not known:
+            raise ConfigError(
+                f"{flag_name('tls_cert')} {self._cert} has a key that gRPC does not take ({kind}): expected RSA of "
+                f"{_RSA_BITS_MIN} bits or more, P-256 or P-384: make another (`pyps certs init`)"
+            )
+
     def _load(self) -> tuple[ssl.SSLContext, Configuration]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         field, path = "tls_cert", self._cert
@@ -100,6 +132,7 @@ class Tls:
             # Looks whether the key is the certificate's, as gRPC does not.
             context.load_cert_chain(self._cert, self._key, password="")
             pair = self._key.read_bytes(), self._cert.read_bytes()
+            self._require_known_key(pair[1])
             if self._client_ca is not None:
                 field, path = "tls_client_ca", self._client_ca
                 context.load_verify_locations(self._client_ca)

@@ -11,9 +11,15 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
@@ -176,6 +182,37 @@ def test_a_certificate_that_has_ended_does_not_take_the_place_of_a_good_one(
     told = server.wait_for_output("server.crt is good from")
     assert re.search("the certificates stay as they were reason=.*server.crt is good from .* only: make another", told)
     start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
+
+
+@pytest.mark.parametrize("kind", ["Ed25519", "Ed448", "secp521r1", "secp256k1", "RSA of 1024 bits"])
+def test_a_certificate_whose_key_grpc_does_not_take_is_refused_by_name(
+    start_server: Start, made: Path, tmp_path: Path, kind: str
+) -> None:
+    made_with = {
+        "Ed25519": ed25519.Ed25519PrivateKey.generate,
+        "Ed448": ed448.Ed448PrivateKey.generate,
+        "secp521r1": lambda: ec.generate_private_key(ec.SECP521R1()),
+        "secp256k1": lambda: ec.generate_private_key(ec.SECP256K1()),
+        "RSA of 1024 bits": lambda: rsa.generate_private_key(65537, 1024),
+    }
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(folder))
+    key: Any = made_with[kind]()
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    begun = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+    begun = begun.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
+    certificate = begun.sign(key, None if kind.startswith("Ed") else SHA256())
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    replace_file(folder / "server.key", pem)
+    replace_file(folder / "server.crt", certificate.public_bytes(Encoding.PEM).decode())
+
+    assert "SERVING" in shell("health", "--servers", server.data, **variables(shown(made / "sound")))
+    told = server.wait_for_output("the certificates stay as they were")
+    refused = "KEY_TOO_SMALL" if kind.startswith("RSA") else rf"a key that gRPC does not take \({kind}\)"
+    assert re.search(refused, told)
+    with pytest.raises(ConfigError, match=f"--tls-cert .*{refused}"):
+        start_server(*served(folder))
 
 
 def test_a_worker_that_connects_anew_while_its_files_are_renewed_waits_for_them(
