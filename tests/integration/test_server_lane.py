@@ -459,6 +459,34 @@ def test_callers_that_show_no_ticket_keep_no_worker_from_its_lane(
         assert second.refusal().startswith("NotAllowed")
 
 
+def test_a_caller_that_is_cut_before_its_lane_is_open_does_not_use_up_its_ticket(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit, begun, ended = Tcp._admit, threading.Event(), threading.Event()
+
+    def admit_once_cut(tcp: Tcp, connection: Connection, request: LaneOpen) -> None:
+        begun.set()
+        wait_until(lambda: connection not in tcp._connections, what="the caller to be cut")
+        try:
+            admit(tcp, connection, request)
+        finally:
+            ended.set()
+
+    offer = worker.hello().lane
+    with monkeypatch.context() as patch:
+        patch.setattr("pyps.service.lane.listener.STRANGERS_MAX", 1)
+        patch.setattr(Tcp, "_admit", admit_once_cut)
+        with RawLane(offer.port).open(worker.sender, offer.ticket) as cut:
+            assert begun.wait(DEADLINE_SECONDS)
+            with RawLane(offer.port):
+                assert cut.refusal() == ""
+                assert ended.wait(DEADLINE_SECONDS)
+    [listed] = inspect(server.control, "ListWorkers").workers
+    assert listed.transport != "tcp"
+    with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
+        assert lane.receive() == (OPEN, b"", b"")
+
+
 def test_a_caller_for_whom_no_second_thread_is_left_leaves_none(
     worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

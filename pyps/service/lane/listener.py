@@ -135,6 +135,8 @@ class Tcp(Transport):
         """Takes a worker in, on its lane's thread."""
         sender = request.sender
         with self._lock:
+            if connection not in self._connections:
+                raise ServerUnavailable("the caller was cut before its lane was open")
             self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
             self._host.run.require_named(sender.run_id)
             self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
