@@ -138,10 +138,6 @@ class ParameterServer:
         request = convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
         if request.role != ROLE_OBSERVER:
             self._access.require(context.role, PULL_AS_WORKER)
-        if num_shards and len(request.wants) > num_shards:
-            raise BadRequest(
-                f"a pull names {len(request.wants)} shards, and this server holds {num_shards}: name each once"
-            )
         await PullStream(
             self._run, self._work, self._budget, context, request, serializations=self._serializations
         ).serve()

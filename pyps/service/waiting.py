@@ -13,7 +13,7 @@ from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, WaitTimedOut
 
 NAMES_MAX = 8
 
@@ -71,9 +71,16 @@ class VersionWait:
     def __init__(
         self, run: Run, work: KernelExecutor, request: wire.PullRequest, sender: Sender, *, observer: bool = False
     ):
-        """Refuses whom the run does not know, and shards that it may not read; it renews a worker's lease."""
+        """Refuses more shards than there are, whom the run does not know, and shards that it may not read.
+
+        It renews a worker's lease.
+        """
         self._run = run
         self._shards = run.shards
+        if self._shards and len(request.wants) > len(self._shards):
+            raise BadRequest(
+                f"a pull names {len(request.wants)} shards, and this server holds {len(self._shards)}: name each once"
+            )
         # Whose lease and figures it counts for; an observer's counts for nobody.
         self.worker_id = "" if observer else sender.worker_id
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.

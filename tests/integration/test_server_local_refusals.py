@@ -17,6 +17,7 @@ import pytest
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, PypsError, Superseded, UnknownWorker
 from pyps_wire.partition import Model, Tensor
 from support import status_of, wait_until
@@ -218,6 +219,12 @@ def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_serv
         refused(worker.exchange_request(each={"learning_rate": -1.0}), "learning_rate")
         refused(worker.exchange_request(each={"momentum": 1.5}), "momentum is 1.5")
         refused(worker.attach_request(), "attached once a connection")
+        for fields, words in (
+            ({"wants": [wire.PullRequest.Want(shard_id=0)] * 40}, "names 40 shards, and this server holds 1"),
+            ({"portion": work.LeaseRequest(sender=worker.sender)}, "wants a portion"),
+        ):
+            request = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, **fields)
+            refused(local.LocalRequest(pull=local.LocalPull(request=request)), words)
         # Nothing of that was applied, and the connection is as good as before.
         assert worker.exchange()[0].version == 1
 

@@ -156,6 +156,8 @@ class Pull:
         self._attachment = attachment
         attachment.require_shards(run.shards)
         attachment.require_sender(request.sender)
+        if request.HasField("portion"):
+            raise BadRequest("the pull wants a portion, which shared memory does not bring: pull by gRPC or a lane")
         if request.codec not in (0, attachment.codec):
             raise BadRequest(
                 f"the pull wants codec {request.codec}; its parameters were attached with {attachment.codec}"
