@@ -33,6 +33,8 @@ class Tls:
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._stamp = self._stamped()
+        # From when the certificate that is there is good, where that is yet to come.
+        self._good_from: datetime | None = None
         self._context, self._configuration = self._load()
         if problem := self._out_of_date():
             log.warning("no caller will trust this server", reason=problem)
@@ -63,8 +65,8 @@ class Tls:
     def _newest(self) -> tuple[ssl.SSLContext, Configuration]:
         with self._lock:
             stamp = self._stamped()
-            if stamp != self._stamp:
-                self._stamp = stamp
+            if stamp != self._stamp or (self._good_from is not None and self._good_from <= datetime.now(UTC)):
+                self._stamp, self._good_from = stamp, None
                 try:
                     newer = self._load()
                     if problem := self._out_of_date():
@@ -79,7 +81,7 @@ class Tls:
         return stamp_of(self._cert, self._key, *([self._client_ca] if self._client_ca else []))
 
     def _out_of_date(self) -> str:
-        """What is wrong with the certificate's dates; empty where nothing is."""
+        """What is wrong with the certificate's dates, now; empty where nothing is."""
         # cryptography is for servers with certificates alone.
         from cryptography import x509
 
@@ -89,12 +91,14 @@ class Tls:
             # Changed since it was loaded, or OpenSSL is less strict.
             return ""
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        if first <= datetime.now(UTC) <= last:
+        now = datetime.now(UTC)
+        if first <= now <= last:
             return ""
-        return (
-            f"{flag_name('tls_cert')} {self._cert} is good from {first} to {last} only: make another "
-            "(`pyps certs init`)"
-        )
+        told = f"{flag_name('tls_cert')} {self._cert} is good from {first} to {last} only"
+        if now < first:
+            self._good_from = first
+            return f"{told}: it comes into force then"
+        return f"{told}: make another (`pyps certs init`)"
 
     def _require_known_key(self, pem: bytes) -> None:
         """Refuses (ConfigError) a certificate by whose key nobody would get in: gRPC is stricter than Python's ssl."""

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,31 @@ def test_a_certificate_that_has_ended_does_not_take_the_place_of_a_good_one(
     told = server.wait_for_output("server.crt is good from")
     assert re.search("the certificates stay as they were reason=.*server.crt is good from .* only: make another", told)
     start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
+
+
+def test_a_certificate_that_is_there_before_it_is_good_comes_into_force_once_it_is(
+    start_server: Start, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(folder))
+    host, port = server.metrics.split(":")
+
+    def shown_by_it() -> x509.Certificate:
+        return x509.load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=20).encode())
+
+    former = shown_by_it()
+    for name in ("server.key", "server.crt"):
+        replace_file(folder / name, (made / "early" / name).read_text(encoding="utf-8"))
+    assert shown_by_it() == former
+    server.wait_for_output("it comes into force then")
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, zone: tzinfo | None = None) -> datetime:
+            return datetime.now(zone) + timedelta(hours=2)
+
+    monkeypatch.setattr("pyps.service.tls.datetime", Later)
+    assert shown_by_it() == x509.load_pem_x509_certificate((made / "early" / "server.crt").read_bytes())
 
 
 @pytest.mark.parametrize("kind", ["Ed25519", "Ed448", "secp521r1", "secp256k1", "RSA of 1024 bits"])
