@@ -27,6 +27,8 @@ _AHEAD_BYTES = 2**16
 _SECURED_BYTES = 2**18
 # What TLS itself has to answer, as to new keys, goes with the next message sent. Nobody honest asks for so much.
 _ANSWERS_BYTES_MAX = 2**14
+# Where TCP_INFO has the milliseconds since data came last (linux/tcp.h).
+_SILENT_AT = 52
 
 
 class LaneClosed(Exception):
@@ -96,6 +98,13 @@ class Lane:
             at += self._received(place[at:], socket.MSG_WAITALL)
             if at < place.nbytes:
                 self._waited()
+
+    def silent_seconds(self) -> float:
+        """For how long nothing has come, by what the system tells; 0 where it tells nothing."""
+        with suppress(AttributeError, OSError):
+            told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SILENT_AT + 4)
+            return float(struct.unpack_from("I", told, _SILENT_AT)[0]) / 1000
+        return 0.0
 
     def shut(self) -> None:
         """Makes fail whatever is done with the lane, on any thread."""

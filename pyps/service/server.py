@@ -392,6 +392,8 @@ class Server:
 
     async def _calls_end(self, deadline: float) -> None:
         while self._budget.bytes_held and self._clock() < deadline:
+            for transport in self._transports:
+                transport.let_go()
             await asyncio.sleep(0.01)
 
     async def _set_health(self, status: int) -> None:

@@ -74,6 +74,9 @@ class Transport(ABC):
     async def start(self, services: Sequence[Service], address: str) -> None:
         """Begins to serve; `address` is the server's, by which all workers know it. ConfigError where it cannot."""
 
+    def let_go(self) -> None:  # noqa: B027
+        """Waits no more for what callers have begun to send and do not go on with: the server ends."""
+
     @abstractmethod
     async def stop(self, seconds: float) -> None:
         """Takes no more callers, lets requests under way end for so long, then ends the rest."""

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -389,6 +390,39 @@ def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
         assert silent.refusal() == slow.refusal() == ""
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [0]
+
+
+def begin_push(server: ServerThread, worker: WireWorker, lane: RawLane) -> bytes:
+    """Sends all of a push but the end that it returns."""
+    header, payload = apart(worker.push_request(1.0))
+    lane.socket.sendall(PREFIX.pack(PUSH, len(header), len(payload)) + header + payload[:-1])
+    wait_until(lambda: inspect(server.control, "GetMemory").in_flight_bytes, what="the message to be held")
+    return payload[-1:]
+
+
+def test_half_a_message_does_not_hold_up_the_end(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.STALL_SECONDS", 0.1)
+    with open_lane(worker) as lane:
+        begin_push(server, worker, lane)
+        began = time.monotonic()
+        assert server.stop() == 0
+    assert time.monotonic() - began < 4
+
+
+def test_a_message_that_goes_on_coming_at_the_end_is_answered(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.STALL_SECONDS", 60.0)
+    with open_lane(worker) as lane, ThreadPoolExecutor() as aside:
+        rest = begin_push(server, worker, lane)
+        ended = aside.submit(server.stop)
+        server.wait_for_output("server ends")
+        lane.socket.sendall(rest)
+        assert lane.refusal().startswith("ServerUnavailable: this server is shutting down")
+        lane.socket.close()
+        assert ended.result(DEADLINE_SECONDS) == 0
 
 
 def test_a_large_message_may_take_longer_than_a_small_one(

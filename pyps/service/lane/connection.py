@@ -38,6 +38,8 @@ OPEN_BYTES_MAX = 4096
 # A message that has begun is whole within so long, or at this rate where it is larger than by default.
 MESSAGE_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 2**18
+# At the server's end a message of which nothing has come for so long is not waited for.
+STALL_SECONDS = 1.0
 # After a failure the other end reads it, and closes.
 END_SECONDS = 5.0
 
@@ -106,6 +108,12 @@ class Connection:
         """Whether the other end holds the lane up for longer than anybody may."""
         limits = self._receives_until, self._sends_until, self._completes_until
         return any(until is not None and now > until for until in limits)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the rest of a message, or of a push, does not come."""
+        owes = self._receives_until is not None or self._completes_until is not None
+        return owes and self._lane.silent_seconds() > STALL_SECONDS
 
     @property
     def idle(self) -> bool:

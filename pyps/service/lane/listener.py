@@ -89,6 +89,11 @@ class Tcp(Transport):
         self._listen()
         self._looking = asyncio.create_task(self._look_after())
 
+    def let_go(self) -> None:
+        for connection in list(self._connections):
+            if connection.is_stalled:
+                connection.finish()
+
     async def stop(self, seconds: float) -> None:
         if self._socket is None:
             return
