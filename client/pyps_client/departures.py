@@ -41,9 +41,11 @@ class Departures:
         self._sealed = False
         # Whether nothing more is to leave.
         self._over = False
-        # Shards that have left, those included that only say that there is nothing; and how many with numbers.
+        # Shards that have left, those included that only say that there is nothing; those with numbers; and how many of
+        # these were answered.
         self.left: set[int] = set()
-        self.num_with_numbers = 0
+        self._with_numbers: set[int] = set()
+        self.num_answered = 0
         # Whether numbers were found that must not be sent.
         self.spoiled = False
 
@@ -97,15 +99,22 @@ class Departures:
                 self._over = True
                 return None
             with_numbers = numbers is not None and not self.spoiled
-            if shard_id not in self.left:
-                # Else it is sent again, after a loss.
-                self.left.add(shard_id)
-                self.num_with_numbers += with_numbers
+            # It may be sent again, after a loss.
+            self.left.add(shard_id)
+            if with_numbers:
+                self._with_numbers.add(shard_id)
             return with_numbers
 
-    def answered(self, under_way: set[int], waiting: Collection[int] = ()) -> bool:
+    def lost(self, under_way: set[int]) -> None:
+        """Ends a round: nothing of it is under way any more."""
+        with self._changed:
+            under_way.clear()
+            self._changed.notify_all()
+
+    def answered(self, under_way: set[int], waiting: Collection[int]) -> bool:
         """Takes those that wait no longer out of those under way; True where that was all."""
         with self._changed:
+            self.num_answered += len(under_way.difference(waiting) & self._with_numbers)
             under_way.intersection_update(waiting)
             if not under_way:
                 self._changed.notify_all()

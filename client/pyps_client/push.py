@@ -427,7 +427,7 @@ class Outgoing:
 
             parts = chain([first], iter(following, None))
             lane, timeout_seconds = channel.lane, cut.timeout_seconds
-            lost = partial(departures.answered, under_way)
+            lost = partial(departures.lost, under_way)
             try:
                 if lane is not None and lane.begin():
                     try:

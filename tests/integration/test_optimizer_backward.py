@@ -8,8 +8,9 @@ import torch
 
 from client_support import CuttingProxy, addresses
 from pyps_client import RemoteOptimizer
+from pyps_client.departures import Departures
 from pyps_client.replica.group import Group
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import BadRequest, ServerUnavailable
 from support import inspect, status_of, wait_until, workers_of
 from training import backward, batches, gradients_of, mlp, parameters_of
 
@@ -210,6 +211,33 @@ def test_zero_grad_ends_a_pass_that_broke_off_and_what_had_left_counts_once(
             optimizer.step()
             np.testing.assert_array_equal(parameters_of(model), expected)
     assert caplog.text.count(f"broken off, or no step() followed it: {num_left} of {len(starts)} shards had left") == 1
+
+
+@over_messages
+def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_server, caplog, transport) -> None:
+    server, model = start_server(), mlp()
+    with remote(model, server.data, transport=transport, loss_wait_seconds=0.2) as optimizer:
+        inputs, classes = next(batches(1))
+        torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        server.stop()
+        departures: list[Departures] = []
+
+        def fail(_: torch.Tensor) -> None:
+            departures.append(optimizer._steps._backward._departures)
+            wait_until(lambda: departures[0].left, what="a shard that has left")
+            raise RuntimeError("out of luck")
+
+        hidden = model[1](model[0](inputs))
+        hidden.register_hook(fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        with pytest.raises(ServerUnavailable, match=r"Waited .* for server 0"):
+            optimizer.zero_grad()
+        # It has been told.
+        optimizer.zero_grad()
+    assert "had left" not in caplog.text
 
 
 def scaled(model: torch.nn.Module, _: RemoteOptimizer) -> None:

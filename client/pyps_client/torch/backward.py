@@ -115,14 +115,13 @@ class Backward:
         return failed or (self._departures is not None and bool(self._departures.left))
 
     @property
-    def num_left(self) -> int:
-        """Shards of which numbers have left."""
-        return 0 if self._departures is None else self._departures.num_with_numbers
+    def num_answered(self) -> int:
+        """Shards whose numbers servers have answered."""
+        return 0 if self._departures is None else self._departures.num_answered
 
     def receipts(self) -> Sequence[Receipt]:
-        """What servers answered to the sealed push; raises what was raised."""
-        assert self._pushing is not None
-        return self._pushing.value()
+        """What servers answered to the push, sealed or given up; raises what was raised, once."""
+        return () if self._pushing is None else self._pushing.value()
 
     def end(self) -> None:
         """Ends the pass, and whatever of its push has not left."""
@@ -134,12 +133,12 @@ class Backward:
         self._has_begun = False
 
     def give_up(self) -> int:
-        """Ends a pass that no step will end. Returns once nothing of it is read any more: how many shards had left."""
+        """Ends a pass that no step will end. Returns, once nothing of it is read any more, how many shards are answered."""
         departures = self._departures
         self.end()
         if self._pushing is not None:
             self._pushing.wait()
-        return 0 if departures is None else departures.num_with_numbers
+        return 0 if departures is None else departures.num_answered
 
     def close(self) -> None:
         """Takes the hooks off, and lets nothing leave any more."""

@@ -199,7 +199,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, gradients that are there
         become tensors in the memory that is pushed from, which saves copying them; they are the optimizer's own: clone
         what is to be kept. With overlap="backward", a backward pass that was broken off by an error, or that no `step`
-        followed, ends here: shards that had left count, which a line says, and the others do not leave.
+        followed, ends here: shards that had left count, which a line says, and the others do not leave; an error that
+        kept one from its server is raised, as `step` would have.
         """
         if not (self._ending.begun.locked() or self._guard.in_child):
             self._steps.give_up_backward()

@@ -257,16 +257,23 @@ class Steps:
             self._gradients.take_back()
 
     def give_up_backward(self) -> None:
-        """Ends a backward pass that broke off, or that no step followed: its gradients are to be cleared."""
+        """Ends a backward pass that broke off, or that no step followed: its gradients are to be cleared.
+
+        Raises what was raised where shards were to leave, as the step would have.
+        """
         if self._backward is None:
             return
-        num_left = self._backward.give_up()
-        if num_left:
+        num_answered = self._backward.give_up()
+        if num_answered:
             logger.warning(
                 "a backward pass was broken off, or no step() followed it: %d of %d shards had left, as overlap is "
                 "'backward', and count; the rest of its push is left out",
-                *(num_left, self.session.partition.num_shards),
+                *(num_answered, self.session.partition.num_shards),
             )
+        try:
+            self._backward.receipts()
+        except RunFinished:
+            self._finished = True
 
     def close(self, *, separate: bool = True) -> None:
         """Ends the threads beside the computation, and the use of what the worker lent.
@@ -536,11 +543,11 @@ class Steps:
         if backward.seal(gradients):
             self._finite.passed()
         else:
-            if backward.num_left:
+            if backward.num_answered:
                 logger.warning(
                     "%d of %d shards had left before a gradient was found that is not finite, and count; the rest of "
                     "the push is left out",
-                    *(backward.num_left, self.session.partition.num_shards),
+                    *(backward.num_answered, self.session.partition.num_shards),
                 )
             self._finite.leave_out(gradients, for_others=False)
         # It goes by what servers say, not by what gathered; where they were sent nothing a pull follows.

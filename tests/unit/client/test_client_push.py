@@ -176,8 +176,11 @@ def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None
     assert told == [[(3, 2), (3, 2)], [(3, 1)]]
 
 
-def test_a_shard_that_leaves_again_after_a_loss_counts_once() -> None:
+def test_a_shard_counts_once_it_was_answered_however_often_it_left() -> None:
     departures = Departures(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None)
     for shard_id in (0, 0, 1):
         assert departures.leaves(shard_id, np.zeros(32, np.float32))
-    assert departures.num_with_numbers == 2
+    # The first time 0 was lost, and 1 is under way still.
+    departures.lost({0})
+    assert not departures.answered({0, 1}, waiting={1})
+    assert departures.num_answered == 1
