@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 import weakref
 
 from google.protobuf.message import DecodeError
@@ -34,6 +35,8 @@ _TIME = struct.Struct("ll")
 # Linux's struct ucred: process, user, group.
 _PEER = struct.Struct("3i")
 _READ_BYTES = 1 << 16
+# Some hundred bytes a shard.
+REPLY_BYTES_MAX = 1 << 26
 # The same on every Linux; Python has no name for it.
 _MAP_FIXED = 0x10
 
@@ -158,24 +161,28 @@ class SharedMemoryLink(Link):
             self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
 
     def reply(self) -> LocalReply:
-        """Reads a reply; BlockingIOError when nothing comes for as long as the socket may wait.
+        """Reads a reply; BlockingIOError when it is not whole after as long as the socket may wait.
 
         After that, or LocalLost, or whatever else does not come from the server, the link is to be closed.
         """
-        data, num_bytes, waited_seconds = b"", _LENGTH.size, 0.0
+        data, num_bytes, until = b"", _LENGTH.size, time.monotonic() + self._timeout_seconds
         while len(data) < num_bytes:
+            if data and time.monotonic() >= until:
+                raise BlockingIOError
             try:
                 more = self._socket.recv(_READ_BYTES)
             except BlockingIOError:
-                waited_seconds += SIGNAL_SECONDS
-                if waited_seconds >= self._timeout_seconds:
+                if time.monotonic() >= until:
                     raise
                 continue
             if not more:
                 raise LocalLost("the server closed the local connection")
-            data, waited_seconds = data + more, 0.0
+            data += more
             if len(data) >= _LENGTH.size:
-                num_bytes = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+                (length,) = _LENGTH.unpack_from(data)
+                if length > REPLY_BYTES_MAX:
+                    raise LocalLost(f"the server's answer is to have {length} bytes, {REPLY_BYTES_MAX} at most")
+                num_bytes = _LENGTH.size + length
         try:
             reply = LocalReply.FromString(data[_LENGTH.size :])
         except DecodeError:

@@ -109,6 +109,22 @@ def test_silence_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket]) -> None
     assert link.lost
 
 
+@pytest.mark.parametrize(
+    ("begun", "words"),
+    [(b"\x05\0", "within the call's deadline"), (LENGTH.pack(2**32 - 1), "to have 4294967295 bytes")],
+)
+def test_an_answer_is_whole_by_the_deadline_and_has_a_bound(
+    ends: tuple[SharedMemoryLink, socket.socket], begun: bytes, words: str
+) -> None:
+    link, far = ends
+    far.sendall(begun)
+    # There is no more to wait for: whoever does not look finds the link closed.
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(LocalLost, match=words):
+        ask(link, 1e-6)
+    assert link.lost
+
+
 def test_closing_ends_a_request_under_way(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, far = ends
     with ThreadPoolExecutor(1) as pool:
