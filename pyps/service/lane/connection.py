@@ -203,7 +203,9 @@ class Connection:
         self._receives_until = time.monotonic() + MESSAGE_SECONDS
         kind, header, payload_bytes = self._lane.receive(header_bytes_max=PUSH_HEADER_MAX)
         check_message_bytes(len(header) + payload_bytes, bytes_max=self._run.config.max_message_bytes)
-        if kind == lane.PULL and not payload_bytes:
+        if kind == lane.PULL:
+            if payload_bytes:
+                raise BadRequest(f"a lane's Pull has a payload of {payload_bytes} bytes; expected none")
             self._receives_until = None
             self._room.release()
             self._begin_pull(header)
