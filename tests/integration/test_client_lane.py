@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from client_support import CuttingProxy, Reference, gradients_like, make_client,
 from pyps.service.hosting import _DATA_IDLE_MS
 from pyps_client import ServerUnavailable
 from pyps_client.pull import Intake
+from pyps_client.retry import LocalLost
 from pyps_client.transport.grpc import IDLE_SECONDS
 from pyps_client.transport.tcp import LaneChannel, TcpLane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.errors import MalformedFrame, WrongSize
+from pyps_wire.lane import Lane
 from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer
 from support import AnyServer, inspect, wait_until
 
@@ -181,6 +184,21 @@ def test_a_round_that_was_given_up_leaves_no_answer_to_the_next(
             client.exchange(gradients)
         reference.step(gradients)
         reference.check(client.pull())
+
+
+def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server: Start) -> None:
+    with make_client(start_server().data, transport="tcp") as client, socket.create_server(("127.0.0.1", 0)) as server:
+        [connection] = client.session._servers
+        channel: Any = connection.channel
+        # Nobody reads what comes, and only sending has a limit.
+        end = socket.create_connection(server.getsockname())
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 1000))
+        late = TcpLane(channel, client.session.sender, LaneOffer())
+        late._wire = Lane(end, waited=late._waited)
+        parts = [(b"", bytes(1 << 24))]
+        with pytest.raises(LocalLost, match="no answer within the call's deadline"):
+            late.round("Push", parts, lambda *_: True, is_small=False, timeout_seconds=0.01)
+        late.close()
 
 
 def test_a_lane_that_is_closed_while_it_opens_takes_no_round(

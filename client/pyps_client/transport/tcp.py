@@ -196,6 +196,9 @@ class TcpLane(Lane):
                     raise sending.error from None
             if failure is None and isinstance(error, (OSError, lane.LaneClosed, DecodeError, LinkLost)):
                 self.num_lost += 1
+            if isinstance(error, lane.LaneClosed) and sending is not None and isinstance(sending.error, LinkLost):
+                # It was closed here, as what was to be sent took too long.
+                raise sending.error from None
             if isinstance(error, (OSError, lane.LaneClosed, DecodeError)):
                 raise _lost(error) from None
             raise
