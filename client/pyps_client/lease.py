@@ -169,6 +169,7 @@ class Heartbeat:
             way.close()
 
     def _keep(self, connection: Connection, way: Connection, interval_seconds: float) -> None:
+        is_shut_out = False
         while not self._ended.wait(HURRIED_SECONDS if self._hurried.wait(interval_seconds) else 0):
             began = time.monotonic()
             # A slow answer delays the next by a call's deadline at most.
@@ -183,14 +184,25 @@ class Heartbeat:
                         self._report_silence(connection, str(lost), began)
                     continue
                 connection.outage.heard(connection.name)
+                is_shut_out = False
                 self._heard(connection, reply, began)
             except LinkLost as lost:
                 self._report_silence(connection, str(lost), began)
             except PypsError as error:
                 if self._ended.is_set():
                     return
-                # The next push or pull meets it too, on the caller's thread, where it can be acted upon.
-                logger.debug("heartbeat: %s", error)
+                if type(error) in (NotAuthenticated, NotAllowed):
+                    # By what is open already, pushes and pulls go on, and do not meet it.
+                    if not is_shut_out:
+                        is_shut_out = True
+                        logger.warning(
+                            "%s refuses this worker's calls from now on: %s. Training goes on by what is open "
+                            "(streams, a lane, shared memory); what is opened anew is refused until that is mended",
+                            *(connection.name, error),
+                        )
+                else:
+                    # The next push or pull meets it too, on the caller's thread, where it can be acted upon.
+                    logger.debug("heartbeat: %s", error)
                 self._refused(error)
 
     def _report_silence(self, connection: Connection, problem: str, began: float) -> None:

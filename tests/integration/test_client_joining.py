@@ -43,10 +43,11 @@ from pyps_client import (
 )
 from pyps_client.credentials import Credentials
 from pyps_client.join import Initialization
+from pyps_client.lease import Lease
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import open_channel
-from support import AnyServer, PythonProcess, inspect, replace_file
+from support import AnyServer, PythonProcess, inspect, replace_file, wait_until
 
 Start = Callable[..., AnyServer]
 
@@ -306,6 +307,22 @@ def test_a_token_that_goes_to_another_machine_in_the_clear_is_said(caplog: pytes
     ):
         open_channel(address, Credentials(token=token), []).close()
         assert caplog.text.count("in the clear, and to whoever answers there: set tls_ca") == told, address
+
+
+def test_a_worker_whose_token_is_taken_out_is_told_once_while_it_trains_on(
+    start_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals: list[Exception] = []
+    monkeypatch.setattr(Lease, "_refused", lambda _, error: refusals.append(error))
+    token = tmp_path / "token"
+    token.write_text("the-former-token\n", encoding="utf-8")
+    server = start_server("--token-file", str(token), "--heartbeat-seconds", "0.05")
+    with make_client(server.data, token="the-former-token", transport="grpc") as client:
+        client.exchange(gradients_like(small_model(), 0))
+        replace_file(token, "another-token")
+        wait_until(lambda: len(refusals) >= 3, what="heartbeats that are refused")
+        client.exchange(gradients_like(small_model(), 1))
+    assert caplog.text.count("refuses this worker's calls from now on: the token is not this server's") == 1
 
 
 def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> None:
