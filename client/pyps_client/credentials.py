@@ -16,6 +16,9 @@ from pyps_wire.errors import BadRequest
 _ASK_SECONDS = 3.0
 # What gRPC says of a connection that came about and ended before a call.
 _SIGNS = ("handshake failed", "verification check failed", "socket closed", "connection reset", "missing selected alpn")
+# What OpenSSL says of a file that is none of PEM's, where it says anything.
+_NO_PEM = "NO_CERTIFICATE_OR_CRL_FOUND"
+_KEYS = "gRPC takes RSA, P-256 and P-384"
 # OpenSSL's numbers of what is wrong with a certificate.
 _NOT_YET, _EXPIRED, _NAMES, _SIGNERS = 9, 10, (62, 64), (18, 19, 20, 21)
 
@@ -74,6 +77,8 @@ class Credentials:
                 context.load_cert_chain(self.tls_cert, self.tls_key, password="")
         except OSError as error:
             reason = getattr(error, "reason", None) or error.strerror
+            if isinstance(error, ssl.SSLError) and error.reason in (None, _NO_PEM):
+                reason = "no PEM certificate or key is there, or one with a password"
             raise BadRequest(
                 f"{what}, which cannot be used ({reason}); expected PEM files, as `pyps certs` makes them."
             ) from None
@@ -116,8 +121,13 @@ class Credentials:
         """What it means that TLS with a server failed so, in a sentence."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return self._refusal_of(address, error)
-        if "ALERT" in (error.reason or ""):
-            return self._refused_by(address)
+        if alert := (error.reason or "").partition("ALERT_")[2]:
+            if alert == "CERTIFICATE_REQUIRED" or (self.tls_cert and ("CERTIFICATE" in alert or alert == "UNKNOWN_CA")):
+                return self._refused_by(address)
+            return (
+                f"{address} and this end agree on no TLS (its alert is {alert}): compare both ends' versions and "
+                f"ciphers, and what keys their certificates have; {_KEYS}."
+            )
         return (
             f"{address} does not answer by TLS ({error.reason}): start the server with --tls-cert and --tls-key, "
             "or leave out tls_ca (PYPS_TLS_CA)."
@@ -156,8 +166,9 @@ class Credentials:
             return f"{what}, which is not valid yet: compare this machine's clock with that of who made it."
         # A server says nothing of why, and may read other dates than this machine.
         return (
-            f"{what}: the server's --tls-client-ca has not signed it, or the server's clock is wrong: make one with "
-            "its CA (`pyps certs worker`), or compare the clocks of both machines."
+            f"{what}: the server's --tls-client-ca has not signed it, or the server's clock is wrong, or it is for "
+            f"servers only, or its key is of another kind ({_KEYS}): make one with its CA (`pyps certs worker`), "
+            "or compare the clocks of both machines."
         )
 
     def _verified(self) -> int:
@@ -220,5 +231,10 @@ def _answers(secured: ssl.SSLSocket) -> bool:
         return bool(secured.recv(1))
     except TimeoutError:
         return True
+    except ssl.SSLError as error:
+        if "ALERT_" in (error.reason or ""):
+            # It says why.
+            raise
+        return False
     except OSError:
         return False

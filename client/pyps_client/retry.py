@@ -98,6 +98,8 @@ class Wait:
 
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
         """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
+        # Some are sentences, which go into others.
+        problem = problem.rstrip(".")
         self._outage.note(self._what, problem, at=time.monotonic())
         policy, left_seconds = self._policy, self.remaining_seconds
         if left_seconds <= 0:
@@ -152,7 +154,7 @@ class Outage:
         """Notes an attempt that failed at `at`; returns when the first one did."""
         with self._lock:
             loss = self.lost.setdefault(name, Loss(at))
-            loss.since, loss.problem = min(loss.since, at), problem
+            loss.since, loss.problem = min(loss.since, at), problem.rstrip(".")
             return loss.since
 
     def enter(self, name: str, *, at: float) -> Loss:

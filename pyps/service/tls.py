@@ -144,6 +144,8 @@ class Tls:
                 client_ca = self._client_ca.read_bytes()
         except OSError as error:
             reason = getattr(error, "reason", None) or error.strerror
+            if isinstance(error, ssl.SSLError) and error.reason in (None, "NO_CERTIFICATE_OR_CRL_FOUND"):
+                reason = "no PEM certificate or key is there, or one with a password"
             beside = f" with --tls-key {self._key}" if field == "tls_cert" else ""
             raise ConfigError(
                 f"{flag_name(field)} {path}{beside} cannot be used ({reason}): expected PEM files, as "

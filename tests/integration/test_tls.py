@@ -101,7 +101,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str
     "a caller of another CA": (
         lambda made: served(made / "sound", mutual=True),
         lambda made: shown(made / "strange", mutual=True),
-        r"{} refuses the certificate .*: the server's --tls-client-ca has not .*, or the server's clock is wrong",
+        r"{} refuses the certificate .*: the server's --tls-client-ca has not .*, or the server's clock is wrong, "
+        "or it is for servers only, or its key is of another kind .gRPC takes RSA, P-256 and P-384",
     ),
     "a plain caller": (lambda made: served(made / "sound"), lambda made: {}, r"{} takes TLS only: set tls_ca"),
 }
@@ -322,11 +323,13 @@ def test_why_a_server_is_not_reached_is_not_told_by_files_that_are_being_renewed
 
 def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, made: Path, tmp_path: Path) -> None:
     sound, strange, no_file = made / "sound", made / "strange", tmp_path / "none"
-    own = shown(sound, mutual=True)
+    own, garbage = shown(sound, mutual=True), tmp_path / "garbage"
+    garbage.write_text("no certificate", encoding="utf-8")
     for flags, words in (
         (["--tls-cert", str(sound / "server.crt"), "--tls-key", str(strange / "server.key")], "KEY_VALUES_MISMATCH"),
         (["--tls-cert", str(no_file), "--tls-key", str(no_file)], f"--tls-cert {no_file} .*No such file"),
         ([*served(sound), "--tls-client-ca", str(sound / "ca.key")], "--tls-client-ca .*ca.key cannot be used"),
+        (["--tls-cert", str(garbage), "--tls-key", str(sound / "server.key")], "no PEM certificate or key is there"),
         (["--tls-cert", str(sound / "server.crt")], "needs the certificate's key: give --tls-key too"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -336,11 +339,35 @@ def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, m
         ({**own, "tls_cert": str(no_file)}, r"^tls_cert \(PYPS_TLS_CERT\) names .*none, which .*\(No such file"),
         ({**own, "tls_key": str(no_file)}, r"^tls_key \(PYPS_TLS_KEY\) names .*none, which .*\(No such file"),
         ({**own, "tls_key": str(strange / "worker.key")}, "^tls_cert and tls_key .*MISMATCH"),
+        (
+            {**own, "tls_ca": str(garbage)},
+            r"^tls_ca .*garbage, .* \(no PEM certificate or key is there",
+        ),
+        ({**own, "tls_cert": str(garbage)}, r"^tls_cert and .*garbage .* \(no PEM certificate or key is there"),
+        ({**own, "tls_key": str(garbage)}, r"^tls_cert and .*garbage, .* \(no PEM certificate or key is there"),
         ({**own, "tls_key": ""}, "tls_key is not given"),
         ({"tls_cert": "a", "tls_key": "b"}, "tls_ca is not given"),
     ):
         with pytest.raises(BadRequest, match=words):
             make_client("127.0.0.1:1", **settings)
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_ends_that_agree_on_no_tls_are_told_so_by_the_alert(made: Path, mutual: bool) -> None:
+    own = Credentials(**shown(made / "sound", mutual=mutual))
+    theirs, ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), own.context()
+    theirs.load_cert_chain(made / "sound" / "server.crt", made / "sound" / "server.key")
+    theirs.maximum_version, ours.minimum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server, worker = theirs.wrap_bio(there, back, server_side=True), ours.wrap_bio(back, there, server_hostname="a")
+    with pytest.raises(ssl.SSLWantReadError):
+        worker.do_handshake()
+    with pytest.raises(ssl.SSLError):
+        server.do_handshake()
+    with pytest.raises(ssl.SSLError) as alert:
+        worker.do_handshake()
+    told = own.explained("a:7610", alert.value)
+    assert told.startswith("a:7610 and this end agree on no TLS (its alert is PROTOCOL_VERSION)")
 
 
 # What stands at the lane's port instead of the server's own, what the worker shows, and what it is told.
