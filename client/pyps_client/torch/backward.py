@@ -133,7 +133,7 @@ class Backward:
         self._has_begun = False
 
     def give_up(self) -> int:
-        """Ends a pass that no step will end. Returns, once nothing of it is read any more, how many shards are answered."""
+        """Ends a pass that no step will end. Returns how many shards are answered, once nothing of it is read."""
         departures = self._departures
         self.end()
         if self._pushing is not None:
