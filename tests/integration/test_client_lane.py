@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import socket
 import struct
 from collections.abc import Callable
@@ -98,14 +99,17 @@ def test_a_lane_that_cannot_be_opened_means_grpc_and_one_line_says_so(
     offered = TcpLane.offered
     monkeypatch.setattr(TcpLane, "offered", lambda lane, offer: offered(lane, LaneOffer(port=port, ticket=b"x")))
     server = start_server("--local-socket", "off")
-    with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
-        reference = Reference(small_model())
-        for step in range(3):
-            gradients = gradients_like(small_model(), step)
-            reference.step(gradients)
-            reference.check(client.exchange(gradients))
-        assert client.session.transport == "grpc"
-    assert caplog.text.count(f"by gRPC: no lane at port {port}: Connection refused") == 1
+    reference = Reference(small_model())
+    for life in range(2):
+        with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
+            for step in range(3):
+                gradients = gradients_like(small_model(), step)
+                reference.step(gradients)
+                reference.check(client.exchange(gradients))
+            assert client.session.transport == "grpc"
+        # The first words on it, once a client.
+        assert caplog.text.count("to and from server 0") == life + 1
+        assert caplog.text.count(f"by gRPC: no lane at port {port}: Connection refused; no memory") == life + 1
     with pytest.raises(ServerUnavailable, match=f"no lane at port {port}: Connection refused"):
         make_client(server.data, run_id="mine", transport="tcp", loss_wait_seconds=0.2)
 
@@ -226,7 +230,9 @@ def test_a_lane_that_is_closed_while_it_opens_takes_no_round(
         assert closed[0]._wire is None
 
 
-def test_a_lane_that_is_no_longer_offered_is_closed(start_server: Start) -> None:
+def test_a_lane_that_is_no_longer_offered_is_closed_and_each_change_is_told(
+    start_server: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_client(start_server("--local-socket", "off").data) as client:
         client.pull()
         [connection] = client.session._servers
@@ -237,6 +243,12 @@ def test_a_lane_that_is_no_longer_offered_is_closed(start_server: Start) -> None
         assert channel.lane is None and lane._wire is None
         client.pull()
         assert client.session.transport == "grpc"
+        client.session._rejoin(connection, channel, 20.0)
+        client.pull()
+        assert client.session.transport == "tcp"
+    lane_s, grpc_s, again = re.findall(r"to and from server 0 .* by (.*)", caplog.text)
+    assert lane_s == again == "a lane: no memory is shared (it offers no shared memory)"
+    assert grpc_s.startswith("gRPC: it offers no lane; ")
 
 
 def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_path: Path) -> None:

@@ -254,7 +254,9 @@ def assert_untouched(servers: list[AnyServer]) -> None:
         assert not inspect(server.control, "ListWorkers").workers
 
 
-@pytest.mark.parametrize(("lane", "way", "words"), [("0", "tcp", "a lane"), ("off", "grpc", "gRPC")])
+@pytest.mark.parametrize(
+    ("lane", "way", "words"), [("0", "tcp", "a lane: "), ("off", "grpc", "gRPC: it offers no lane; ")]
+)
 def test_without_shared_memory_gradients_go_by_the_next_way_and_one_line_says_so(
     start_server: Start, caplog: pytest.LogCaptureFixture, lane: str, way: str, words: str
 ) -> None:
@@ -264,8 +266,8 @@ def test_without_shared_memory_gradients_go_by_the_next_way_and_one_line_says_so
         assert client.session.transport == way
         [worker] = inspect(server.control, "ListWorkers").workers
         assert worker.transport == way
-        assert caplog.text.count("no memory is shared with server 0") == 1
-        assert f"which {words} serves instead: it offers no shared memory" in caplog.text
+        assert caplog.text.count("to and from server 0") == 1
+        assert f"by {words}no memory is shared (it offers no shared memory)" in caplog.text
         # Who insists leaves no trace in the run.
         with pytest.raises(ServerUnavailable, match="it offers no shared memory"):
             make_client(server.data, run_id="mine", worker_id="insisting", transport="shm")

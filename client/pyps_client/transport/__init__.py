@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from google.protobuf.message import Message
 
 from pyps_client.credentials import Credentials
+from pyps_client.log import logger
 from pyps_client.retry import LocalLost
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import BadRequest, ServerUnavailable
@@ -44,6 +45,25 @@ TICKET_SECONDS = 20.0
 LINKS_LOST_MAX = 3
 
 NO_OFFER = "it offers no shared memory"
+NO_LANE = "it offers no lane"
+
+
+class Told:
+    """What a caller was told of the way of its numbers to one server: a line once it is known, and when it changes."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        # In words, the last one told; empty before.
+        self.way = ""
+        # Why no memory is shared, where that was tried.
+        self.no_memory = ""
+
+    def tell(self, way: str, *reasons: str) -> None:
+        """Says which way it is, and why it is not a nearer one, unless that was the way before."""
+        if way != self.way:
+            self.way = way
+            why = "; ".join(reason.rstrip(".") for reason in reasons if reason)
+            logger.info("gradients and parameters go to and from %s by %s%s", self._server, way, why and f": {why}")
 
 
 class Channel(ABC):
@@ -54,6 +74,8 @@ class Channel(ABC):
     address: str
     # A nearer way for large messages, where there is one.
     lane: Lane | None = None
+    # Of all of a caller's channels to the server.
+    told: Told
     # Whether the server has answered before, on this connection or another: what TLS refuses then may be renewed.
     was_heard = False
 

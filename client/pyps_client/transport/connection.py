@@ -12,7 +12,7 @@ from pyps_client import fork
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
-from pyps_client.transport import LINKS_LOST_MAX, Channel, Lane, Link
+from pyps_client.transport import LINKS_LOST_MAX, Channel, Lane, Link, Told
 from pyps_client.transport.threads import Threads
 from pyps_wire.errors import BadRequest, NotInitialized, PypsError, RunFinished, UnknownWorker
 from pyps_wire.partition import Partition
@@ -41,6 +41,7 @@ class Connection:
         self.index = index
         self.address = launch.servers[index]
         self.name = f"server {index} ({self.address})"
+        self.told = Told(self.name)
         # The server's epoch, as last heard.
         self.epoch = 0
         # Since when it has not answered, heartbeats included.
@@ -81,6 +82,7 @@ class Connection:
                     if not self._transport:
                         raise
                     raise LinkLost(str(error)) from None
+                self._channel.told = self.told
                 self._channel.lane = self._lost_lane
                 self._channel.was_heard = self._was_heard
             return self._channel

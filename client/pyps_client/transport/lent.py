@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.launch import Launch
-from pyps_client.log import logger
 from pyps_client.retry import LinkLost, LocalLost
-from pyps_client.transport import NO_OFFER, TICKET_SECONDS
+from pyps_client.transport import NO_LANE, NO_OFFER, TICKET_SECONDS
 from pyps_client.transport.connection import Connection
 from pyps_client.vectors import Vectors, dtype_of
 from pyps_wire.codecs import Codec
@@ -191,17 +190,18 @@ class Sharing:
         if not self._launch.way.shares:
             return None
         offered = [connection for connection in self._connections if self._offers.get(connection.index)]
-        if not offered:
-            self._refuse(self._connections[0], NO_OFFER)
-            return None
-        try:
-            for codec in layout.codecs:
-                codec.require_divisible()
-            return Lending(layout, self._launch.way.memory(layout.num_bytes))
-        except BadRequest as refused:
-            self._refuse(offered[0], str(refused))
-        except OSError as error:
-            self._refuse(offered[0], f"{layout.num_bytes} bytes of memory to share cannot be had ({error})")
+        reason = NO_OFFER
+        if offered:
+            try:
+                for codec in layout.codecs:
+                    codec.require_divisible()
+                return Lending(layout, self._launch.way.memory(layout.num_bytes))
+            except BadRequest as refused:
+                reason = str(refused)
+            except OSError as error:
+                reason = f"{layout.num_bytes} bytes of memory to share cannot be had ({error})"
+        for connection in self._connections:
+            self._refuse(connection, reason if connection in offered else NO_OFFER)
         return None
 
     def _attach(self, connection: Connection, lending: Lending) -> bool:
@@ -219,16 +219,20 @@ class Sharing:
             return False
         connection.drop_lane()
         connection.left_to_look = len(self._connections) == 1
-        logger.info("sharing memory with %s", connection.name)
+        connection.told.tell("shared memory")
         return True
 
     def _refuse(self, connection: Connection, reason: str) -> None:
-        """Says why a server's vectors go by gRPC from now on; raises where the launch forbids it."""
+        """Lets a server's vectors go by its channel from now on; raises where the launch forbids it.
+
+        A lane says so once it is open.
+        """
         if self._launch.way.insists:
             raise self._launch.way.refusal(connection.name, reason)
         connection.detach()
-        way = "a lane" if connection.channel.lane is not None else "gRPC"
-        logger.info("no memory is shared with %s, which %s serves instead: %s", connection.name, way, reason)
+        connection.told.no_memory = f"no memory is shared ({reason.rstrip('.')})"
+        if connection.channel.lane is None:
+            connection.told.tell("gRPC", NO_LANE, connection.told.no_memory)
 
 
 def _same(vectors: Vectors, lent: Vectors) -> bool:

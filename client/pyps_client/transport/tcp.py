@@ -14,9 +14,8 @@ from google.protobuf.message import DecodeError, Message
 
 from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
-from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
-from pyps_client.transport import LINKS_LOST_MAX, TICKET_SECONDS, Channel, Lane, Parts, Reply, TakeParts
+from pyps_client.transport import LINKS_LOST_MAX, NO_LANE, TICKET_SECONDS, Channel, Lane, Parts, Reply, TakeParts
 from pyps_client.transport.grpc import Grpc, GrpcChannel
 from pyps_client.transport.threads import Future, Threads
 from pyps_wire import lane
@@ -26,7 +25,7 @@ from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LaneOffer
 
-NO_LANE = "it offers no lane"
+A_LANE = "a lane"
 _KINDS = {"Push": lane.PUSH, "Exchange": lane.EXCHANGE, "Pull": lane.PULL}
 # Who does not answer for so long is no lane: a firewall, or another program.
 OPEN_SECONDS = 5.0
@@ -37,10 +36,6 @@ _TIME = struct.Struct("ll")
 
 class Tcp(Grpc):
     """A lane where a server offers one that can be reached; gRPC for all else."""
-
-    def __init__(self) -> None:
-        # By server, why it has no lane, as it was told.
-        self.told: dict[str, str] = {}
 
     def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
         return LaneChannel(self, address, credentials, use_proxy=use_proxy)
@@ -84,13 +79,11 @@ class LaneChannel(GrpcChannel):
         super().close()
 
     def go_without(self, reason: str) -> None:
-        """Lets gRPC serve from now on, and says so once. Raises LocalLost where the worker insists."""
+        """Lets gRPC serve from now on, and says so. Raises LocalLost where the worker insists."""
         if self._way.insists:
             raise LocalLost(reason)
         self.lane = None
-        if self._way.told.get(self.address) != reason:
-            self._way.told[self.address] = reason
-            logger.info("gradients and parameters go to and from %s by gRPC: %s", self.address, reason)
+        self.told.tell("gRPC", reason, self.told.no_memory)
 
     def _hear(self, sender: Sender, reply: HelloReply) -> None:
         if not reply.HasField("lane"):
@@ -99,6 +92,9 @@ class LaneChannel(GrpcChannel):
             if self.lane is not None:
                 self.lane.close()
                 self.lane = None
+            if self.told.way == A_LANE or not self._way.shares:
+                # Else who lends vectors knows first whether memory is shared.
+                self.told.tell("gRPC", NO_LANE, self.told.no_memory)
         elif isinstance(self.lane, TcpLane) and not self.lane.is_closed:
             self.lane.offered(reply.lane)
         else:
@@ -235,6 +231,8 @@ class TcpLane(Lane):
             elif isinstance(error, lane.LaneClosed) and not credentials.tls_ca:
                 reason += " at once, as by a server that takes TLS only: set tls_ca (PYPS_TLS_CA) if it does"
             self._channel.go_without(f"no lane at port {port}: {reason}")
+        else:
+            self._channel.told.tell(A_LANE, self._channel.told.no_memory)
 
     def _opened(self, host: str, port: int, ticket: bytes) -> lane.Lane:
         credentials = self._channel.credentials
