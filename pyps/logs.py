@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
 from functools import partialmethod
 from typing import Any, Literal, TextIO
@@ -34,6 +35,31 @@ class Log:
 
 # The log of a module, by its name.
 get = Log
+
+
+class Crowd:
+    """Warnings of what may come by the thousands: one line for all of a kind. May be used from any thread."""
+
+    def __init__(self, log: Log):
+        self._log = log
+        self._lock = threading.Lock()
+        # Guarded by _lock. By event: how often it came, and the newest's fields.
+        self._noted: dict[str, tuple[int, dict[str, object]]] = {}
+
+    def note(self, event: str, /, **fields: object) -> bool:
+        """Notes one; whether nothing waited to be told."""
+        with self._lock:
+            is_first = not self._noted
+            count, _ = self._noted.get(event, (0, {}))
+            self._noted[event] = count + 1, fields
+        return is_first
+
+    def tell(self) -> None:
+        """Writes the lines of what was noted since the last time, if anything was."""
+        with self._lock:
+            noted, self._noted = self._noted, {}
+        for event, (count, fields) in noted.items():
+            self._log.warning(event, count=count, **fields)
 
 
 def configure(format: Format = "text", *, level: int = logging.INFO, stream: TextIO | None = None) -> None:

@@ -51,6 +51,8 @@ MEMORY_KINDS = (
 REQUEST_SECONDS = 10.0
 # Readers at once. One more takes the place of the one that came first.
 READERS_MAX = 16
+# What may come by the thousands is told so often.
+TELL_SECONDS = 1.0
 # The longest line of a request.
 _LINE_BYTES_MAX = 2**13
 # Of these alone the page depends.
@@ -172,6 +174,7 @@ class MetricsServer:
         self.address = address_of(host, self._socket.getsockname()[1])
         self._server: asyncio.Server | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._warnings = logs.Crowd(log)
         # One for each connection, the earliest first.
         self._readers: dict[asyncio.Task[None], None] = {}
 
@@ -214,7 +217,9 @@ class MetricsServer:
                 await writer.wait_closed()
         except ssl.SSLError as error:
             peer = writer.get_extra_info("peername")
-            log.warning("a reader of metrics was refused", peer=peer and peer[0], reason=error.reason)
+            told = "readers of metrics were refused by TLS"
+            if self._warnings.note(told, newest=peer and peer[0], reason=error.reason):
+                asyncio.get_running_loop().call_later(TELL_SECONDS, self._warnings.tell)
         except (OSError, ValueError):
             # It is slow, has gone, or speaks no HTTP.
             pass

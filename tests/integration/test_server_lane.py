@@ -156,7 +156,7 @@ def test_a_lane_takes_the_messages_of_its_own_worker_alone(server: ServerThread,
 
 
 def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
-    worker: WireWorker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     offer = worker.hello().lane
     stranger = common.Sender(run_id="run-1", worker_id="b", incarnation=worker.sender.incarnation)
@@ -186,6 +186,7 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     assert refused(worker.sender, offer.ticket)
     monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
     assert refused(worker.sender, worker.hello().lane.ticket)
+    server.wait_for_output("callers at the lane showed what is not theirs, or was used count=")
     # One who only asks gets none.
     assert worker.hello(role=common.ROLE_OBSERVER).lane.ticket == b""
     assert "ticket" not in "".join(capfd.readouterr())
@@ -389,6 +390,8 @@ def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
         slow.socket.sendall(PREFIX.pack(PUSH, len(header), len(payload)) + header + payload[:-1])
         wait_until(lambda: inspect(server.control, "GetMemory").in_flight_bytes, what="the message to be held")
         assert silent.refusal() == slow.refusal() == ""
+        server.wait_for_output("callers at the lane that showed no ticket were cut count=1 newest=127.0.0.1")
+        server.wait_for_output("workers sent or took too little for too long count=1 newest=a")
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [0]
 

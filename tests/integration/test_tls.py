@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
@@ -415,12 +415,26 @@ def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
     assert len(re.findall(f"by gRPC: no lane at port {port}: .*{told}", caplog.text)) == 1
 
 
-def test_who_is_refused_at_a_lane_by_tls_is_named_in_the_log(start_server: Start, made: Path) -> None:
-    port = server_port()
-    server = start_server("--lane-port", str(port), *served(made / "sound"))
-    with socket.create_connection(("127.0.0.1", port), 20) as stranger:
-        stranger.sendall(b"no TLS at all, and long enough to be read as such")
-        server.wait_for_output("a caller at the lane was refused peer=127.0.0.1")
+@pytest.mark.parametrize("at", ["callers at the lane", "readers of metrics"])
+def test_who_is_refused_by_tls_is_counted_and_the_newest_named_in_the_log(
+    start_server: Start, made: Path, at: str
+) -> None:
+    lane_port = str(server_port())
+    server = start_server("--lane-port", lane_port, *served(made / "sound"))
+    port = lane_port if "lane" in at else server.metrics.rpartition(":")[2]
+    for _ in range(30):
+        with socket.create_connection(("127.0.0.1", int(port)), 20) as stranger:
+            stranger.sendall(b"no TLS at all, and long enough to be read as such")
+            # Once it is refused.
+            with suppress(ConnectionResetError):
+                while stranger.recv(100):
+                    continue
+
+    def counts() -> list[int]:
+        return [int(each) for each in re.findall(rf"{at} were refused by TLS count=(\d+) newest=127", server.output())]
+
+    wait_until(lambda: sum(counts()) == 30, what="all to be told")
+    assert len(counts()) < 10
 
 
 def test_who_only_connects_to_a_lane_by_tls_is_cut(

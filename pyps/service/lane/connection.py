@@ -46,8 +46,6 @@ END_SECONDS = 5.0
 # Answers a pull, whose messages go to the second.
 Pull = Callable[[bytes, "Connection"], Coroutine[Any, Any, None]]
 
-log = logs.get("pyps.service")
-
 
 class Connection:
     """A lane from its beginning to its end, with two threads of its own.
@@ -66,6 +64,7 @@ class Connection:
         admit: Callable[[Connection, lane_pb2.LaneOpen], None],
         pull: Pull,
         on_closed: Callable[[Connection], None],
+        warnings: logs.Crowd,
     ):
         """`admit` sets the sender or refuses, on this one's thread; `on_closed` is for the event loop."""
         self.peer = peer_of(end)
@@ -76,6 +75,7 @@ class Connection:
         self._admit = admit
         self._pull = pull
         self._on_closed = on_closed
+        self._warnings = warnings
         self._loop = asyncio.get_running_loop()
         # Whose it is, once it is open.
         self.sender: Sender | None = None
@@ -177,7 +177,7 @@ class Connection:
         try:
             self._lane.handshake()
         except ssl.SSLError as error:
-            log.warning("a caller at the lane was refused", peer=self.peer, reason=error.reason)
+            self._warnings.note("callers at the lane were refused by TLS", newest=self.peer, reason=error.reason)
             # It reads why.
             self._lane.end()
             raise

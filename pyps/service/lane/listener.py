@@ -22,7 +22,7 @@ from pyps.service.transport import Host, Service, Transport
 from pyps_wire import lane_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import LANE_PORT, METHODS
-from pyps_wire.errors import ServerUnavailable
+from pyps_wire.errors import NotAllowed, ServerUnavailable
 
 AUTO, OFF = "auto", "off"
 BACKLOG = 128
@@ -55,8 +55,8 @@ class Tcp(Transport):
         self._used: dict[str, int] = {}
         # Whether it takes no callers for the moment.
         self._paused = False
-        # Callers without a ticket who made room for others since the last look.
-        self._cut: list[str] = []
+        # Told once a look.
+        self._warnings = logs.Crowd(log)
         self._looking: asyncio.Task[None] | None = None
         self._pull: Any = None
 
@@ -142,9 +142,14 @@ class Tcp(Transport):
         with self._lock:
             if connection not in self._connections:
                 raise ServerUnavailable("the caller was cut before its lane was open")
-            self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
-            self._host.run.require_named(sender.run_id)
-            self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
+            try:
+                self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
+                self._host.run.require_named(sender.run_id)
+                self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
+            except NotAllowed as error:
+                told = "callers at the lane showed what is not theirs, or was used"
+                self._warnings.note(told, newest=connection.peer, reason=error)
+                raise
             for other in self._connections:
                 # A worker has one; its earlier one is lost, though the system has not said so yet.
                 if other.sender is not None and other.sender.worker_id == sender.worker_id:
@@ -181,10 +186,7 @@ class Tcp(Transport):
         """Begins a lane, for which the earliest stranger may have to go. With _lock held."""
         strangers = [connection for connection in self._connections if connection.sender is None]
         if len(strangers) >= STRANGERS_MAX:
-            earliest = strangers[0]
-            self._cut.append(earliest.peer)
-            earliest.shut()
-            del self._connections[earliest]
+            self._cut_stranger(strangers[0])
         try:
             connection = Connection(
                 end,
@@ -194,6 +196,7 @@ class Tcp(Transport):
                 admit=self._admit,
                 pull=self._answer_pull,
                 on_closed=self._forget,
+                warnings=self._warnings,
             )
         except RuntimeError as error:
             # No thread is left.
@@ -201,6 +204,12 @@ class Tcp(Transport):
             end.close()
             return
         self._connections[connection] = None
+
+    def _cut_stranger(self, stranger: Connection) -> None:
+        """Cuts a caller that showed no ticket, which it can no longer do. With _lock held."""
+        self._warnings.note("callers at the lane that showed no ticket were cut", newest=stranger.peer)
+        stranger.shut()
+        del self._connections[stranger]
 
     def _forget(self, connection: Connection) -> None:
         with self._lock:
@@ -211,16 +220,25 @@ class Tcp(Transport):
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            cut, self._cut = self._cut, []
-            if cut:
-                # Once a look: they may come by the thousands.
-                log.warning("callers at the lane that showed no ticket were cut", count=len(cut), newest=cut[-1])
             for connection in list(self._connections):
-                if connection.is_overdue(now) or (connection.idle and self._is_forgotten(connection)):
+                if connection.is_overdue(now):
+                    self._cut(connection)
+                elif connection.idle and self._is_forgotten(connection):
                     connection.shut()
+            self._warnings.tell()
             if self._paused:
                 self._paused = False
                 self._listen()
+
+    def _cut(self, connection: Connection) -> None:
+        """Cuts a caller that holds its lane up for too long."""
+        with self._lock:
+            if connection.sender is None:
+                self._cut_stranger(connection)
+                return
+        newest = connection.sender.worker_id
+        self._warnings.note("lanes were cut whose workers sent or took too little for too long", newest=newest)
+        connection.shut()
 
     def _is_forgotten(self, connection: Connection) -> bool:
         sender = connection.sender
