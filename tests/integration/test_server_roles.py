@@ -187,6 +187,22 @@ def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server: St
     assert opened == set(told.values())
 
 
+def test_who_is_no_worker_gets_no_ticket_which_lanes_and_shared_memory_ask_for_in_place_of_a_role(
+    start_server: Start, holders: Holders
+) -> None:
+    server = start_server(*holders.by_tokens(*ROLES))
+    with WireWorker(server.data, token=holders.token(Role.WORKER)) as worker:
+        reply = worker.join()
+        assert reply.lane.ticket and reply.local.ticket
+    with WireWorker(server.data, "b", token=holders.token(Role.OBSERVER)) as observer:
+        reply = observer.hello(role=ROLE_OBSERVER)
+        assert reply.lane.port and reply.local.address
+        assert not reply.lane.ticket and not reply.local.ticket
+        assert refusal_of(observer.hello)[1] == "NotAllowed"
+    # No row that nothing reads.
+    assert not PORTS["lane"] and not PORTS["shared memory"]
+
+
 def test_an_observer_reads_all_and_changes_nothing(start_server: Start, holders: Holders) -> None:
     server = start_server(*holders.by_tokens(*ROLES))
     observer = holders.token(Role.OBSERVER)
