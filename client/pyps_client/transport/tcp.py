@@ -26,6 +26,10 @@ from pyps_wire.local_pb2 import LocalFailure
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LaneOffer
 
 A_LANE = "a lane"
+ADVICE = (
+    "Let the server have a --lane-port that this worker can reach; or set transport (PYPS_TRANSPORT), which is 'tcp', "
+    "to 'auto'"
+)
 _KINDS = {"Push": lane.PUSH, "Exchange": lane.EXCHANGE, "Pull": lane.PULL}
 # Who does not answer for so long is no lane: a firewall, or another program.
 OPEN_SECONDS = 5.0
@@ -51,8 +55,7 @@ class OnlyTcp(Tcp):
 
     def refusal(self, server: str, reason: str) -> ServerUnavailable:
         return ServerUnavailable(
-            f"transport is 'tcp', but there is no lane to {server}: {reason}. Let the server have a --lane-port that "
-            "this worker can reach; or set transport (PYPS_TRANSPORT) to 'auto'."
+            f"transport is 'tcp', but there is no lane to {server}: {reason}. {ADVICE}."
         )
 
 
@@ -81,7 +84,7 @@ class LaneChannel(GrpcChannel):
     def go_without(self, reason: str) -> None:
         """Lets gRPC serve from now on, and says so. Raises LocalLost where the worker insists."""
         if self._way.insists:
-            raise LocalLost(reason)
+            raise LocalLost(f"{reason.rstrip('.')}. {ADVICE}")
         self.lane = None
         self.told.tell("gRPC", reason, self.told.no_memory)
 
