@@ -11,10 +11,10 @@ BENCHMARKS = $(subst $(comma), ,$(BENCH))
 PYTEST_FLAGS ?=
 # Processes that run tests; one that has done with its own takes over from another.
 TESTS_AT_ONCE ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose
+PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose clean
+.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose test-engines clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt $(
 	@echo "Installing PyTorch and the rest into $(VENV): a minute or two."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^pip==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
-		--editable 'client[torch]' --editable '.[demo]' --group dev
+		--editable 'client[torch]' --editable '.[demo,top]' --group dev
 	@touch $(STAMP)
 
 demo: $(STAMP) ## Watch four workers train on real data; PROTOCOL=softsync:n=2 STALENESS=none OPTIMIZER=adam change how
@@ -40,7 +40,7 @@ test: $(STAMP) ## Run the tests that every change has to pass, in a few minutes
 	$(PYTEST) -m 'not extended' $(PYTEST_FLAGS)
 
 test-all: ## Run everything: the tests that take long too, containers, the demo, quick benchmarks and experiments
-	@$(MAKE) --no-print-directory --keep-going test-everything test-compose demo bench experiments BENCH=quick
+	@$(MAKE) --no-print-directory --keep-going test-everything test-compose test-engines demo bench experiments BENCH=quick
 
 test-everything: $(STAMP)
 	$(PYTEST) $(PYTEST_FLAGS)
@@ -82,6 +82,12 @@ test-compose: $(STAMP) ## Build the images and train in containers (DOCKER_ENGIN
 	@ls docker/wheels/torch-*.whl >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps \
 		--constraint constraints.txt --dest docker/wheels torch
 	DOCKER_ENGINE="$(DOCKER_ENGINE)" $(BIN)/python -m pytest tests/compose $(PYTEST_FLAGS)
+
+# Programs of the system's packages are installed where that may be done; without them their tests are skipped, by name.
+test-engines: $(STAMP) ## Run pyps under Ray, Slurm, Kubernetes' tools and TorchX, each the real one
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group engines
+	scripts/install_engines.sh
+	DOCKER_ENGINE="$(DOCKER_ENGINE)" $(BIN)/python -m pytest tests/engines $(PYTEST_FLAGS)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
