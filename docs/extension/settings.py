@@ -1,0 +1,138 @@
+"""Every option as Markdown: its meaning, its default, and what is said to a wrong value, all asked of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import chdir
+from typing import Any
+
+import refusals
+import torch
+import typer
+
+from pyps.cli.main import app
+from pyps_client.launch import Launch
+from pyps_client.torch import Options, RemoteOptimizer
+
+# Wrong in turn, until one is refused: most texts may be any word, few may be this sign.
+_WORDS = ("nonsense", "?")
+
+
+def commands() -> str:
+    """A chapter a command, an entry an option."""
+    with tempfile.TemporaryDirectory() as empty, chdir(empty):
+        return "\n\n".join(_chapter(words, command) for words, command in walk(typer.main.get_command(app), ()))
+
+
+def walk(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields all commands with the words that call them."""
+    if not hasattr(command, "list_commands"):
+        yield words, command
+        return
+    for name in command.list_commands(None):
+        yield from walk(command.get_command(None, name), (*words, name))
+
+
+def _chapter(words: Sequence[str], command: Any) -> str:
+    context = typer.Context(command, info_name=words[-1])
+    name = f"pyps {' '.join(words)}"
+    usage = f"```\n{name} {' '.join(command.collect_usage_pieces(context))}\n```"
+    parts = [f"## {name}", usage, command.help, f"```{{program}} {name}\n```"]
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    # Something for each, so that what is refused is the option.
+    given = ["--", *(each.name for each in arguments)] if arguments else []
+    without = refusals.of_command([*words, *given], {})
+    for option in command.params:
+        if option in arguments or option.hidden:
+            continue
+        told, meaning = option.get_help_record(context)
+        sentence = _of_option(words, option, told, meaning, given, without)
+        heading = re.sub(r" / ", ", ", told)
+        parts.append(f"````{{option}} {heading}\n\n{escaped(meaning)}\n{_when_wrong(*sentence)}````")
+    return "\n\n".join(parts)
+
+
+def _of_option(
+    words: Sequence[str], option: Any, told: str, meaning: str, given: Sequence[str], without: str
+) -> tuple[str, str]:
+    """What was given that is wrong, and what is said to it, but for what is said without the option too."""
+    flag = option.opts[0]
+    tries: list[tuple[list[str], dict[str, str]]]
+    if option.is_flag:
+        tries = [([flag], {})]
+        tries += [([], {variable: "maybe"}) for variable in re.findall(r"env: (PYPS_\w+)", meaning)]
+    elif re.search(r"INTEGER|NUMBER|\b(int|float)\b", told):
+        tries = [([flag, f"{(getattr(option, 'min', None) or 0) - 1:g}"], {}), ([flag, "nonsense"], {})]
+    else:
+        tries = [([flag, word], {}) for word in _WORDS]
+    for arguments, variables in tries:
+        sentence = refusals.of_command([*words, *arguments, *given], variables)
+        if sentence not in ("", without):
+            return " ".join([*arguments, *("=".join(each) for each in variables.items())]), sentence
+    return "", ""
+
+
+def launch() -> str:
+    """An entry a setting of Launch, with its variable."""
+
+    def refused(name: str, value: Any) -> str:
+        variables = {"PYPS_SERVERS": "127.0.0.1", f"PYPS_{name.upper()}": value}
+        return refusals.of_call(lambda: Launch.from_environment(environment=variables))
+
+    return _entries(Launch, refused, lambda name: f"variable: PYPS_{name.upper()}")
+
+
+def options() -> str:
+    """An entry a keyword of RemoteOptimizer beside those that its constructor shows."""
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refused(name: str, value: Any) -> str:
+        # A setting's type is looked at first, then what it names.
+        keywords: Any = {name: value}
+        return refusals.of_call(lambda: RemoteOptimizer(model, sgd, "127.0.0.1:7610", **keywords))
+
+    return _entries(Options, refused, lambda _: "")
+
+
+def _entries(kind: Any, refused: Callable[[str, Any], str], variable: Callable[[str], str]) -> str:
+    """The fields of a dataclass in the order of its docstring, whose paragraphs tell what they mean."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    paragraphs = [
+        told.partition(": ")
+        for told in re.findall(r"^ *((?:`\w+`(?:, )?)+: .*(?:\n +(?!`\w+`[,:])\S.*)*)", kind.__doc__, re.M)
+    ]
+    leading = {name for names, _, _ in paragraphs for name in re.findall(r"`(\w+)`", names)}
+    parts = []
+    for heading, _, meaning in paragraphs:
+        # Some are explained in another's paragraph.
+        beside = [name for name in re.findall(r"`(\w+)`", meaning) if name in fields.keys() - leading]
+        names = [*re.findall(r"`(\w+)`", heading), *beside]
+        lines = [re.sub(r"\s+", " ", meaning)]
+        for name in names:
+            default = fields[name].default
+            facts = ["required" if default is dataclasses.MISSING else f"default: {_shown(default)}", variable(name)]
+            wrong, sentence = next(((w, s) for w in _WORDS if (s := refused(name, w))), ("", ""))
+            lines.append(f"\n`{name}` [{'; '.join(filter(None, facts))}]\n{_when_wrong(wrong, sentence)}")
+            fields.pop(name)
+        parts.append(
+            "{}\n: {}".format(", ".join(f"`{name}`" for name in names), "\n".join(lines).replace("\n", "\n  "))
+        )
+    assert not fields, f"{kind.__name__} does not explain {', '.join(fields)}"
+    return "\n\n".join(parts)
+
+
+def _shown(default: object) -> str:
+    return "none" if default in (None, "") else f"{default}"
+
+
+def _when_wrong(wrong: str, sentence: str) -> str:
+    return f"\n`{wrong}` is answered: *{escaped(sentence)}*\n" if sentence else ""
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown that shows it."""
+    return re.sub(r"([*_<\[\]])", r"\\\1", text)

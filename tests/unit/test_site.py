@@ -1,0 +1,65 @@
+"""docs/extension: what the site tells of options is what the program says; a link that leads nowhere is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from pyps.cli.main import COMMANDS
+from pyps.config import ServerConfig, flag_name
+from support import ROOT
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extension"))
+
+
+def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_value(tmp_path: Path) -> None:
+    told = importlib.import_module("settings").commands()
+
+    chapters = dict(re.findall(r"^## (pyps .*)\n((?:(?!## ).*\n?)*)", told, re.M))
+    assert {name.split()[1] for name in chapters} == set(COMMANDS)
+    entries = {name: set(re.findall(r"^`+\{option\} (\S+?),? ", text, re.M)) for name, text in chapters.items()}
+    assert {flag_name(field.name) for field in dataclasses.fields(ServerConfig)} <= entries["pyps serve"]
+    assert {"--servers", "--workers", "--max-restarts", "--protocol"} <= entries["pyps run"]
+    answers = dict(re.findall(r"^`(.*)` is answered: \*(.*)\*$", told, re.M))
+    assert answers["--port -1"] == "the flag --port is -1, but must be from 0 to 65535"
+    assert "PYPS\\_INSECURE in the environment is 'maybe'" in answers["PYPS_INSECURE=maybe"]
+    assert "expected one of asgd, async" in answers["--protocol nonsense"]
+    assert "malformed" in answers["--servers ?"]
+
+
+def test_every_setting_of_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = importlib.import_module("settings")
+
+    launch, options = settings.launch(), settings.options()
+
+    assert "PYPS\\_WORKER\\_INDEX is 'nonsense'; expected a whole number." in launch
+    assert "`wait_seconds` [default: 1800.0; variable: PYPS_WAIT_SECONDS]" in launch
+    assert "buffers is 'nonsense'; expected one of local, average, first." in options
+
+
+@pytest.mark.parametrize(
+    ("link", "told"),
+    [
+        ("other.html#here", ""),
+        ("https://example.org/a?b#c", ""),
+        ("gone.html", "which is not there"),
+        ("other.html#there", "which has no such place"),
+        ("htps//example.org", "which is not there"),
+        ("https://example", "which is no address"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, told: str) -> None:
+    pytest.importorskip("sphinx", reason="`make docs` installs it")
+    (tmp_path / "page.html").write_text(f'<a href="{link}">there</a>', encoding="utf-8")
+    (tmp_path / "other.html").write_text('<h1 id="here">Other</h1>', encoding="utf-8")
+
+    sentences = list(importlib.import_module("links").broken(tmp_path))
+
+    assert sentences == ([f"page.html links to {link}, {told}"] if told else [])
