@@ -14,7 +14,7 @@ TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose test-engines docs clean
+.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose test-engines docs pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ test-engines: $(STAMP) ## Run pyps under Ray, Slurm, Kubernetes' tools and Torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group engines
 	scripts/install_engines.sh
 	DOCKER_ENGINE="$(DOCKER_ENGINE)" $(BIN)/python -m pytest tests/engines $(PYTEST_FLAGS)
+
+pictures: $(STAMP) ## Draw the pictures of docs/protocols.md, in virtual time
+	$(BIN)/python experiments/protocol_pictures.py --into docs/images
 
 docs: $(STAMP) ## Build the site of docs/ into out/site, with every link looked at
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
