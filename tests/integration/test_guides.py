@@ -1,0 +1,127 @@
+"""The commands of the guides, in the order in which their pages show them, by which a stranger would go."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from client_support import gradients_like, make_client, small_model
+from support import ROOT, PythonProcess, ServerThread, shell, status_of
+
+Start = Callable[..., PythonProcess]
+
+
+def blocks(page: str) -> list[str]:
+    """The page's blocks of commands, not those of Python."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if not kind]
+
+
+def commands(block: str) -> Iterator[list[str]]:
+    """The words of each `pyps` command."""
+    for line in block.splitlines():
+        if line.startswith("pyps "):
+            yield shlex.split(line)[1:]
+
+
+def variables(block: str) -> dict[str, str]:
+    """What the block sets, by `export` or before its command."""
+    return dict(re.findall(r"(PYPS_\w+|OMP_\w+)=(\S+)", block))
+
+
+def test_a_run_is_changed_stopped_and_forgotten(start_server: Callable[..., ServerThread]) -> None:
+    server = start_server("--run-id", "digits")
+    [block] = blocks("change")
+    protocol, rate, stop, reset = commands(block.replace("127.0.0.1:7610", server.data))
+    with make_client(server.data) as client:
+        client.push(gradients_like(small_model(), seed=1))
+
+        shell(*protocol)
+        shell(*rate)
+
+        status = status_of(server)
+        assert (status.protocol, status.staleness) == ("hardsync", "none")
+        assert [each.base for each in status.learning_rates] == pytest.approx([0.01])
+        shell(*stop)
+        assert "finished" in shell("status", "--servers", server.data)
+    shell(*reset)
+    assert status_of(server).num_shards == 0
+
+
+def test_a_model_is_saved_and_exported(
+    start_server: Callable[..., ServerThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    _, saving, exporting = blocks("keep")
+    with make_client(server.data) as client:
+        client.push(gradients_like(small_model(), seed=1))
+        for command in commands((saving + exporting).replace("127.0.0.1:7610", server.data)):
+            (tmp_path / "model.safetensors").unlink(missing_ok=True)
+            shell(*command)
+            if command[0] == "export":
+                exported, pulled = load_file("model.safetensors"), client.snapshot()
+                assert exported.keys() == pulled.keys()
+                assert all((exported[name] == pulled[name]).all() for name in pulled)
+
+
+@pytest.mark.extended
+def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    updates = []
+    for command in commands(blocks("keep")[0]):
+        with PythonProcess("-m", "pyps", *command, cwd=tmp_path) as job:
+            assert job.wait(200) == 0, job.output()
+            updates.append(max(int(update) for update in re.findall(r"update (\d+): loss", job.output())))
+    assert updates[1] > 1.5 * updates[0]
+
+
+@pytest.mark.extended
+def test_a_script_of_ones_own_trains_beside_another(
+    start_server: Callable[..., ServerThread], start_python: Start, tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "examples" / "minimal.py", tmp_path / "train.py")
+    serving, working = (block for block in blocks("quickstart") if "--run-id mine" in block or "train.py" in block)
+    [[_, *flags]] = commands(serving)
+    server = start_server(*flags)
+    told = variables(working) | {"PYPS_SERVERS": server.data}
+
+    workers = [start_python("train.py", cwd=tmp_path, env=told | {"PYPS_WORKER_INDEX": index}) for index in "01"]
+
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert status_of(server).run_id == "mine"
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl, by which the page makes a token, is not installed")
+def test_two_machines_train_by_tls_and_a_token(
+    start_server: Callable[..., ServerThread], start_python: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    making, serving, working = blocks("machines")[:3]
+    # The two machines are this one, by two names.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    subprocess.run(
+        ["bash", "-ec", making.replace("first-host", "localhost").replace("second-host", "127.0.0.1")],
+        check=True,
+        capture_output=True,
+    )
+    [[_, *flags]] = commands(serving.replace("0.0.0.0", "127.0.0.1"))
+    servers = [start_server(*flags, env=variables(serving)) for _ in range(2)]
+    first, second = (server.data.rpartition(":")[2] for server in servers)
+    script = working.split("python ")[1].split()
+    told = variables(working) | {"PYPS_SERVERS": f"localhost:{first},127.0.0.1:{second}"}
+
+    worker = start_python(*script, "--epochs", "2", cwd=tmp_path, env=told)
+
+    assert worker.wait() == 0
+    assert "joined run digits" in worker.output()
