@@ -1,4 +1,4 @@
-"""Makes docs/performance.md: the words are those of performance_template.md, the figures those of the results.
+"""Makes docs/performance.md and choose.md: the words are those of their templates, the figures those of the results.
 
     python benchmarks/document.py docs/performance.json --into docs
 
@@ -24,7 +24,7 @@ import targets
 from figures import ALONE, Results
 from measure import spread
 
-TEMPLATE = Path(__file__).with_name("performance_template.md")
+TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("performance", "choose")]
 # What a complete document has the results of.
 BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def write(results: Results, folder: Path) -> None:
-    """Writes performance.md and its pictures."""
+    """Writes the pages and their pictures."""
     drawn = pictures.draw_all(results, folder / "images")
 
     def put(match: re.Match[str]) -> str:
@@ -52,8 +52,10 @@ def write(results: Results, folder: Path) -> None:
             return f"![{name.removeprefix('picture_').replace('_', ' ')}](images/{file})" if file else ""
         return PIECES[name](results)
 
-    text = _PLACE.sub(put, TEMPLATE.read_text(encoding="utf-8"))
-    (folder / "performance.md").write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
+    for template in TEMPLATES:
+        text = _PLACE.sub(put, template.read_text(encoding="utf-8"))
+        page = folder / template.name.replace("_template", "")
+        page.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
 
 
 def machine(results: Results) -> str:
@@ -130,6 +132,24 @@ def _rounds_table(found: list[figures.Row], size: str) -> str:
         )
     headings = ("", "rounds/s", "x torch RPC", "p50, ms", "p99, ms", "CPU s/GB, server", "worker", "server's peak, MB")
     return _table((*headings, "checked"), rows)
+
+
+def rounds_beside(results: Results) -> str:
+    """Rounds a second, a line a subject and a column a case: what the tables of each case have in detail."""
+    found = figures.rows(results, "rounds")
+    if not found:
+        return _missing(results, "rounds")
+    subjects = [figures.SHARED_MEMORY, figures.LANE, *filter(figures.is_peer, figures.subjects(found))]
+    cases = sorted({(row["params"], row["size"], row["workers"]) for row in found if row["workers"] <= 2})
+    rows = []
+    for subject in subjects:
+        speeds = [
+            figures.median([row for row in found if (row["size"], row["workers"]) == case[1:]], subject)
+            for case in cases
+        ]
+        rows.append((subject, *("–" if speed is None else f"{speed:,.{speed < 100:d}f}" for speed in speeds)))
+    headings = [f"{pictures.SIZES[size]}, {workers} worker{'s' * (workers > 1)}" for _, size, workers in cases]
+    return _table(("", *headings), rows)
 
 
 def link_table(results: Results) -> str:
@@ -333,6 +353,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "machine": machine,
     "target_table": target_table,
     "rounds_tables": rounds_tables,
+    "rounds_beside": rounds_beside,
     "link_table": link_table,
     "overlap_table": overlap_table,
     "training_tables": training_tables,

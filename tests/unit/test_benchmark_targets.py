@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,3 +83,18 @@ def test_the_page_tells_what_training_made_of_each_link(targets: ModuleType) -> 
         "pyps async 24.2 (not in 20 s), DDP gloo 20.0 (6.0 s)."
     )
     assert pieces["told_slowed"]({}) == "Not measured in this run."
+
+
+def test_the_pages_are_what_the_results_beside_them_make(
+    targets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = importlib.import_module("document")
+    pages = FOLDER.parent / "docs"
+    drawn = {path.stem.removeprefix("performance_"): path.name for path in (pages / "images").glob("performance_*")}
+    monkeypatch.setattr(document.pictures, "draw_all", lambda results, folder: drawn)
+
+    document.write(json.loads((pages / "performance.json").read_text(encoding="utf-8")), tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"performance.md", "choose.md"}
+    for page in tmp_path.iterdir():
+        assert page.read_text(encoding="utf-8") == (pages / page.name).read_text(encoding="utf-8")
