@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from sphinx.application import Sphinx
-from sphinx.util import logging
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
-_logger = logging.getLogger(__name__)
 # Others' pages cannot be asked for here: their addresses have to look like one.
 _EXTERNAL = re.compile(r"(https?://[\w-]+(\.[\w-]+)+(:\d+)?(/[\w~%/.:@!$&'()*+,;=?#-]*)?|mailto:\S+@\S+)")
 
@@ -50,9 +50,12 @@ def broken(folder: Path) -> Iterator[str]:
 
 
 def _check(app: Sphinx, error: Exception | None) -> None:
+    # A test looks for links without Sphinx.
+    from sphinx.util import logging
+
     if error is None and app.builder.name == "html":
         for sentence in broken(Path(app.outdir)):
-            _logger.warning(sentence)
+            logging.getLogger(__name__).warning(sentence)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -66,7 +66,7 @@ MADE = {
 }
 
 
-class Made(SphinxDirective):
+class Made(SphinxDirective):  # type: ignore[misc]
     """```{made} commands```: the Markdown of that name."""
 
     required_arguments = 1
@@ -74,7 +74,8 @@ class Made(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Makes the text anew in each build: no file tells that the code has changed."""
         self.env.note_reread()
-        return self.parse_text_to_nodes(MADE[self.arguments[0]](), allow_section_headings=True)
+        made: list[nodes.Node] = self.parse_text_to_nodes(MADE[self.arguments[0]](), allow_section_headings=True)
+        return made
 
 
 def _as_text(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

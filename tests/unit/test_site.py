@@ -56,7 +56,6 @@ def test_every_setting_of_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, told: str) -> None:
-    pytest.importorskip("sphinx", reason="`make docs` installs it")
     (tmp_path / "page.html").write_text(f'<a href="{link}">there</a>', encoding="utf-8")
     (tmp_path / "other.html").write_text('<h1 id="here">Other</h1>', encoding="utf-8")
 
