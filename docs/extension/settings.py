@@ -45,6 +45,9 @@ def _chapter(words: Sequence[str], command: Any) -> str:
     # Something for each, so that what is refused is the option.
     given = ["--", *(each.name for each in arguments)] if arguments else []
     without = refusals.of_command([*words, *given], {})
+    parts += [
+        f"`{name}`\n: {escaped(meaning)}" for name, meaning in (each.get_help_record(context) for each in arguments)
+    ]
     for option in command.params:
         if option in arguments or option.hidden:
             continue
