@@ -151,6 +151,9 @@ class ServerConfig:
     lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
     exit_when_done: bool = setting(False, "Exit when all workers that joined are gone.")
+    exit_when_finished: bool = setting(
+        False, "Exit when all workers that joined have finished, not when one failed; a signal before is no success."
+    )
     checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
     checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
     checkpoint_keep: int = setting(3, "Checkpoints to keep.", minimum=1)

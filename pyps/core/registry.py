@@ -166,6 +166,11 @@ class WorkerRegistry:
         joined = len(self.membership.names())
         return joined >= max(1, expected_workers) and self.membership.num_alive == 0
 
+    def finished(self, *, expected_workers: int) -> bool:
+        """True when, beyond that, each of them left as one that had finished."""
+        done = self.done(expected_workers=expected_workers)
+        return done and all(member.state is WorkerState.FINISHED for member in self.membership.all())
+
     def _without(self, gone: Sequence[Member], *, lost: bool, was_alive: bool) -> Effects:
         """Says what to do without a worker that is gone, the first, and those that its replica takes along with it."""
         effects = Effects(gone=tuple((member.worker_id, lost) for member in gone))

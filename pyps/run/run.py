@@ -583,6 +583,11 @@ class Run:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
         return not self.measures and self._registry.done(expected_workers=self.membership.expected_workers)
 
+    @property
+    def workers_finished(self) -> bool:
+        """True when it is done and no worker failed, or fell silent, that has not come again and finished."""
+        return not self.measures and self._registry.finished(expected_workers=self.membership.expected_workers)
+
     def header(self) -> RunHeader:
         """What the run is, apart from its shards: the head of a checkpoint."""
         return self._header(self._require_content())

@@ -137,6 +137,7 @@ class Server:
         self._transports = [transport(self._host) for transport in transports]
         self._stop = asyncio.Event()
         self._stop_reason = ""
+        self._status = 0
         self._signalled_at = -math.inf
 
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
@@ -214,6 +215,9 @@ class Server:
         now = self._clock()
         if not self._stop.is_set():
             self._signalled_at = now
+            if self._config.exit_when_finished:
+                # Else an engine that drains a machine would count the server's part of the job as done.
+                self._status = 128 + number
             self.stop(number.name)
         elif now - self._signalled_at > SIGNALS_APART_SECONDS:
             log.warning("second signal: exit at once, nothing more is saved", signal=number.name)
@@ -284,7 +288,9 @@ class Server:
             # On a thread, since it may make updates; at the present time: a wait for one counts against nobody.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
             self._host.serializations.tidy(self._run.shards)
-            if self._config.exit_when_done and self._run.done:
+            if (self._config.exit_when_done and self._run.done) or (
+                self._config.exit_when_finished and self._run.workers_finished
+            ):
                 # On a thread too: a shard may still be busy with an update that the last one to leave has completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
                 # The end saves too.
@@ -378,7 +384,7 @@ class Server:
             self._checkpoints.close()
         late.cancel()
         log.info("server ended", seconds=round(self._clock() - began, 2))
-        return 0 if saved else 1
+        return self._status if saved else 1
 
     def _end_late(self) -> None:
         newest = self._checkpoints.newest if self._checkpoints else None

@@ -171,6 +171,26 @@ def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
         assert server.wait(60) == 0
 
 
+def test_exit_when_finished_waits_for_a_worker_that_failed_to_come_again_and_finish(start_server):
+    server = start_server("--exit-when-finished", "--expected-workers", "2")
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
+        first.join()
+        second.join()
+        first.leave()
+        second.leave(wire.LeaveRequest.CAUSE_FAILED)
+        run = server._server._run
+        assert run.done and not run.workers_finished
+    with WireWorker(server.data, "b") as again:
+        again.join()
+        again.leave()
+        assert server.wait(60) == 0
+
+
+def test_a_signal_before_the_workers_have_finished_is_no_success_of_one_that_exits_with_them(start_server_process):
+    server = start_server_process("--exit-when-finished")
+    assert server.terminate() == 128 + signal.SIGTERM
+
+
 def test_an_unknown_instruction_set_is_refused_at_the_start():
     with ServerProcess(env={"PYPS_ISA": "nonsense"}, wait=False) as server:
         assert server.wait() == 2
