@@ -1,0 +1,85 @@
+"""`pyps slurm`: the script that it makes, what it refuses, and how sbatch gets it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pyps.cli.main import app
+from pyps_wire.errors import PypsError
+from support import ROOT
+
+SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
+PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["slurm", "--print", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_plain_script_is_what_the_page_s_command_prints() -> None:
+    [command] = re.findall(r"^pyps slurm --print (.*) > train\.sbatch$", PAGE, re.M)
+    assert printed(*shlex.split(command)) == SCRIPT.read_text(encoding="utf-8")
+
+
+def test_options_of_sbatch_come_before_and_behind_the_border_between_servers_and_workers() -> None:
+    nodes = ("--sbatch", "--time=9:00", "--server-sbatch", "--mem=64G", "--worker-sbatch", "--gpus-per-task=1 -c 8")
+    script = printed(*nodes, "--servers", "3", "--workers", "5", "--run-id", "digits", "--", "python", "train.py")
+    of_servers, of_workers = script.partition("\nexport ")[0].split("#SBATCH hetjob\n")
+    assert {"--time=9:00", "--mem=64G", "--nodes=3", "--job-name=digits"} <= {*of_servers.split()}
+    assert {"--time=9:00", "--gpus-per-task=1", "-c", "8", "--ntasks=5"} <= {*of_workers.split()}
+
+
+def test_what_has_spaces_and_quotes_reaches_the_script_as_it_was_given() -> None:
+    worker = ("python", "it's.py", "--note", "a  b $HOME")
+    script = printed("--folder", "my runs/a'b", "--stop-after", "updates=5", "--resume", "--", *worker)
+    chosen = script.partition("\n# ---")[0]
+    ask = 'printf "%s\\n" "$folder" $resume "${server_flags[@]}" "${worker[@]}"'
+    said = subprocess.run(["bash", "-c", f"{chosen}\n{ask}"], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["my runs/a'b", "--resume", "--stop-after", "updates=5", *worker]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--sbatch", "partition=long"), "--sbatch is 'partition=long'; expected options of sbatch's, as '--part"),
+        (("--worker-sbatch", "--mem=1G\nrm x"), "expected options of sbatch's"),
+        (("--worker-sbatch", "'"), "which no shell could read: No closing quotation"),
+        (("--worker-sbatch", "--mem=1G -n4"), "--workers says how many workers there are"),
+        (("--server-sbatch", "--nodes=4"), "--servers says how many there are, each on a node: leave out --nodes"),
+        (("--sbatch", "--job-name=x"), "--run-id names the job: leave out --job-name"),
+        (("--run-id", "my run"), "--run-id is 'my run'; expected letters, digits, . _ and -"),
+        (("--protocol", "none"), "protocol 'none' is unknown"),
+        (("--start-together", "--stop-after", "noon"), "is none of updates=N, examples=N and seconds=N"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(arguments: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, ["slurm", "--print", *arguments, "--", "python", "train.py"])
+    assert isinstance(done.exception, PypsError)
+    assert said in str(done.exception)
+
+
+def test_sbatch_gets_the_script_and_its_refusal_is_the_command_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ncat > {tmp_path}/script\nexit 7\n", encoding="utf-8")
+    sbatch.chmod(0o700)
+    arguments = ["--servers", "2", "--workers", "4", "--", "python", "train.py"]
+    assert CliRunner().invoke(app, ["slurm", *arguments]).exit_code == 7
+    assert (tmp_path / "script").read_text(encoding="utf-8") == printed(*arguments)
+
+
+def test_without_sbatch_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = CliRunner().invoke(app, ["slurm", "--", "python", "train.py"])
+    assert "take the script by --print" in str(done.exception)
