@@ -31,6 +31,8 @@ OLD_NAMES = {
     "gradient_dtype": "gradient_codec",
     "parameter_dtype": "parameter_codec",
 }
+# What torchrun calls a job on several nodes that it was given no --rdzv-id for.
+NO_RUN_ID = "none"
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
 # Of a worker's key. Whoever is given none makes one up for the process.
@@ -53,7 +55,8 @@ class Launch:
 
     `servers`: data addresses, host:port, in the order that all workers share; or "local" for a server that this process
     runs itself, with a new run, until its last worker has left.
-    `run_id`: the run to join; empty takes whatever run the servers hold before its first update.
+    `run_id`: the run to join; empty takes whatever run the servers hold before its first update. Under torchrun that of
+    its --rdzv-id by default.
     `worker_id`: unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
     `worker_index`, `worker_count`: this worker's place among the run's workers, from 0, for dividing data: torchrun's
     where PYPS_ variables say nothing of the worker, None when nobody said.
@@ -193,6 +196,8 @@ class Launch:
             settings["worker_index"], settings["worker_count"] = torchrun
             # Several torchruns may train in one run, and each counts from 0.
             settings["worker_id"] = _default_worker_id(None)
+        if not settings.get("run_id"):
+            settings["run_id"] = torchrun_run(env)
         settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
         if "token" not in given:
             file = token_file or env.get("PYPS_TOKEN_FILE") or None
@@ -252,6 +257,17 @@ def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
+def torchrun_run(environment: Mapping[str, str]) -> str:
+    """The run that torchrun's processes are to share where none was named; empty for none.
+
+    Without a name whoever comes after the first update, as one that torchrun started again, would be refused.
+    """
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run_id == NO_RUN_ID:
+        _tell_of_no_name()
+    return run_id if run_id != NO_RUN_ID else ""
+
+
 def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
     """Addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
     listed = servers.split(",") if isinstance(servers, str) else list(servers) if isinstance(servers, Iterable) else [0]
@@ -306,6 +322,14 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
 @functools.cache
 def _tell_of_new_name(old: str, name: str) -> None:
     logger.warning("%s is called %s now (PYPS_%s); the old name still does", old, name, name.upper())
+
+
+@functools.cache
+def _tell_of_no_name() -> None:
+    logger.warning(
+        "torchrun's job has no name, and its processes that join after the first update, as all that it starts again, "
+        "will be refused: give torchrun --rdzv-id NAME, or set PYPS_RUN_ID"
+    )
 
 
 def _flag(text: str) -> bool:

@@ -107,6 +107,19 @@ def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_nam
     assert Launch.from_environment(environment=torchrun).worker_id == Launch(servers=("a:1",)).worker_id
 
 
+def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"PYPS_SERVERS": "a:1", "TORCHELASTIC_RUN_ID": "digits"}
+    assert Launch.from_environment(environment=environment).run_id == "digits"
+    assert Launch.from_environment(environment=environment | {"PYPS_RUN_ID": "mine"}).run_id == "mine"
+    assert Launch.from_environment(environment=environment, run_id="ours").run_id == "ours"
+    assert not caplog.messages
+    launch._tell_of_no_name.cache_clear()
+    for _ in range(2):
+        assert Launch.from_environment(environment=environment | {"TORCHELASTIC_RUN_ID": "none"}).run_id == ""
+    assert "give torchrun --rdzv-id NAME, or set PYPS_RUN_ID" in caplog.text
+    assert len(caplog.messages) == 1
+
+
 def test_the_token_is_not_printed_nor_is_the_key() -> None:
     secrets = {"token": "secret", "worker_key": "secret of a worker"}
     assert "secret" not in repr(Launch(servers=("a:1",), **secrets))
