@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import re
 import secrets
 import socket
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pyps_client import log
 from pyps_client.credentials import Credentials, check_token, read_token
 from pyps_client.log import logger
+from pyps_client.places import places_of
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.contract import DATA_PORT
@@ -39,7 +39,6 @@ _OTHERS = ("control", "process_hooks", "servers", "token", "token_file", "traceb
 _SLIP_LIKENESS = 0.9
 # What torchrun calls a job on several nodes that it was given no --rdzv-id for.
 NO_RUN_ID = "none"
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
 # Of a worker's key. Whoever is given none makes one up for the process.
 KEY_LENGTH_MIN, KEY_LENGTH_MAX = 16, 64
@@ -59,8 +58,9 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 class Launch:
     """How a worker finds its run, and its place there; `from_environment` reads it from PYPS_ variables.
 
-    `servers`: data addresses, host:port, in the order that all workers share; or "local" for a server that this process
-    runs itself, with a new run, until its last worker has left.
+    `servers`: data addresses, host:port, in the order that all workers share; "file:/path" for a file with one a line;
+    "dns:COUNT@name:port" for so many servers behind one name; or "local" for a server that this process runs itself,
+    with a new run, until its last worker has left.
     `run_id`: the run to join; empty takes whatever run the servers hold before its first update. Under torchrun that of
     its --rdzv-id by default.
     `worker_id`: unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
@@ -285,7 +285,7 @@ def torchrun_run(environment: Mapping[str, str]) -> str:
 
 
 def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
-    """Addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
+    """The servers' places, addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
     listed = servers.split(",") if isinstance(servers, str) else list(servers) if isinstance(servers, Iterable) else [0]
     if not all(isinstance(address, str) for address in listed):
         raise BadRequest(f"servers is {servers!r}; expected 'host:port,host:port', or a list of such strings.")
@@ -297,23 +297,11 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
             "servers is 'local', a server within a worker's own process, which nobody else can reach: start `pyps "
             "serve` and name it, as host:port."
         )
-    parsed = tuple(_parse_address(address, port) for address in addresses)
+    parsed = tuple(place for address in addresses for place in places_of(address, port=port))
     for address in parsed:
         if parsed.count(address) > 1:
             raise BadRequest(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
     return parsed
-
-
-def _parse_address(address: str, default_port: int) -> str:
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise BadRequest(
-            f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
-        )
-    port = int(match["port"] or default_port)
-    if not 1 <= port <= 65535:
-        raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
-    return f"{match['host']}:{port}"
 
 
 def _default_worker_id(worker_index: int | None) -> str:

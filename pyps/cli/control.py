@@ -19,10 +19,11 @@ from pyps.units import counted
 from pyps_client import Observer, credentials
 from pyps_client.credentials import Credentials
 from pyps_client.launch import parse_servers, warn_of_slips
+from pyps_client.places import address_of
 from pyps_client.transport.grpc import metadata_of, open_channel
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
-from pyps_wire.contract import CONTROL_PORT, PROTOCOL_VERSION
+from pyps_wire.contract import CONTROL_PORT, DATA_PORT, PROTOCOL_VERSION
 from pyps_wire.errors import (
     METADATA_KEY,
     NotAuthenticated,
@@ -42,7 +43,10 @@ TIMEOUT_SECONDS = 10.0
 SAVE_TIMEOUT_SECONDS = 600.0
 
 # Either port of a server leads to the other, so that one list of servers does for every command.
-SERVERS_HELP = "Addresses of all servers, in order, separated by commas: of each its data or its control port."
+SERVERS_HELP = (
+    "Addresses of all servers, in order, separated by commas: of each its data or its control port. Or file:PATH with an "
+    "address a line, or dns:COUNT@NAME:PORT for so many behind one name."
+)
 _TOKEN_HELP = "File with a token of the servers for"
 
 # The option of commands that talk to control ports, and of those that talk to data ports.
@@ -134,20 +138,25 @@ class Control:
 
 
 def control_addresses(servers: str) -> tuple[str, ...]:
-    """The addresses in a comma list, the control port where none is named; exits when one is malformed."""
+    """The servers' addresses, the control port where none is named; exits where they cannot be told."""
     try:
-        return parse_servers(servers, port=CONTROL_PORT)
+        return found(servers, port=CONTROL_PORT)
     except PypsError as error:
         fail(str(error), status=2)
 
 
+def found(servers: str, *, port: int = DATA_PORT) -> tuple[str, ...]:
+    """The servers' addresses at this moment, however they are named; `port` where none is."""
+    return tuple(address_of(place, port=port) for place in parse_servers(servers, port=port))
+
+
 def data_addresses(servers: str, token: str) -> tuple[str, ...]:
     """The data addresses of servers, whichever port of each was named."""
-    found = []
-    for address in parse_servers(servers):
+    addresses = []
+    for address in found(servers):
         with Control(address, token=token) as control:
-            found.append(control.data_address())
-    return parse_servers(found)
+            addresses.append(control.data_address())
+    return parse_servers(addresses)
 
 
 def read_token(path: Path | None) -> str:
@@ -333,7 +342,7 @@ def health(
     timeout_seconds: Annotated[float, typer.Option(help="How long each may take to answer.", min=0.1)] = 5.0,
 ) -> None:
     """Ask servers for their health; exit with 0 when all of them serve. Needs no token."""
-    answers = {address: ask(address, timeout_seconds=timeout_seconds) for address in parse_servers(servers)}
+    answers = {address: ask(address, timeout_seconds=timeout_seconds) for address in found(servers)}
     for address, answer in answers.items():
         typer.echo(f"{address} {answer}")
     raise typer.Exit(0 if all(answer == "SERVING" for answer in answers.values()) else 1)

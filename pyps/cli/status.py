@@ -74,9 +74,10 @@ def status(
     Exits with 1 when a server does not answer; the others are shown all the same.
     """
     token = read_token(token_file)
-    addresses = control_addresses(servers)
     try:
         while True:
+            # Anew each time: they may have moved.
+            addresses = control_addresses(servers)
             answers: list[Answer] = []
             errors: dict[str, str] = {}
             for address in addresses:

@@ -24,7 +24,7 @@ CLIENT_FLOORS = (
     *(
         tuple(f"pyps_client.{module}" for module in floor.split())
         for floor in (
-            "log version fork vectors retry credentials",
+            "log version fork vectors retry credentials places",
             "transport launch",
             "leave replica.group run_state departures",
             "push pull join lease",

@@ -11,10 +11,16 @@ from typing import TypeVar
 from pyps_client import fork
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.places import address_of
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
 from pyps_client.transport import LINKS_LOST_MAX, Channel, Lane, Link, Told
 from pyps_client.transport.threads import Threads
-from pyps_wire.errors import BadRequest, NotInitialized, PypsError, RunFinished, UnknownWorker
+from pyps_client.version import SOFTWARE
+from pyps_wire.common_pb2 import ROLE_OBSERVER, RUN_STATE_DRAINING
+from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.errors import BadRequest, NotInitialized, PypsError, RunFinished, ServerUnavailable, UnknownWorker
+from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 from pyps_wire.partition import Partition
 
 T = TypeVar("T")
@@ -26,6 +32,9 @@ Rejoin = Callable[["Connection", Channel, float], object]
 # what came through before the deadline counts, and the next call goes on from there.
 CALL_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 1_000_000
+
+# How long a server may take to say which of those behind one name it is.
+FIND_SECONDS = 5.0
 
 # How long an interrupted caller waits for a server to be done with its memory.
 SETTLE_SECONDS = 3.0
@@ -39,8 +48,8 @@ class Connection:
     def __init__(self, index: int, *, launch: Launch, outage: Outage | None = None) -> None:
         """`outage`: what is told of all of the caller's servers together."""
         self.index = index
-        self.address = launch.servers[index]
-        self.name = f"server {index} ({self.address})"
+        self.place = self.address = launch.servers[index]
+        self.name = f"server {index} ({self.place})"
         self.told = Told(self.name)
         # The server's epoch, as last heard.
         self.epoch = 0
@@ -68,9 +77,13 @@ class Connection:
     def channel(self) -> Channel:
         """The channel in use, made on first use. Raises ForkedClient in a forked child.
 
-        BadRequest for files of no use at first, later LinkLost: they may be renewed at this moment.
+        BadRequest for files of no use at first, later LinkLost: they may be renewed at this moment. LinkLost, too,
+        while the server cannot be found: each channel looks it up anew.
         """
         self._guard.check()
+        if self._channel is None and not self._closed:
+            # Apart from the lock: it may take a call.
+            self._find()
         with self._lock:
             if self._closed:
                 raise RunFinished("The client was closed: make a new one to go on.")
@@ -86,6 +99,30 @@ class Connection:
                 self._channel.lane = self._lost_lane
                 self._channel.was_heard = self._was_heard
             return self._channel
+
+    def _find(self) -> None:
+        try:
+            address = address_of(self.place, index_at=self._index_at)
+        except (BadRequest, ServerUnavailable) as error:
+            raise LinkLost(str(error)) from None
+        if self._transport and address != self.address:
+            logger.info("%s is at %s now", self.name, address)
+        self.address = address
+
+    def _index_at(self, address: str) -> int | None:
+        """What the server at an address says of its own place in the run, None where it has none yet."""
+        launch = self._launch
+        channel = launch.way.channel(address, launch.credentials, use_proxy=launch.use_proxy)
+        request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=SOFTWARE, role=ROLE_OBSERVER)
+        try:
+            reply = channel.call("Hello", request, HelloReply, timeout_seconds=FIND_SECONDS)
+        except LinkLost as lost:
+            raise ServerUnavailable(str(lost)) from None
+        finally:
+            channel.close()
+        if reply.state == RUN_STATE_DRAINING:
+            raise ServerUnavailable("the server is shutting down")
+        return reply.server_index if reply.num_servers else None
 
     def renew(self, failed: Channel | None) -> bool:
         """Drops a channel that failed; False where there is none, or another thread already did."""

@@ -113,7 +113,7 @@ class Coordination:
         for server in range(self._link.num_servers):
             try:
                 # Either port of a server leads to the other.
-                with Control(self._link.launch.servers[server], token=self._link.launch.token) as control:
+                with Control(self._link.address(server), token=self._link.launch.token) as control:
                     request = pb.SaveCheckpointRequest()
                     control.call("SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
             except PypsError as error:

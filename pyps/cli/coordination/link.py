@@ -136,6 +136,10 @@ class Link:
         """A server for people: "server 1 (127.0.0.1:7620)"."""
         return self._servers.connections[server].name
 
+    def address(self, server: int) -> str:
+        """Where a server was found last."""
+        return self._servers.connections[server].address
+
     def ask_all(
         self,
         method: str,
@@ -202,7 +206,7 @@ class Link:
         while True:
             try:
                 # Made anew for each try: a server that comes back may have another control port.
-                with Control(self.launch.servers[0], token=self.launch.token) as control:
+                with Control(self._servers.connections[0].address, token=self.launch.token) as control:
                     reply = control.call(method, request)
             except (ServerUnavailable, WaitTimedOut) as error:
                 wait = wait or policy.begin(self.name(0), stop=self._closing)

@@ -1,0 +1,121 @@
+"""The places of servers, by which they are found anew after they moved: addresses, lines of a file, a DNS name of all.
+
+A place is a line of text: "host:7610", which gRPC looks up by itself; "file:/path#1", the second line of a file; or
+"dns:2@name:7610#1", the second of two servers, all of whose addresses the name stands for.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from pyps_wire.contract import DATA_PORT
+from pyps_wire.errors import BadRequest, ServerUnavailable
+
+FILE, NAME = "file:", "dns:"
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
+_NAME = re.compile(r"dns:(?P<count>[1-9][0-9]{0,3})@(?P<address>[^#@]+)")
+_OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]+)")
+
+
+def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
+    """The places of all servers that one text names, in their order. Raises BadRequest for what names none."""
+    if servers.startswith(FILE):
+        if _OF_SEVERAL.fullmatch(servers):
+            return [servers]
+        return [f"{servers}#{index}" for index in range(len(_read(servers, port)))]
+    if servers.startswith(NAME):
+        if _OF_SEVERAL.fullmatch(servers):
+            return [servers]
+        match = _NAME.fullmatch(servers)
+        if match is None:
+            raise BadRequest(
+                f"{servers!r} does not say which servers: expected dns:COUNT@name:port, such as dns:2@pyps:{DATA_PORT} "
+                "for two servers, whose addresses are all that the name stands for."
+            )
+        place = f"{NAME}{match['count']}@{parse_address(match['address'], port)}"
+        return [f"{place}#{index}" for index in range(int(match["count"]))]
+    return [parse_address(servers, port)]
+
+
+def address_of(
+    place: str, *, port: int = DATA_PORT, index_at: Callable[[str], int | None] = lambda address: None
+) -> str:
+    """Where the server of a place is at this moment, as host:port.
+
+    `index_at` asks a server at an address for its own index in the run: None while it has none. Raises BadRequest or
+    ServerUnavailable where that cannot be told now.
+    """
+    match = _OF_SEVERAL.fullmatch(place)
+    if match is None:
+        return place
+    of_all, index = match["all"], int(match["index"])
+    if of_all.startswith(NAME):
+        return _by_name(of_all, index, index_at)
+    addresses = _read(of_all, port)
+    if index >= len(addresses):
+        raise ServerUnavailable(f"{of_all.removeprefix(FILE)} has no address in line {index + 1} any more")
+    return addresses[index]
+
+
+def parse_address(address: str, default_port: int) -> str:
+    """The address as host:port. Raises BadRequest for what is none."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise BadRequest(
+            f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
+        )
+    port = int(match["port"] or default_port)
+    if not 1 <= port <= 65535:
+        raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
+    return f"{match['host']}:{port}"
+
+
+def _read(file: str, port: int) -> list[str]:
+    """The addresses in a file, one a line; empty lines and what follows a # count for nothing."""
+    path = Path(file.removeprefix(FILE))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise BadRequest(f"{path}, which is to name the servers, cannot be read: {reason}.") from None
+    addresses = [address for line in lines if (address := line.partition("#")[0].strip())]
+    if not addresses:
+        raise BadRequest(f"{path} names no server: expected an address a line, as host:{DATA_PORT}.")
+    return [parse_address(address, port) for address in addresses]
+
+
+def _by_name(place: str, index: int, index_at: Callable[[str], int | None]) -> str:
+    """The address of one of a name's servers: the one that says so itself, else its turn among those that cannot say.
+
+    Servers learn their index with the run's first parameters, and keep it in checkpoints. Until then all callers count
+    them alike, by their addresses; so all of them have to be there.
+    """
+    count_text, _, address = place.removeprefix(NAME).partition("@")
+    host, _, port = address.rpartition(":")
+    count = int(count_text)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ServerUnavailable(f"{host} cannot be looked up: {error.strerror or error}") from None
+    # Of a host that has addresses of both kinds one is enough.
+    family = min(each[0] for each in found)
+    hosts = sorted({str(each[4][0]) for each in found if each[0] == family})
+    told = {f"[{one}]:{port}" if ":" in one else f"{one}:{port}": -1 for one in hosts}
+    for each in list(told):
+        try:
+            own = index_at(each)
+        except ServerUnavailable:
+            # One that ends, or is about to begin.
+            del told[each]
+            continue
+        if own == index:
+            return each
+        told[each] = -1 if own is None else own
+    unnumbered = [each for each, own in told.items() if own < 0]
+    missing = sorted(set(range(count)) - set(told.values()))
+    if len(unnumbered) != len(missing):
+        raise ServerUnavailable(f"{host} stands for {len(told)} of {count} servers that answer")
+    return unnumbered[missing.index(index)]

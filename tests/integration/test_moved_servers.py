@@ -1,0 +1,90 @@
+"""Servers that come back at another address, with their checkpoint: workers and commands find them there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from client_support import gradients_like, make_client, small_model
+from support import ServerThread, replace_file, server_port, shell, wait_until
+
+Start = Callable[..., ServerThread]
+
+
+def pushed(client: object, seed: int) -> set[int]:
+    """The versions of all shards after one more push."""
+    receipts = client.push(gradients_like(small_model(), seed))  # type: ignore[attr-defined]
+    return {receipt.version_after for receipt in receipts}
+
+
+def test_a_worker_finds_a_server_that_moved_in_the_file_that_was_rewritten(
+    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "servers"
+    kept = ("--checkpoint-dir", str(tmp_path / "kept"))
+    first, second = start_server("--host", "127.0.0.2", *kept), start_server("--host", "127.0.0.3")
+    replace_file(file, f"{first.data}\n{second.data}\n")
+    client = make_client(f"file:{file}", loss_wait_seconds=60)
+    client.pull()
+    assert pushed(client, 0) == {1}
+
+    first.stop()
+    moved = start_server("--host", "127.0.0.4", *kept, "--resume")
+    replace_file(file, f"{moved.data}\n{second.data}\n")
+
+    # The one that came back refuses what was computed before; it lost nothing.
+    assert pushed(client, 1) == {1, 2}
+    assert pushed(client, 2) == {2, 3}
+    assert f"(file:{file}#0) is at {moved.data} now" in caplog.text
+    # Heartbeats have found it too.
+    wait_until(lambda: " alive " in shell("status", "--servers", f"file:{file}"), what="a worker that is alive")
+    assert moved.data in shell("health", "--servers", f"file:{file}")
+    client.close()
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The addresses that the name pyps-servers stands for."""
+    addresses: set[str] = set()
+    lookup = socket.getaddrinfo
+
+    def patched(host: str, port: int, *arguments: int, **options: int) -> list[tuple[object, ...]]:
+        names = addresses if host == "pyps-servers" else [host]
+        return [found for name in names for found in lookup(name, port, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", patched)
+    return addresses
+
+
+def test_servers_behind_one_name_keep_their_places_where_they_move(
+    start_server: Start, tmp_path: Path, hosts: set[str]
+) -> None:
+    port = server_port()
+
+    def start(host: str, name: str, *flags: str) -> ServerThread:
+        hosts.add(host)
+        kept = ("--checkpoint-dir", str(tmp_path / name))
+        return start_server("--host", host, "--port", str(port), *kept, *flags)
+
+    first, _ = start("127.0.0.2", "first"), start("127.0.0.3", "second")
+    named = f"dns:2@pyps-servers:{port}"
+    client = make_client(named, loss_wait_seconds=60)
+    client.pull()
+    assert pushed(client, 0) == {1}
+
+    first.stop()
+    hosts.discard("127.0.0.2")
+    # After the other by its address; by its checkpoint it is the first.
+    start("127.0.0.9", "first", "--resume")
+
+    # The one that came back refuses what was computed before; it lost nothing.
+    assert pushed(client, 1) == {1, 2}
+    assert pushed(client, 2) == {2, 3}
+    make_client(named, worker_id="later", run_id=client.session.run_id).close()
+    status = shell("status", "--servers", named)
+    assert "0 of 2" in status
+    assert "1 of 2" in status
+    client.close()

@@ -1,0 +1,95 @@
+"""Where servers are found: in lists, in files, behind a name that stands for all of them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pyps_client.launch import Launch, parse_servers
+from pyps_client.places import address_of, places_of
+from pyps_wire.errors import BadRequest, ServerUnavailable
+
+
+def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("# both of them\n a:1 \n\nb  # at the usual port\n", encoding="utf-8")
+
+    launch = Launch(servers=f"file:{file}")  # type: ignore[arg-type]
+
+    assert launch.servers == (f"file:{file}#0", f"file:{file}#1")
+    # What was taken apart stays as it is.
+    assert parse_servers(launch.servers) == launch.servers
+    assert [address_of(place) for place in launch.servers] == ["a:1", "b:7610"]
+    assert [address_of(place, port=7611) for place in launch.servers] == ["a:1", "b:7611"]
+    file.write_text("c:3", encoding="utf-8")
+    assert address_of(launch.servers[0]) == "c:3"
+    with pytest.raises(ServerUnavailable, match="no address in line 2"):
+        address_of(launch.servers[1])
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (None, "/servers, which is to name the servers, cannot be read: No such file or directory"),
+        (b"\xff", "cannot be read: it is no text"),
+        (b"# none yet\n", "names no server: expected an address a line"),
+        (b"a:1\nb:port\n", "'b:port' is malformed: expected host:port"),
+    ],
+)
+def test_a_file_of_no_use_is_refused(tmp_path: Path, written: bytes | None, message: str) -> None:
+    file = tmp_path / "servers"
+    if written is not None:
+        file.write_bytes(written)
+    with pytest.raises(BadRequest, match=message):
+        parse_servers(f"file:{file}")
+
+
+@pytest.mark.parametrize("given", ["dns:pyps:7610", "dns:0@pyps", "dns:two@pyps", "dns:2@", "dns:"])
+def test_a_name_has_to_say_how_many_servers_it_stands_for(given: str) -> None:
+    with pytest.raises(BadRequest, match="expected dns:COUNT@name:port, such as dns:2@pyps:7610"):
+        parse_servers(given)
+
+
+def test_servers_behind_a_name_say_their_place_or_are_counted_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"10.0.0.3", "10.0.0.2"}
+    own: dict[str, int | None] = {}
+
+    def lookup(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if not hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        # In any order, of both kinds, and each host twice.
+        ends = [(socket.AF_INET6, 0, 0, "", ("fd00::2", port, 0, 0))]
+        return [*ends, *((socket.AF_INET, 0, 0, "", (each, port)) for each in (*hosts, *hosts))]
+
+    def index_at(address: str) -> int | None:
+        host = address.rpartition(":")[0]
+        if host in own and own[host] == -1:
+            raise ServerUnavailable("connection refused")
+        return own.get(host)
+
+    def found() -> list[str]:
+        return [address_of(place, index_at=index_at) for place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    places = places_of("dns:2@pyps")
+    assert places == ["dns:2@pyps:7610#0", "dns:2@pyps:7610#1"]
+    assert found() == ["10.0.0.2:7610", "10.0.0.3:7610"]
+    # The first has moved, and knows from its checkpoint that it is the first.
+    hosts -= {"10.0.0.2"}
+    hosts |= {"10.0.0.9"}
+    own |= {"10.0.0.3": 1, "10.0.0.9": 0}
+    assert found() == ["10.0.0.9:7610", "10.0.0.3:7610"]
+    # What is left is the place of one that knows none; one that ended, and is still looked up, is none.
+    own["10.0.0.9"] = None
+    hosts |= {"10.0.0.5"}
+    own["10.0.0.5"] = -1
+    assert found() == ["10.0.0.9:7610", "10.0.0.3:7610"]
+    own["10.0.0.9"] = -1
+    assert address_of(places[1], index_at=index_at) == "10.0.0.3:7610"
+    with pytest.raises(ServerUnavailable, match="pyps stands for 1 of 2 servers that answer"):
+        found()
+    hosts.clear()
+    with pytest.raises(ServerUnavailable, match="pyps cannot be looked up: Name or service not known"):
+        found()
