@@ -154,6 +154,9 @@ class ServerConfig:
     exit_when_finished: bool = setting(
         False, "Exit when all workers that joined have finished, not when one failed; a signal before is no success."
     )
+    exit_idle_seconds: float = setting(
+        0.0, "Exit when no worker has been there for so long, whether or not any joined; 0: never.", minimum=0.0
+    )
     checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
     checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
     checkpoint_keep: int = setting(3, "Checkpoints to keep.", minimum=1)

@@ -44,8 +44,8 @@ SAVE_TIMEOUT_SECONDS = 600.0
 
 # Either port of a server leads to the other, so that one list of servers does for every command.
 SERVERS_HELP = (
-    "Addresses of all servers, in order, separated by commas: of each its data or its control port. Or file:PATH with an "
-    "address a line, or dns:COUNT@NAME:PORT for so many behind one name."
+    "Addresses of all servers, in order, separated by commas: of each its data or its control port. Or file:PATH with "
+    "an address a line, or dns:COUNT@NAME:PORT for so many behind one name."
 )
 _TOKEN_HELP = "File with a token of the servers for"
 

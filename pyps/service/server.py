@@ -282,6 +282,7 @@ class Server:
             task.cancel()
 
     async def _keep_time(self) -> None:
+        seen_at = self._clock()
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
@@ -295,6 +296,11 @@ class Server:
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
                 # The end saves too.
                 self.stop("all workers are done")
+                return
+            if self._run.membership.num_alive:
+                seen_at = self._clock()
+            elif 0 < self._config.exit_idle_seconds <= self._clock() - seen_at:
+                self.stop(f"no worker was there for {self._config.exit_idle_seconds:g} s")
                 return
 
     async def _keep_checkpoints(self) -> None:

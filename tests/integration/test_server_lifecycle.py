@@ -9,6 +9,7 @@ import socket
 import threading
 import urllib.request
 
+from client_support import Clock, make_client
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
@@ -162,6 +163,19 @@ def test_exit_when_done_waits_for_all_expected_workers(start_server):
         second.leave(wire.LeaveRequest.CAUSE_FAILED)
         assert server.wait(60) == 0
     assert "all workers are done" in server.output()
+
+
+def test_a_server_without_workers_ends_after_the_time_that_it_was_told_whether_any_came(start_server):
+    clock = Clock()
+    flags = ("--exit-idle-seconds", "2", "--heartbeat-seconds", "0.1")
+    servers = [start_server(*flags, clock=clock) for _ in range(2)]
+    with make_client(servers[0].data):
+        began = clock()
+        clock.pass_until(lambda: clock() > began + 4, servers[0], living=["worker"])
+        assert servers[0].running
+    for server in servers:
+        assert server.wait(60) == 0
+        assert "no worker was there for 2 s" in server.output()
 
 
 def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
