@@ -20,7 +20,7 @@ def test_a_coordinators_bytes_do_not_depend_on_the_number_of_parameters() -> Non
 
 def test_workers_with_a_fair_share_of_a_pass_exchange_a_tenth_of_downpours_bytes_at_most_if_they_sum_portions() -> None:
     assert traffic.worker_traffic(4).share <= 0.1
-    # The default, `--fold portion`, pays for the same bits with any number of workers; docs/sandblaster.md says how much.
+    # The default, `--fold portion`, pays for the same bits with any number of workers: docs/sandblaster.md.
     assert CoordinationSettings().fold.portions_per_stage == 1
     assert round(100 * traffic.worker_traffic(4, portions_per_stage=1).share) == 12
 

@@ -54,9 +54,7 @@ class OnlyTcp(Tcp):
         return "" if reply.HasField("lane") else NO_LANE
 
     def refusal(self, server: str, reason: str) -> ServerUnavailable:
-        return ServerUnavailable(
-            f"transport is 'tcp', but there is no lane to {server}: {reason}. {ADVICE}."
-        )
+        return ServerUnavailable(f"transport is 'tcp', but there is no lane to {server}: {reason}. {ADVICE}.")
 
 
 class LaneChannel(GrpcChannel):
