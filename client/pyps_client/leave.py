@@ -98,6 +98,13 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {error}"[:1000]
 
 
+def leave_all(error: BaseException | None = None) -> None:
+    """Has all leave now, as at the end of a program, by this error if there was one: the process goes on."""
+    if error is not None:
+        _remember(error)
+    _close_all()
+
+
 def check_cause(cause: str) -> None:
     """Refuses another cause than a worker may tell."""
     if cause not in ("finished", "failed"):

@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": ("Run a server, which holds parameters and applies gradients.", "serve:serve"),
     "run": ("Start servers and workers on this machine, and end with them.", "run:run"),
     "slurm": ("Submit a job of servers and workers to Slurm.", "slurm:slurm"),
+    "ray": ("Start servers and workers on a Ray cluster, and end with them.", "ray:ray"),
     "sandblaster": ("Train by Sandblaster L-BFGS on this machine.", "sandblaster:sandblaster"),
     "coordinate": ("Coordinate Sandblaster L-BFGS over running servers.", "coordinate:coordinate"),
     "demo": ("Watch workers train a small network on real images.", "demonstration:demo"),

@@ -149,8 +149,8 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "nothing of the client's distribution imports the server's": lambda i: (
         i.is_by("pyps_wire", "pyps_client") and i.is_of("pyps")
     ),
-    "the server's distribution imports the client in cli and launcher only": lambda i: (
-        i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher")
+    "the server's distribution imports the client in cli, launcher and ray only": lambda i: (
+        i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher", "pyps.ray")
     ),
     "no module of the client imports from a floor above its own": lambda i: (
         i.is_by("pyps_client") and _floor(i.name) > _floor(i.importer)

@@ -1,0 +1,84 @@
+"""`pyps ray`: servers, and workers that run a script, on a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pyps.cli.control import fail
+from pyps.cli.serve import with_settings
+from pyps.config import ConfigError
+from pyps_wire.errors import PypsError
+
+# What follows the worker's program is the worker's, --flags too.
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+_BUNDLE = "What Ray keeps for each {}, as CPU=4,GPU=1."
+
+
+@with_settings(
+    *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
+    *("bounds", "stall_seconds", "start_together", "stop_after", "checkpoint_seconds", "insecure"),
+)
+def ray(
+    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
+    servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
+    workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 1,
+    resources: Annotated[str, typer.Option(help=_BUNDLE.format("worker"))] = "CPU=1",
+    server_resources: Annotated[str, typer.Option(help=_BUNDLE.format("server"))] = "CPU=1",
+    max_restarts: Annotated[int, typer.Option(help="How often Ray starts a failed worker again.", min=-1)] = 3,
+    run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints that all nodes see.", envvar="PYPS_CHECKPOINT_DIR")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")] = False,
+    **settings: Any,
+) -> None:
+    """Start servers and workers on a Ray cluster and end with them.
+
+    Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by default. Every
+    other setting of `pyps serve` goes through its PYPS_ variable, which `pyps serve --help` names. Ray starts again
+    what died: workers as often as --max-restarts says, servers from their checkpoints. The exit status is 0 only if
+    every worker finished with 0.
+    """
+    try:
+        import pyps.ray as launcher
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    logging.basicConfig(format="pyps: %(message)s")
+    launcher.logger.setLevel(logging.INFO)
+    try:
+        results = launcher.run(
+            launcher.Command(tuple(command), str(Path.cwd())),
+            servers=servers,
+            workers=workers,
+            resources=_bundle("--resources", resources),
+            server_resources=_bundle("--server-resources", server_resources),
+            max_restarts=max_restarts,
+            run_id=run_id,
+            checkpoint_dir=checkpoint_dir,
+            resume=resume,
+            **settings,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except Exception as error:
+        if isinstance(error, PypsError):
+            raise
+        # What a worker raised comes with its trace; the last line says it.
+        fail(str(error).strip().rpartition("\n")[2])
+    raise typer.Exit(0 if None not in results else 1)
+
+
+def _bundle(flag: str, text: str) -> dict[str, float]:
+    bundle = {}
+    for part in text.split(","):
+        resource, _, amount = part.partition("=")
+        try:
+            bundle[resource.strip()] = float(amount)
+        except ValueError:
+            raise ConfigError(f"{flag} is {text!r}; expected names and numbers, as CPU=4,GPU=1") from None
+    return bundle

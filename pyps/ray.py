@@ -1,0 +1,492 @@
+"""`pyps.ray.run`: a job on a Ray cluster, servers and workers as actors that Ray places and starts again."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyps.certificates import Authority
+from pyps.config import ConfigError, ServerConfig, resolve, variable_name
+from pyps.launcher.environment import check_worker_variables, worker_environment, worker_name
+from pyps.launcher.job import JobError
+from pyps.launcher.ports import free_port
+from pyps.launcher.process import ChildProcess
+from pyps.storage.folder import newest
+from pyps_client import leave
+
+try:
+    import ray
+    from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ImportError(f"pyps.ray needs Ray ({error}): pip install 'pyps[ray]'") from error
+
+T = TypeVar("T")
+logger = logging.getLogger("pyps.ray")
+
+# How long Ray may look for room, how often that is told, and how long a server may take to serve.
+PLACE_SECONDS, TELL_SECONDS, START_SECONDS = 1800.0, 10.0, 60.0
+# How long workers whose nodes are gone are waited for once all others have finished.
+LOST_SECONDS = 60.0
+# What servers get beyond the time that they take for themselves.
+STOP_SPARE_SECONDS = 10.0
+# A job's certificates go with it.
+CERTIFICATE_DAYS = 365
+# What the job decides by itself, or has an argument for.
+_NO_SETTINGS = {
+    *("host", "port", "control_port", "metrics_port", "ready_file"),
+    *("expected_workers", "run_id", "checkpoint_dir", "resume"),
+}
+# The file in the folder of checkpoints with an address a line.
+SERVERS = "servers"
+_GUARDS = {"token_file", "tls_cert", "insecure"}
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run, checked as far as can be before anything is started."""
+
+    num_workers: int
+    # What Ray keeps for each actor, the servers first.
+    bundles: list[dict[str, float]]
+    max_restarts: int
+    run_id: str
+    # Of checkpoints, as every node is to see it.
+    folder: Path | None
+    resume: bool
+    # The caller's PYPS_ variables, and those of settings that were given; and what servers make of both.
+    environment: dict[str, str]
+    settings: dict[str, str]
+    config: ServerConfig
+
+
+def run(
+    train_fn: Callable[[], T],
+    *,
+    servers: int = 1,
+    workers: int = 1,
+    resources: Mapping[str, float] | None = None,
+    server_resources: Mapping[str, float] | None = None,
+    max_restarts: int = 3,
+    run_id: str = "",
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    **settings: object,
+) -> list[T | None]:
+    """Trains on a Ray cluster, and returns what `train_fn` returned in each worker, by the workers' numbers.
+
+    `train_fn` is called without arguments in each worker's process, where `RemoteOptimizer` finds its servers by
+    itself. What it raises ends the job, and is raised here.
+    `resources`, `server_resources`: what Ray keeps for each worker and each server, {"CPU": 1} unless told otherwise.
+    `max_restarts`: how often Ray starts a worker again whose process or node died, -1 for without end. One that died
+    more often, or for which Ray has no room once all others have finished, leaves None in its place.
+    `checkpoint_dir`: a folder that all nodes see, for checkpoints, one inside it per server. Ray starts a server that
+    died again, from its newest checkpoint; without a folder a server's death ends the job.
+    `resume`: continue the newest checkpoints.
+    Every other setting is one of `pyps serve`, by its name: protocol="softsync:n=4".
+    Raises ConfigError for what cannot be, before anything is started, and JobError where the job cannot go on.
+    """
+    for name, number, least in (("servers", servers, 1), ("workers", workers, 1), ("max_restarts", max_restarts, -1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ConfigError(f"{name} is {number!r}; expected a whole number, {least} or more")
+    if resume and checkpoint_dir is None:
+        raise ConfigError("resume needs a folder to resume from: give checkpoint_dir too")
+    known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
+    if unknown := settings.keys() - known:
+        raise ConfigError(
+            f"there is no setting {min(unknown)!r} for servers on Ray; there are {', '.join(sorted(known))}"
+        )
+    given = {name: str(value) for name, value in settings.items() if value not in (None, "")}
+    given["expected_workers"] = str(workers)
+    config = resolve(given, os.environ, warn=lambda line: None)
+    config.behaviour.aggregation.check_servers(servers)
+    check_worker_variables(os.environ, count=workers)
+    ours = {name for name in os.environ if name.startswith("PYPS_")} - {*map(variable_name, _NO_SETTINGS)}
+    plan = Plan(
+        num_workers=workers,
+        bundles=[_bundle("server_resources", server_resources)] * servers + [_bundle("resources", resources)] * workers,
+        max_restarts=max_restarts,
+        run_id=run_id or f"run-{secrets.token_hex(4)}",
+        folder=None if checkpoint_dir is None else Path(checkpoint_dir).absolute(),
+        resume=resume,
+        environment={name: os.environ[name] for name in ours},
+        settings={variable_name(name): value for name, value in given.items()},
+        config=config,
+    )
+    if not ray.is_initialized():
+        ray.init()
+    job = Job(plan)
+    try:
+        results = job.results(train_fn)
+    finally:
+        problems = job.end()
+    if plan.folder is not None:
+        if problems:
+            raise JobError(f"what was last in the model may not be kept: {'; '.join(problems)}")
+        logger.info("the model was kept: pyps export model.safetensors --checkpoint %s", plan.folder)
+    return results
+
+
+def _bundle(name: str, resources: Mapping[str, float] | None) -> dict[str, float]:
+    bundle = dict(resources or {"CPU": 1})
+    for resource, amount in bundle.items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < float("inf"):
+            raise ConfigError(f"{name} has {amount!r} of {resource!r}; expected a number above 0, as in {{'GPU': 1}}")
+    return bundle
+
+
+class Job:
+    """A job's actors, which are there until `end`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._first = plan, len(plan.bundles) - plan.num_workers
+        self._group: Any = None
+        self._servers: list[Any] = []
+        self._workers: list[Any] = []
+        # What each server wrote into its ready file.
+        self._served: list[dict[str, Any]] = []
+        # What is waited for: calls of actors, and what to do with each that came back.
+        self._pending: dict[Any, Callable[[Any], None]] = {}
+        self._training: set[int] = set()
+        self._results: dict[int, Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="pyps-ray-")
+
+    def results(self, train_fn: Callable[[], T]) -> list[T | None]:
+        """Starts all, waits for the workers, and returns what they returned."""
+        plan = self._plan
+        self._place()
+        guard = self._guard()
+        for index in range(self._first):
+            bounds = {"max_restarts": -1 if plan.folder else 0, "max_task_retries": -1, "max_concurrency": 3}
+            self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard, free_port()))
+        for index, server in enumerate(self._servers):
+            self._served.append(_get(server.address.remote()))
+            self._watch(index)
+        self._note()
+        self._tell()
+        for index in range(plan.num_workers):
+            # Ray counts each try to reach a worker that is being started again as one: only restarts are bounded.
+            bounds = {"max_restarts": plan.max_restarts, "max_task_retries": -1}
+            worker = self._actor(Worker, self._first + index, **bounds).remote(index, plan, guard)
+            self._workers.append(worker)
+            self._training.add(index)
+            result = worker.train.remote(train_fn, self._servers, secrets.token_hex(16))
+            self._pending[result] = partial(self._trained, index)
+        self._wait()
+        return [self._results.get(index) for index in range(plan.num_workers)]
+
+    def _actor(self, kind: Any, bundle: int, **options: Any) -> Any:
+        kept = self._plan.bundles[bundle]
+        options |= {"num_cpus": 0} | {option: kept[name] for name, option in _OPTIONS.items() if name in kept}
+        options["resources"] = {name: amount for name, amount in kept.items() if name not in _OPTIONS}
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return ray.remote(kind).options(scheduling_strategy=place, **options)
+
+    def _place(self) -> None:
+        # Servers on one node would share what it can send.
+        self._group = placement_group(self._plan.bundles, strategy="SPREAD")
+        deadline = time.monotonic() + PLACE_SECONDS
+        while not self._group.wait(timeout_seconds=TELL_SECONDS):
+            wanted = f"{self._plan.bundles}; free are {ray.available_resources()}"
+            logger.warning("waiting for room for %s", wanted)
+            if time.monotonic() > deadline:
+                raise JobError(f"Ray found no room in {PLACE_SECONDS:g} s for {wanted}")
+
+    def _guard(self) -> dict[str, bytes]:
+        """Token and certificate of the job's own, as files by their names; none where they were given."""
+        here = ray.util.get_node_ip_address()
+        if self._plan.config.given & _GUARDS or ipaddress.ip_address(here).is_loopback:
+            return {}
+        folder = Path(self._folder.name)
+        # The authority's files are written with the first that it signs.
+        Authority(folder, create=True).make_server([here], days=CERTIFICATE_DAYS)
+        for name in ("token", "operator"):
+            (folder / name).write_text(f"{secrets.token_hex(16)}\n", encoding="utf-8")
+        return {name: (folder / name).read_bytes() for name in ("ca.crt", "ca.key", "token", "operator")}
+
+    def _tell(self) -> None:
+        folder = Path(self._folder.name)
+        own = (folder / "token").exists()
+        shown = f"PYPS_TLS_CA={folder}/ca.crt PYPS_TOKEN_FILE={folder}/operator " if own else ""
+        scheme = "https" if own or self._plan.config.tls_cert else "http"
+        control = ",".join(server["control"] for server in self._served)
+        logger.info("Look inside: %spyps status --servers %s", shown, control)
+        logger.info("metrics: %s", " ".join(f"{scheme}://{server['metrics']}/metrics" for server in self._served))
+
+    def _note(self) -> None:
+        """Writes where servers are to where workers look for one that they lost."""
+        if self._plan.folder is not None:
+            self._plan.folder.mkdir(parents=True, exist_ok=True)
+            written = self._plan.folder / ".servers"
+            written.write_text(_lines(self._served), encoding="utf-8")
+            written.replace(self._plan.folder / SERVERS)
+
+    def _watch(self, index: int) -> None:
+        self._pending[self._servers[index].wait.options(max_task_retries=0).remote()] = partial(
+            self._server_ended, index
+        )
+
+    def _wait(self) -> None:
+        """Acts on what comes back until no worker is waited for."""
+        alone_since = None
+        while self._training:
+            ready, _ = ray.wait(list(self._pending), timeout=1.0)
+            for ref in ready:
+                self._pending.pop(ref)(ref)
+            if not self._results or not self._training <= self._homeless():
+                alone_since = None
+                continue
+            alone_since = alone_since or time.monotonic()
+            if time.monotonic() > alone_since + LOST_SECONDS:
+                names = ", ".join(worker_name(index, 1) for index in sorted(self._training))
+                logger.warning("the job ends without %s, whose nodes died: the others have finished", names)
+                self._training.clear()
+
+    def _homeless(self) -> set[int]:
+        """Workers whose nodes are gone, and for which Ray has found no others yet."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        places = placement_group_table(self._group)["bundles_to_node_id"]
+        return {index for index in range(self._plan.num_workers) if places.get(self._first + index) not in alive}
+
+    def _trained(self, index: int, ref: Any) -> None:
+        self._training.discard(index)
+        try:
+            self._results[index] = ray.get(ref)
+        except ActorDiedError as error:
+            logger.warning("%s is lost, %d go on: %s", worker_name(index, 1), len(self._training), _first_line(error))
+            if not self._training and not self._results:
+                raise JobError(f"no worker finished; their last lines say why ({_first_line(error)})") from None
+        else:
+            # Its process holds memory, of a GPU perhaps, that others may need.
+            ray.kill(self._workers[index])
+
+    def _server_ended(self, index: int, ref: Any) -> None:
+        try:
+            ray.get(ref)
+            logger.warning("server-%d has ended as it was told to", index)
+        except RayActorError as error:
+            if self._plan.folder is None:
+                raise JobError(
+                    f"server-{index} died, and the run cannot go on without its shards ({_first_line(error)}). The "
+                    "model was not kept: give checkpoint_dir, a folder that all nodes see."
+                ) from None
+            logger.warning("server-%d died: Ray starts it again, from its newest checkpoint", index)
+            self._pending[self._servers[index].address.remote()] = partial(self._came_back, index)
+
+    def _came_back(self, index: int, ref: Any) -> None:
+        self._served[index] = _get(ref)
+        self._note()
+        self._watch(index)
+        logger.warning("server-%d is back at %s", index, self._served[index]["data"])
+
+    def end(self) -> list[str]:
+        """Ends what still runs, servers by SIGTERM, at which they save; returns what went wrong with that."""
+        for worker in self._workers:
+            ray.kill(worker)
+        seconds, problems = self._plan.config.drain_seconds + STOP_SPARE_SECONDS, []
+        ends = [server.stop.options(max_task_retries=0).remote(seconds) for server in self._servers]
+        try:
+            for index, stopped in enumerate(ends):
+                try:
+                    if status := ray.get(stopped, timeout=seconds + STOP_SPARE_SECONDS):
+                        problems.append(f"server-{index} ended with status {status}")
+                except (RayActorError, GetTimeoutError) as error:
+                    problems.append(f"server-{index}: {_first_line(error)}")
+        finally:
+            if self._group is not None:
+                remove_placement_group(self._group)
+            self._folder.cleanup()
+        for problem in problems:
+            logger.warning("%s", problem)
+        return problems
+
+
+def _get(address: Any) -> dict[str, Any]:
+    try:
+        return dict(ray.get(address))
+    except RayTaskError as error:
+        # Without the trace of a refusal in words.
+        raise error.cause if isinstance(error.cause, JobError) else error from None
+
+
+def _lines(served: list[dict[str, Any]]) -> str:
+    return "".join(f"{server['data']}\n" for server in served)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+class Server:
+    """The actor of a server: the process of a `pyps serve`, whose end is the actor's."""
+
+    def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes], port: int) -> None:
+        self._name = f"server-{index}"
+        self._folder = tempfile.TemporaryDirectory(prefix=f"pyps-{self._name}-")
+        self._ready = Path(self._folder.name) / "ready"
+        self._ended = threading.Event()
+        self._stopping = False
+        self._child: ChildProcess | None = None
+        # Raised to whoever asks for the address: of an actor that never was Ray would say it by a trace.
+        self._failure = self._start(plan, guard, port)
+
+    # What stands before each of its lines in Ray's log.
+    def __repr__(self) -> str:
+        return self._name
+
+    def address(self) -> dict[str, Any]:
+        """What the server wrote into its ready file."""
+        if self._failure:
+            raise JobError(self._failure)
+        return dict(json.loads(self._ready.read_text(encoding="utf-8")))
+
+    def wait(self) -> None:
+        """Returns once the server has ended as it was told to."""
+        self._ended.wait()
+
+    def stop(self, seconds: float) -> int | None:
+        """Ends the server, and returns its status."""
+        self._stopping = True
+        if self._child is not None:
+            self._child.signal(signal.SIGTERM)
+            self._ended.wait(seconds)
+        self._folder.cleanup()
+        return self._child.returncode if self._child else 0
+
+    def _start(self, plan: Plan, guard: Mapping[str, bytes], port: int) -> str:
+        """Starts the server; returns why it does not serve, empty where it does."""
+        host, folder = ray.util.get_node_ip_address(), Path(self._folder.name)
+        # Ray's own property reads one that it deprecates.
+        with warnings.catch_warnings(action="ignore"):
+            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        flags = ["--host", host, "--port", str(_port(host, port)), "--control-port", "0", "--metrics-port", "0"]
+        flags += ["--lane-port", "off" if plan.config.lane_port == "off" else "0", "--ready-file", str(self._ready)]
+        if guard:
+            for name, content in guard.items():
+                (folder / name).write_bytes(content)
+            Authority(folder).make_server([host], days=CERTIFICATE_DAYS)
+            flags += ["--token-file", str(folder / "token"), "--operator-token-file", str(folder / "operator")]
+            flags += ["--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key")]
+        if plan.config.update_log is not None:
+            flags += ["--update-log", str(plan.config.update_log / self._name)]
+        if plan.folder is not None:
+            own = plan.folder / self._name
+            flags += ["--checkpoint-dir", str(own)]
+            if again and (not own.is_dir() or newest(own) is None):
+                return (
+                    f"{self._name} came back on {host}, where {own} holds no checkpoint: name a folder that all nodes "
+                    "see, or have the first checkpoint written sooner (checkpoint_seconds)"
+                )
+        flags += ["--resume"] if again or plan.resume else ["--run-id", plan.run_id]
+        self._child = ChildProcess(
+            self._name,
+            [sys.executable, "-m", "pyps", "serve", *flags],
+            environment={"PYTHONUNBUFFERED": "1", **os.environ, **plan.environment, **plan.settings},
+            on_line=_print,
+            on_end=self._end,
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._ready.exists():
+            if self._ended.wait(0.05) and again:
+                # The one before may still save, and hold the folder: Ray tries again.
+                time.sleep(1.0)
+                os._exit(1)
+            if self._ended.is_set() or time.monotonic() > deadline:
+                return f"{self._name} ended, or did not serve within {START_SECONDS:g} s; its last lines say why"
+        return ""
+
+    def _end(self, child: ChildProcess) -> None:
+        if child.returncode and self._ready.exists() and not self._stopping:
+            _print("", f"{self._name} {child.how_it_ended()}")
+            # Ray starts the actor again, and so the server.
+            os._exit(1)
+        self._ended.set()
+
+
+class Worker:
+    """The actor of a worker."""
+
+    def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes]) -> None:
+        self._index, self._plan, self._guard = index, plan, guard
+
+    def __repr__(self) -> str:
+        return worker_name(self._index, 1)
+
+    def train(self, train_fn: Callable[[], T], servers: list[Any], key: str) -> T:
+        served = ray.get([server.address.remote() for server in servers])
+        data, note = [server["data"] for server in served], (self._plan.folder or Path()) / SERVERS
+        if note.is_file() and note.read_text(encoding="utf-8") == _lines(served):
+            data = [f"file:{note}"]
+        environment = os.environ | self._plan.environment
+        with tempfile.TemporaryDirectory(prefix="pyps-worker-") as folder:
+            if self._guard:
+                authority = Path(folder) / "ca.crt"
+                authority.write_bytes(self._guard["ca.crt"])
+                environment |= {"PYPS_TLS_CA": str(authority), "PYPS_TOKEN": self._guard["token"].decode().strip()}
+            os.environ |= worker_environment(
+                environment,
+                index=self._index,
+                count=self._plan.num_workers,
+                data_addresses=data,
+                control_addresses=[server["control"] for server in served],
+                run_id=served[0]["run_id"] or self._plan.run_id,
+                key=key,
+            )
+            try:
+                result = train_fn()
+            except BaseException as error:
+                leave.leave_all(error)
+                raise
+            leave.leave_all()
+            return result
+
+
+@dataclass(frozen=True)
+class Command:
+    """A `train_fn` that runs a program, in that folder where the node has it; where it fails its actor dies."""
+
+    command: tuple[str, ...]
+    folder: str
+
+    def __call__(self) -> int:
+        ended = threading.Event()
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        child = ChildProcess(
+            self.command[0], self.command, environment=os.environ, on_line=_print, on_end=lambda child: ended.set()
+        )
+        ended.wait()
+        if child.returncode:
+            _print("", f"{self.command[0]} {child.how_it_ended()}")
+            os._exit(1)
+        return 0
+
+
+def _print(name: str, line: str) -> None:
+    print(line, flush=True)
+
+
+def _port(host: str, wanted: int) -> int:
+    """The wanted port, at which a server that came back is found by all, or another where that is taken."""
+    try:
+        socket.create_server((host, wanted)).close()
+    except OSError:
+        return free_port()
+    return wanted

@@ -1,0 +1,242 @@
+"""pyps.ray on a real Ray cluster of several nodes, in a network namespace; nodes, servers and workers are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pyps_wire.errors import PypsError
+from support import ROOT, PythonProcess, child_environment, shell, wait_until
+
+pytest.importorskip("ray", reason="Ray is not installed: make test-engines installs it")
+if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+    pytest.skip("network namespaces cannot be made here", allow_module_level=True)
+
+FOLDER = ROOT / "tests" / "engines"
+PAGE = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+[FUNCTION] = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+COMMANDS = re.findall(r"^pyps .*", "".join(PAGE.split("```")[1::2]), re.M)
+PLACES = ("--resources", "worker=1", "--server-resources", "server=1")
+
+
+class Cluster:
+    """Nodes of Ray, and programs that run beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._environment = {"RAY_TMPDIR": str(folder), "RAY_DEDUP_LOGS": "0", "PATH": path}
+        self._process = subprocess.Popen(
+            ["unshare", "-rn", sys.executable, str(FOLDER / "ray_cluster.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment({**self._environment, "RAY_USAGE_STATS_ENABLED": "0"}),
+        )
+        self._environment["RAY_ADDRESS"], self._pid = self._read().split()
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        print(command, file=self._process.stdin, flush=True)
+        while self._read() != command:
+            continue
+
+    def start(self, *command: str, cwd: Path = ROOT) -> PythonProcess:
+        """A program within the namespace."""
+        program = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+        enter = ("nsenter", "-t", self._pid, "-U", "-n", "--preserve-credentials")
+        return PythonProcess("-c", program, *enter, *command, env=self._environment, cwd=cwd, fresh=True)
+
+    def train(self, folder: Path, **options: object) -> PythonProcess:
+        return self.start("python", str(FOLDER / "ray_script.py"), str(folder), repr(options))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the cluster ended"
+        return line.strip()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Ray's sockets want a short path.
+    folder = Path(tempfile.mkdtemp(prefix="ray"))
+    cluster = Cluster(folder)
+    try:
+        cluster.tell("add servers-0 server")
+        cluster.tell("add workers-0 worker")
+        yield cluster
+    finally:
+        cluster.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def lives(folder: Path) -> set[int]:
+    """The processes that trained."""
+    return {int(path.name.removeprefix("life-")) for path in folder.glob("life-*")}
+
+
+def living(folder: Path) -> set[int]:
+    return {pid for pid in lives(folder) if psutil.pid_exists(pid)}
+
+
+def serving(word: str) -> list[psutil.Process]:
+    """The servers whose command holds this word."""
+    commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    return [one for one, words in commands.items() if "serve" in words and any(word in each for each in words)]
+
+
+def ended(job: PythonProcess, folder: Path) -> str:
+    """What a job printed that was told to end, and did."""
+    (folder / "end").touch()
+    assert job.wait() == 0, job.output()
+    assert "Traceback" not in job.output()
+    return job.output()
+
+
+def test_the_page_runs_as_it_stands(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "train.py").write_text(FUNCTION, encoding="utf-8")
+    [command] = COMMANDS
+    with cluster.start("python", "train.py", cwd=tmp_path) as function:
+        with cluster.start(*shlex.split(command), cwd=tmp_path) as script:
+            assert script.wait() == 0
+            assert re.search(r"worker-1 pid=.* epoch 19, update", script.output())
+        assert function.wait() == 0
+        assert re.search(r"^\[\S+, \S+\]$", function.output(), re.M)
+    assert list(tmp_path.glob("checkpoints/server-1/*/manifest.json"))
+
+
+def test_workers_of_a_dead_node_go_on_elsewhere_and_a_run_ends_without_those_that_find_no_room(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with cluster.train(tmp_path, servers=2, workers=2, resources={"alone": 3}) as job:
+        job.wait_for_output("waiting for room for [{'server': 1}, {'server': 1}, {'alone': 3}, {'alone': 3}]")
+        cluster.tell("add alone-0 alone")
+        cluster.tell("add alone-1 alone")
+        wait_until(lambda: len(lives(tmp_path)) == 2)
+        cluster.tell("kill alone-0")
+        cluster.tell("add alone-2 alone")
+        wait_until(lambda: len(lives(tmp_path)) == 3)
+        cluster.tell("kill alone-2")
+        wait_until(lambda: len(living(tmp_path)) == 1)
+        output = ended(job, tmp_path)
+    assert re.search(r"the job ends without worker-\d, whose nodes died: the others have finished", output)
+    assert re.search(r"returned \[(None, '.*'|'.*', None)\]", output)
+
+
+def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(cluster: Cluster, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with cluster.train(tmp_path, servers=2, workers=2, checkpoint_dir=str(kept), checkpoint_seconds=0.2) as job:
+        wait_until(lambda: len(lives(tmp_path)) == 2 and list(kept.glob("server-0/*/manifest.json")))
+        # With its actor alone it still saves, and then makes room for the next.
+        [server] = serving(str(kept / "server-0"))
+        server.parent().kill()
+        job.wait_for_output("server-0 is back at ")
+        cluster.tell("add servers-1 server")
+        for server in serving(str(kept)):
+            server.kill()
+        cluster.tell("kill servers-0")
+        wait_until(lambda: job.output().count("is back at ") == 3)
+        back = time.time()
+        wait_until(lambda: all(path.stat().st_mtime > back for path in tmp_path.glob("life-*")))
+        # Workers found them by themselves, wherever they were: none was started again.
+        assert len(lives(tmp_path)) == 2
+        output = ended(job, tmp_path)
+    assert len(set(re.findall(r"server-0 is back at ([0-9.]+)", output))) == 2
+    assert f"the model was kept: pyps export model.safetensors --checkpoint {kept}" in output
+
+
+def test_an_exception_of_a_worker_ends_the_job_and_reaches_the_caller(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.train(tmp_path, workers=2) as job:
+        wait_until(lambda: len(lives(tmp_path)) == 2)
+        (tmp_path / "raise").touch()
+        assert job.wait() == 1
+        assert re.search(r"^KeyError: 'a bug of worker 1'", job.output(), re.M)
+        # The others saw a worker that failed, not one that fell silent.
+        assert re.search(r"worker left .*worker=worker-1 .*state=failed", job.output())
+
+
+def test_what_cannot_go_on_ends_in_words(cluster: Cluster, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    failing = ("python", "-c", "raise SystemExit(3)")
+    with (
+        cluster.train(tmp_path, run_id="unkept", workers=2) as unkept,
+        cluster.train(tmp_path, checkpoint_dir=str(kept)) as unseen,
+        cluster.start("pyps", "ray", "--max-restarts", "1", *PLACES, "--", *failing) as script,
+    ):
+        wait_until(lambda: len(lives(tmp_path)) == 3)
+        # Another node would not see it either.
+        kept.rename(tmp_path / "moved")
+        for server in serving("unkept") + serving(str(kept)):
+            server.kill()
+        assert unkept.wait() == unseen.wait() == script.wait() == 1
+        assert "JobError: server-0 died, and the run cannot go on without its shards" in unkept.output()
+        assert f"where {kept}/server-0 holds no checkpoint: name a folder that all nodes see" in unseen.output()
+        assert script.output().count("python ended with status 3") == 2
+        assert "pyps: no worker finished; their last lines say why" in script.output()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Path, how: signal.Signals) -> None:
+    kept = tmp_path / "kept"
+    script = ("--", "python", str(FOLDER / "ray_script.py"), str(tmp_path))
+    with cluster.start("pyps", "ray", *PLACES, "--checkpoint-dir", str(kept), *script) as job:
+        wait_until(lambda: lives(tmp_path))
+        [(look, metrics)] = re.findall(r"Look inside: (.*)\npyps: metrics: (\S+)", job.output())
+        certificate, token = re.findall(r"=(/\S+)", look)
+        header = f"authorization: Bearer {Path(token).read_text().strip()}"
+        fetch = ("curl", "-s", "--cacert", certificate, "-H", header, metrics)
+        for command, told in ((shlex.split(look), "worker-0"), (fetch, "pyps_workers_alive 1.0")):
+            with cluster.start("env", *command) as shown:
+                assert shown.wait() == 0
+                assert told in shown.output()
+        began = time.monotonic()
+        job.signal(how)
+        assert job.wait() != 0
+        assert time.monotonic() - began < 15
+        assert "Traceback" not in job.output()
+    wait_until(lambda: not living(tmp_path) and not serving(str(kept)), 15)
+    assert list(kept.glob("server-0/*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"workers": 0}, "workers is 0; expected a whole number, 1 or more"),
+        ({"port": 7610}, "there is no setting 'port' for servers on Ray; there are batch_growth, "),
+        ({"resources": {"GPU": "1"}}, "resources has '1' of 'GPU'; expected a number above 0, as in {'GPU': 1}"),
+        ({"resume": True}, "resume needs a folder to resume from: give checkpoint_dir too"),
+        ({"protocol": "softsinc"}, "the flag --protocol cannot be used: protocol 'softsinc' is unknown"),
+        ({"servers": 2, "protocol": "asgd:mutex=whole"}, "one server"),
+    ],
+)
+def test_nonsense_is_refused_before_ray_is_asked(given: dict[str, Any], refusal: str) -> None:
+    import pyps.ray
+
+    with pytest.raises(PypsError, match=re.escape(refusal)):
+        pyps.ray.run(print, **given)
+
+
+def test_the_command_refuses_what_is_no_bundle_and_a_machine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "--resources is 'GPU'; expected names and numbers, as CPU=4,GPU=1"
+    assert expected in shell("ray", "--resources", "GPU", "--", "true", status=2)
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "pyps.ray")
+    assert "pip install 'pyps[ray]'" in shell("ray", "--", "true", status=2)
