@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pyps.cli.control import Control, ObserverTokenFile, Servers, control_addresses, not_asked, read_token
 from pyps.cli.work_tables import harmless, work_tables
-from pyps.units import in_bytes
+from pyps.units import in_bytes, in_seconds
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
@@ -138,7 +138,7 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
     if not console.is_terminal and (wide or "COLUMNS" not in os.environ):
         # Nothing needs to be squeezed into 80 columns there.
         console = Console(width=max(PIPE_COLUMNS, console.width))
-    console.print(_servers_table(answers))
+    console.print(servers_table(answers))
     begun = any(answer.shards for answer in answers)
     if begun or any(answer.workers for answer in answers):
         console.print(_workers_table(answers, wide=wide))
@@ -150,15 +150,15 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
     else:
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
-    for line in _lines(answers):
+    for line in lines(answers):
         console.print(harmless(line))
 
 
-def _lines(answers: Sequence[Answer]) -> Iterable[str]:
+def lines(answers: Sequence[Answer]) -> Iterable[str]:
     """Yields the lines below the tables: events, waits, warnings."""
     for answer in answers:
         for event in answer.events:
-            yield f"{answer.address} {_seconds(event.age_seconds)} ago: {event.message}"
+            yield f"{answer.address} {in_seconds(event.age_seconds)} ago: {event.message}"
     for answer in answers:
         if late := sorted({name for shard in answer.shards for name in shard.waiting_for}):
             yield f"{answer.address} its round waits for the gradients of {_names(late)}"
@@ -168,7 +168,7 @@ def _lines(answers: Sequence[Answer]) -> Iterable[str]:
         yield from (f"{answer.address} warns: {warning}" for warning in answer.status.warnings)
 
 
-def _servers_table(answers: Sequence[Answer]) -> Table:
+def servers_table(answers: Sequence[Answer]) -> Table:
     """One column a server, so that the facts fit a narrow terminal."""
     table = Table(title="servers")
     table.add_column("control")
@@ -183,7 +183,7 @@ def _servers_table(answers: Sequence[Answer]) -> Table:
 
 def _facts(status: pb.Status) -> dict[str, object]:
     """The rows of a server's column, by name; "" where there is nothing to show."""
-    last = "never" if status.last_update_seconds < 0 else f"{_seconds(status.last_update_seconds)} ago"
+    last = "never" if status.last_update_seconds < 0 else f"{in_seconds(status.last_update_seconds)} ago"
     in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
     tally = status.tally
     return {
@@ -214,9 +214,9 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "examples": f"{status.examples:,}" if status.examples or not tally.updates else "not counted",
         "staleness": f"mean {_staleness(tally)}",
         "step lost": f"{tally.step_lost:.1%} to staleness",
-        "workers waited": f"{_seconds(tally.blocked_seconds)} in all" if tally.blocked_seconds else "",
+        "workers waited": f"{in_seconds(tally.blocked_seconds)} in all" if tally.blocked_seconds else "",
         "received, sent": f"{in_bytes(tally.bytes_in)}, {in_bytes(tally.bytes_out)}",
-        "up for": _seconds(status.uptime_seconds),
+        "up for": in_seconds(status.uptime_seconds),
         "checkpoint": f"{status.checkpoint}, version {status.durable_version}" if status.checkpoint else "none",
         "not written": status.checkpoint_failure,
     }
@@ -249,7 +249,7 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
                 "repeated": tally.pushes_duplicate,
                 "step lost": f"{tally.step_lost:.1%}",
                 "waited": _waited(known, tally.blocked_seconds),
-                "silent for": _seconds(latest.silent_seconds),
+                "silent for": in_seconds(latest.silent_seconds),
                 "reports": ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items())),
             }
         rows.append(row)
@@ -356,7 +356,7 @@ def _transport(known: Sequence[pb.WorkerInfo]) -> str:
 
 def _waited(known: Sequence[pb.WorkerInfo], blocked_seconds: float) -> str:
     """How long the worker has waited for others, on all servers, and for whom it does now."""
-    seconds = _seconds(blocked_seconds)
+    seconds = in_seconds(blocked_seconds)
     others = sorted({name for worker in known for name in worker.waits_for})
     return f"{seconds}, now for {_names(others)}" if others else seconds
 
@@ -368,10 +368,6 @@ def _names(names: Sequence[str]) -> str:
 
 def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _plain(message: Any) -> Any:
