@@ -1,0 +1,177 @@
+"""What `pyps top` draws of a history: figures, the stream of staleness, and what its tabs hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from pyps.cli import status as told
+from pyps.cli.top.history import BANDS, History, Point
+from pyps.cli.work_tables import harmless, work_tables
+from pyps.units import in_bytes, in_seconds
+from pyps_wire import common_pb2 as common
+
+# From fresh to stale; the legend says in words which is which.
+COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
+COLUMNS = ("worker", "state", "steps", "steps/s", "loss", "staleness", "step lost", "waited", "waits for", "silent")
+_WORDS = ("worker", "state", "waits for")
+_STATES = {"alive": "green", "finished": "dim", "expired": "bold red", "failed": "bold red"}
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def headline(history: History, *, paused: bool) -> Text:
+    """The run in a line: which, how it trains, who is there."""
+    line = Text()
+    for answer in history.answers[:1]:
+        status = answer.status
+        state = common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower()
+        rates = dict.fromkeys(f"{rate.current:.4g}" for rate in status.learning_rates)
+        force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
+        alive = max(each.status.workers_alive for each in history.answers)
+        facts = (status.run_id or "no run yet", state, force, " and ".join(rates) and f"rate {' and '.join(rates)}")
+        line.append_text(harmless("  ".join(filter(None, (*facts, f"{alive} alive")))))
+    if silent := history.silent:
+        line.append(f"  {len(silent)} of {len(history.servers)} servers do not answer", "bold red")
+    return line.append("  paused: nothing is asked" if paused else "", "bold yellow")
+
+
+def figures(history: History) -> Text:
+    """Throughput with its trend, versions, and what staleness cost, a line each."""
+    points: Sequence[Point] = history.points or [Point(0, 0, 0, 0, 0, {})]
+    last = points[-1]
+    lines = [
+        f"{name + '/s':<11}{getattr(last, name):>9,.1f} {trend([getattr(each, name) for each in points], 18)}"
+        for name in ("steps", "updates", "examples")
+    ]
+    lines.append(f"in, out    {in_bytes(round(last.bytes_in))}/s, {in_bytes(round(last.bytes_out))}/s")
+    if statuses := [answer.status for answer in history.answers]:
+        tally = told.merged([status.tally for status in statuses])
+        low, high = min(each.version_min for each in statuses), max(each.version_max for each in statuses)
+        lines.append(f"version    {low:,}" + (f" to {high:,}" if high > low else ""))
+        lines.append(f"staleness  mean {tally.staleness_mean:.2f}, max {tally.staleness_max}")
+        lines.append(f"step lost  {tally.step_lost:.1%} to {statuses[0].staleness}")
+    return harmless_lines(lines)
+
+
+def stream(points: Sequence[Point], *, width: int, height: int) -> Text:
+    """The staleness of gradients over time: a column an interval, filled from fresh to stale by their shares."""
+    columns = [_levels(point, 2 * (height - 1)) for point in list(points)[-width:]]
+    picture = Text(no_wrap=True)
+    for row in range(height - 1, 0, -1):
+        picture.append(" " * (width - len(columns)))
+        for levels in columns:
+            low, high = levels[2 * row - 2], levels[2 * row - 1]
+            # Two to a cell: what is drawn is its upper half, what is behind it the lower.
+            picture.append("▀" if high else " ", Style(color=high, bgcolor=low))
+        picture.append("\n")
+    newest = next((point.bands for point in reversed(points) if point.bands), {})
+    total = sum(newest.values())
+    picture.append("staleness " if width > 60 else "")
+    for band, name in enumerate(BANDS):
+        if newest.get(band, 0) >= 0.005 * max(total, 1):
+            picture.append("■", COLOURS[band]).append(f" {name}: {newest[band] / total:.0%}  ")
+    return picture
+
+
+def workers(history: History, *, sorted_by: str, reverse: bool) -> Table:
+    """The workers, a row each; where numbers are sorted, the largest first."""
+    falls = (sorted_by not in _WORDS) is not reverse
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in COLUMNS:
+        mark = (" ▼" if falls else " ▲") if title == sorted_by else ""
+        table.add_column(title + mark, no_wrap=True, justify="left" if title in _WORDS else "right")
+    rows = sorted(_rows(history), key=lambda row: row[COLUMNS.index(sorted_by)][0], reverse=falls)
+    for row in rows:
+        shown = [harmless(words) for _, words in row]
+        shown[1].stylize(_STATES.get(shown[1].plain, ""))
+        table.add_row(*shown)
+    return table
+
+
+def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
+    """Of each worker a value for each column to be sorted by, and what is shown of it."""
+    for name, known in history.workers().items():
+        # The server that heard of it last knows best.
+        info = min((info for info, _ in known), key=lambda info: info.silent_seconds)
+        tally = told.merged([info.tally for info, _ in known])
+        pace = max(pace for _, pace in known)
+        loss = info.scalars.get("loss")
+        others = ", ".join(sorted({other for info, _ in known for other in info.waits_for}))
+        yield [
+            (name, name),
+            (info.state, info.state),
+            (info.clock, f"{info.clock:,}"),
+            (pace, f"{pace:.1f}"),
+            (float("-inf"), "") if loss is None else (loss, f"{loss:.4g} {trend(history.losses[name], 10)}"),
+            (tally.staleness_mean, f"{tally.staleness_mean:.2f}, max {tally.staleness_max}"),
+            (tally.step_lost, f"{tally.step_lost:.1%}"),
+            (tally.blocked_seconds, in_seconds(tally.blocked_seconds)),
+            (others, others),
+            (info.silent_seconds, in_seconds(info.silent_seconds)),
+        ]
+
+
+def servers(history: History) -> RenderableType:
+    """The servers that do not answer, and of the others all that `pyps status` shows, and their memory."""
+    now = time.monotonic()
+    lost = [f"{each.address}: no answer for {in_seconds(now - each.silent_since)}" for each in history.silent]
+    memory = [
+        f"{answer.address}: {in_bytes(of.resident_bytes)} in all, {in_bytes(of.parameters_bytes)} parameters, "
+        f"{in_bytes(of.slots_bytes)} slots, {in_bytes(of.pending_bytes)} waiting, {in_bytes(of.in_flight_bytes)} in "
+        f"flight, saves {answer.status.version_min - answer.status.durable_version:,} behind"
+        for answer in history.answers
+        for of in (answer.memory,)
+    ]
+    tables = [told.servers_table(history.answers)] if history.answers else []
+    return Group(harmless_lines(lost, "bold red"), harmless_lines(memory), *tables)
+
+
+def waits(history: History) -> RenderableType:
+    """Who waits for whom, why, and what servers warn of."""
+    rows = [(row[0][1], row[COLUMNS.index("waits for")][1]) for row in _rows(history)]
+    lines = [f"{name} waits for {others}" for name, others in rows if others]
+    lines += told.lines([replace(answer, events=()) for answer in history.answers])
+    lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]
+    return harmless_lines(lines or ["nobody waits"])
+
+
+def portions(history: History) -> RenderableType:
+    """How far the workers are with the data set, where server 0 hands it out."""
+    tables = [table for answer in history.answers for table in work_tables(answer.work)]
+    return Group(*tables) if tables else Text("no worker takes its data in portions")
+
+
+def events(history: History) -> Text:
+    """What happened, newest first."""
+    newest = reversed(history.events)
+    return harmless_lines(f"{datetime.fromtimestamp(at):%H:%M:%S}  {where}  {words}" for at, where, words in newest)
+
+
+def trend(values: Iterable[float], width: int) -> str:
+    """The last of the values as bars, the largest of them as the highest."""
+    last = list(values)[-width:]
+    largest = max(last, default=0.0)
+    return "".join(_BARS[round(8 * value / largest)] if 0 < value <= largest < float("inf") else " " for value in last)
+
+
+def harmless_lines(lines: Iterable[str], style: str = "") -> Text:
+    """Lines in which names that others chose are no commands."""
+    return Text("\n", style).join(harmless(line) for line in lines)
+
+
+def _levels(point: Point, height: int) -> list[str | None]:
+    """The colour of each level of a column, the lowest first; None where no gradient came."""
+    total, seen = sum(point.bands.values()), 0
+    levels: list[str | None] = [] if total else [None] * height
+    for band in sorted(point.bands):
+        seen += point.bands[band]
+        levels += [COLOURS[band]] * (round(height * seen / total) - len(levels))
+    return levels

@@ -1,0 +1,274 @@
+"""The terminal program: what a run does now, and the keys that sort, pause and change it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, ClassVar
+
+from rich.console import RenderableType
+from textual import events, work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, ScrollableContainer, Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
+
+from pyps.cli.control import not_asked
+from pyps.cli.top import pictures
+from pyps.cli.top.asking import INTERVAL_SECONDS, Answer, ask_on, configure
+from pyps.cli.top.history import History, Point
+from pyps.units import counted
+from pyps_wire import inspector_pb2 as pb
+
+TABS = ("workers", "servers", "waits", "portions", "events")
+
+
+class Top(App[None]):
+    """A run on these servers, drawn anew each second."""
+
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (76, "-wide")]  # noqa: RUF012, the base class declares it so
+    CSS = """
+    #headline { background: $panel; padding: 0 1; height: auto; }
+    #figures { width: 42; padding: 0 1; }
+    #stream { width: 1fr; height: 1fr; padding: 0 1; }
+    .-wide #charts { height: 8; }
+    .-narrow #charts { layout: vertical; height: 12; }
+    .-narrow #figures { width: 1fr; height: 7; }
+    TabbedContent { height: 1fr; }
+    TabPane { padding: 0 1; }
+    ScrollableContainer > Static { width: auto; min-width: 100%; }
+    Change { align: center middle; }
+    Change > Vertical { width: 64; max-width: 90%; height: auto; padding: 1 2; border: round $accent; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("1", "tab('workers')", "to 5: tabs"),
+        *(Binding(str(index), f"tab('{name}')", name, show=False) for index, name in enumerate(TABS[1:], 2)),
+        Binding("s", "sort", "sort"),
+        Binding("S", "reverse", "other way"),
+        Binding("space", "pause", "pause"),
+        Binding("p", "protocol", "protocol"),
+        Binding("r", "rate", "rate"),
+        Binding("w", "why", "read-only: why"),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token_file: Path | None,
+        *,
+        read_only: bool = False,
+        interval_seconds: float = INTERVAL_SECONDS,
+    ):
+        super().__init__()
+        self.history = History(addresses)
+        self._addresses, self._token_file, self._read_only = addresses, token_file, read_only
+        self._interval_seconds = interval_seconds
+        self._heard: SimpleQueue[tuple[str, Answer | str]] = SimpleQueue()
+        # For those who ask.
+        self._go_on, self._enough = Event(), Event()
+        self._go_on.set()
+        self._sorted_by, self._reverse = 0, False
+        # Why nothing can be changed; empty where something can.
+        self._refusal = "no server has answered yet"
+
+    def compose(self) -> ComposeResult:
+        """Lays out the line, the figures and the stream above, the tabs below them."""
+        yield Static(id="headline")
+        with Horizontal(id="charts"):
+            yield Static(id="figures")
+            yield Stream(id="stream")
+        with TabbedContent():
+            for name in TABS:
+                with TabPane(name, id=name), ScrollableContainer():
+                    yield Static(id=f"{name}-shown")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begins to ask."""
+        settings = {"interval_seconds": self._interval_seconds, "go_on": self._go_on, "closed": self._enough}
+        for address in self._addresses:
+            arguments = (address, self._token_file, lambda *heard: self._heard.put(heard))
+            Thread(target=ask_on, args=arguments, kwargs=settings, daemon=True).start()
+        self.set_interval(self._interval_seconds, self._look)
+        self._draw()
+
+    def on_unmount(self) -> None:
+        """Ends asking."""
+        self._enough.set()
+        self._go_on.set()
+
+    def on_app_blur(self, event: events.AppBlur) -> None:
+        """Goes on as before: in a browser it starts without the focus, and would not say which keys there are."""
+        event.prevent_default()
+
+    def on_tabbed_content_tab_activated(self) -> None:
+        """Draws the tab that is shown from now on."""
+        self._draw()
+
+    def _look(self) -> None:
+        """Takes what has been heard since the last look, and draws it."""
+        heard = self._heard.qsize()
+        for _ in range(heard):
+            self.history.take(*self._heard.get())
+        if not heard or not self._go_on.is_set():
+            return
+        self.history.tick()
+        refusal = next((answer.refusal for answer in self.history.answers if answer.refusal), "")
+        if self._read_only:
+            refusal = "it was started with --read-only"
+        if self.history.answers and refusal != self._refusal:
+            self._refusal = refusal
+            self.refresh_bindings()
+        self._draw()
+
+    def _draw(self) -> None:
+        history, tab = self.history, self.query_one(TabbedContent).active or TABS[0]
+        self._show("headline", pictures.headline(history, paused=not self._go_on.is_set()))
+        self._show("figures", pictures.figures(history))
+        self.query_one(Stream).draw(history.points)
+        if tab == "workers":
+            sorted_by = pictures.COLUMNS[self._sorted_by]
+            self._show("workers-shown", pictures.workers(history, sorted_by=sorted_by, reverse=self._reverse))
+        else:
+            self._show(f"{tab}-shown", getattr(pictures, tab)(history))
+
+    def _show(self, place: str, picture: RenderableType) -> None:
+        self.query_one(f"#{place}", Static).update(picture)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key is there: changes are for who may change something."""
+        if action in ("protocol", "rate"):
+            return not self._refusal
+        return bool(self._refusal) if action == "why" else True
+
+    def action_tab(self, name: str) -> None:
+        """Shows that tab; the arrows scroll in it."""
+        self.query_one(TabbedContent).active = name
+        self.query_one(f"#{name} ScrollableContainer").focus()
+
+    def action_sort(self) -> None:
+        """Sorts workers by the next column."""
+        self._sorted_by, self._reverse = (self._sorted_by + 1) % len(pictures.COLUMNS), False
+        self._draw()
+
+    def action_reverse(self) -> None:
+        """Sorts workers the other way round."""
+        self._reverse = not self._reverse
+        self._draw()
+
+    def action_pause(self) -> None:
+        """Keeps what is shown, and asks nothing until the key is pressed again."""
+        (self._go_on.clear if self._go_on.is_set() else self._go_on.set)()
+        self._draw()
+
+    def action_why(self) -> None:
+        """Says why nothing can be changed."""
+        self._tell(self._refusal)
+
+    @work
+    async def action_protocol(self) -> None:
+        """Asks for another protocol."""
+        await self._change("protocol", lambda status: status.protocol, _protocol)
+
+    @work
+    async def action_rate(self) -> None:
+        """Asks for another learning rate."""
+        await self._change("learning rate", lambda status: f"{status.learning_rates[0].base:g}", _rate)
+
+    async def _change(self, name: str, present: Callable[[pb.Status], str], fields: Callable[[str], Any]) -> None:
+        """Changes all servers, once that was said twice; none while one of them cannot be asked."""
+        if self._misses():
+            return
+        servers, old = counted(len(self._addresses), "server"), present(self.history.answers[0].status)
+        wanted = await self.push_screen_wait(Change(f"the {name} of {servers}", old, fields))
+        if wanted and not self._misses():
+            request = pb.ConfigureRequest(**wanted)
+            self._tell(await asyncio.to_thread(configure, self._addresses, self._token_file, request))
+
+    def _misses(self) -> bool:
+        """Whether a server of the run cannot be asked, or there is none, which is told."""
+        silent = [f"{server.address} does not answer" for server in self.history.silent]
+        statuses = [answer.status for answer in self.history.answers]
+        missing = "; ".join(silent) or not_asked(statuses)
+        if not missing and not any(status.num_servers for status in statuses):
+            missing = "there is no run yet"
+        if missing:
+            self._tell(f"nothing is set: {missing}")
+        return bool(missing)
+
+    def _tell(self, words: str) -> None:
+        self.notify(words, timeout=15, markup=False)
+
+
+class Stream(Static):
+    """The stream of staleness, as large as there is room."""
+
+    _points: Sequence[Point] = ()
+
+    def draw(self, points: Sequence[Point]) -> None:
+        """Draws these points."""
+        self._points, (width, height) = points, self.content_size
+        if height > 1 and width > 0:
+            self.update(pictures.stream(points, width=width, height=height))
+
+    def on_resize(self) -> None:
+        """Draws them anew."""
+        self.draw(self._points)
+
+
+class Change(ModalScreen[dict[str, Any] | None]):
+    """Asks for a setting's new value, and whether it is meant; the answer is what to configure, or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "dismiss(None)", "no"),
+        Binding("y", "change", "yes"),
+    ]
+
+    def __init__(self, what: str, present: str, fields: Callable[[str], dict[str, Any]]):
+        super().__init__()
+        self._what, self._present, self._fields = what, present, fields
+        self._wanted: dict[str, Any] | None = None
+
+    def compose(self) -> ComposeResult:
+        """Shows the present value, to be written over."""
+        with Vertical():
+            yield Static(f"Change {self._what} to: (Enter goes on, Escape leaves all as it is)", markup=False)
+            yield Input(self._present)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Asks whether it is meant."""
+        old, new = self._present or "none", event.value.strip()
+        try:
+            self._wanted = self._fields(new)
+            words = f"Change {self._what} from {old} to {new}? y: yes, n: no"
+            # Keys are answers from here on.
+            event.input.display = False
+            self.set_focus(None)
+        except ValueError as error:
+            words = str(error)
+        self.query_one(Static).update(pictures.harmless_lines([words]))
+
+    def action_change(self) -> None:
+        """Answers, once it is known with what."""
+        if self._wanted:
+            self.dismiss(self._wanted)
+
+
+def _protocol(text: str) -> dict[str, str]:
+    if not text:
+        raise ValueError("expected a protocol, as softsync:n=4")
+    return {"protocol": text}
+
+
+def _rate(text: str) -> dict[str, float]:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return {"learning_rate": float(text)}
+    raise ValueError(f"{text!r} is no learning rate; expected a number above 0, as 0.05")

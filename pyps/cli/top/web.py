@@ -1,0 +1,123 @@
+"""`pyps top --web`: textual-serve's page, behind a token, with nothing in it that comes from elsewhere."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp_jinja2
+from aiohttp import web
+from textual_serve.server import Server
+
+from pyps.cli.control import fail
+from pyps.service.security import is_loopback_host
+
+# Each open page asks the servers for itself.
+VIEWS_MAX = 4
+# What open pages get to end their commands in.
+STOP_SECONDS = 2.0
+_POLICY = "default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; form-action 'self'"
+
+
+def require_guarded(host: str, token: str) -> bool:
+    """Whether others can reach the page, which then only reads; exits where nothing would keep them out.
+
+    They would call servers from this machine, which may be the servers' own, where more is allowed than elsewhere.
+    """
+    if is_loopback_host(host):
+        return False
+    if not token:
+        fail(
+            f"--host is {host}, which other machines can reach, and everybody would get in without a token: give "
+            "--token-file with the servers' token for observers, or listen on 127.0.0.1",
+            status=2,
+        )
+    return True
+
+
+class Page(Server):
+    """Runs a command for each open page, for who has shown the servers' token, or the key where they have none."""
+
+    def __init__(self, command: str, *, host: str, port: int, read_token: Callable[[], str]):
+        super().__init__(command, host, port, "pyps top", templates_path=Path(__file__).parent / "templates")
+        self._read_token = read_token
+        self._key = "" if read_token() else secrets.token_urlsafe(16)
+        # What a browser shows from then on, and no other page can make it show.
+        self._session = secrets.token_urlsafe(32)
+        self._num_views = 0
+
+    def serve(self, debug: bool = False) -> None:
+        """Serves until Ctrl-C."""
+        host = self.host.strip("[]")
+        try:
+            listener = socket.create_server(
+                (host, self.port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+        except OSError as error:
+            fail(f"--host {self.host} and --port {self.port} cannot be listened on ({error.strerror}): choose others")
+        self.port = listener.getsockname()[1]
+        key = f"?key={self._key}" if self._key else ""
+        print(f"pyps top is at http://{self.host}:{self.port}/{key} until Ctrl-C", flush=True)
+        web.run_app(self._make_app(), sock=listener, print=None, shutdown_timeout=STOP_SECONDS)
+
+    async def _make_app(self) -> web.Application:
+        app = await super()._make_app()
+        app.middlewares.append(self._guard)
+        app.router.add_post("/login", self._login)
+        return app
+
+    async def on_startup(self, app: web.Application) -> None:
+        """Says nothing: it was said where the page is."""
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path == "/login" or _same(request.cookies.get(self._cookie, ""), self._session):
+            response = await handler(request)
+        elif self._key and _same(request.query.get("key", ""), self._key):
+            response = self._let_in()
+        elif request.path == "/":
+            response = self._ask(request, "The servers' token, or the key that was printed:")
+        else:
+            raise web.HTTPForbidden(text="show the token first, at /")
+        if not response.prepared:
+            response.headers["Content-Security-Policy"] = _POLICY
+        return response
+
+    async def _login(self, request: web.Request) -> web.StreamResponse:
+        shown = str((await request.post()).get("token", ""))
+        if _same(shown.strip(), self._key or self._read_token()):
+            return self._let_in()
+        return self._ask(request, "That is not the token, nor the key that was printed. Which is it?")
+
+    @property
+    def _cookie(self) -> str:
+        # Browsers give a cookie to all ports of a host.
+        return f"pyps_top_{self.port}"
+
+    def _let_in(self) -> web.StreamResponse:
+        response = web.Response(status=303, headers={"Location": "./"})
+        response.set_cookie(self._cookie, self._session, httponly=True, samesite="Strict")
+        return response
+
+    def _ask(self, request: web.Request, words: str) -> web.StreamResponse:
+        context = {"refused": words, "application": {"name": self.title}}
+        return aiohttp_jinja2.render_template("app_index.html", request, context)
+
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """Runs the command for one page."""
+        if self._num_views >= VIEWS_MAX:
+            raise web.HTTPServiceUnavailable(text=f"{VIEWS_MAX} pages are open, each of which asks the servers")
+        self._num_views += 1
+        try:
+            return await super().handle_websocket(request)
+        finally:
+            self._num_views -= 1
+
+
+def _same(shown: str, wanted: str) -> bool:
+    return hmac.compare_digest(shown.encode(), wanted.encode())

@@ -1,0 +1,247 @@
+"""`pyps top` against real servers: what its terminal shows, what its keys do, what it costs them."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import psutil
+import pytest
+from textual.pilot import Pilot
+
+from client_support import addresses, gradients_like, make_client, small_model
+from pyps.cli.top.asking import ask_on
+from pyps.cli.top.screen import Top
+from pyps.launcher.ports import free_port
+from support import ROOT, ServerProcess, ServerThread, shell, status_of
+from wire_worker import WireWorker
+
+Start = Callable[..., ServerThread]
+COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
+
+
+def text_of(app: Top) -> str:
+    """What stands on the screen, and in full what it tells of changes."""
+    picture = re.sub(r"<style.*?</style>", "", app.export_screenshot(), flags=re.S)
+    told = [notification.message for notification in app._notifications]
+    return "\n".join([html.unescape(re.sub(r"<[^>]+>", " ", picture)).replace("\xa0", " "), *told])
+
+
+async def see(pilot: Pilot[None], *words: str, gone: str = "") -> None:
+    """Waits until these words are on the screen, and one is not."""
+    deadline = time.monotonic() + 30
+    while not all(word in text_of(pilot.app) for word in words) or (gone and gone in text_of(pilot.app)):
+        assert time.monotonic() < deadline, f"{words} did not come, or {gone!r} stayed:\n{text_of(pilot.app)}"
+        await pilot.pause(0.05)
+
+
+def watch(app: Top, story: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (130, 32)) -> None:
+    """Runs the program without a terminal while the story goes on."""
+
+    async def run() -> None:
+        async with app.run_test(size=size) as pilot:
+            await story(pilot)
+
+    asyncio.run(run())
+
+
+def top(*servers: ServerThread | ServerProcess, token_file: Path | None = None, read_only: bool = False) -> Top:
+    return Top([server.control for server in servers], token_file, read_only=read_only, interval_seconds=0.05)
+
+
+def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server: Start, tmp_path: Path) -> None:
+    flags = ("--protocol=hardsync", "--expected-workers=2", "--heartbeat-seconds=0.05")
+    servers = [start_server(*flags, f"--checkpoint-dir={tmp_path}/{index}") for index in range(2)]
+    names = ("[red]quick[/red]", "slow")
+    with (
+        make_client(addresses(servers), worker_id=names[0], run_id="run-7") as quick,
+        make_client(addresses(servers), worker_id=names[1], run_id="run-7") as slow,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        slow.push(gradients_like(small_model(), seed=0), examples=32)
+        quick.push(gradients_like(small_model(), seed=0), examples=32)
+        shell("save", "--servers", addresses(servers))
+        quick.pull()
+        slow.pull()
+        quick.push(gradients_like(small_model(), seed=1), examples=32)
+        quick.report(loss=0.125)
+        waiting = pool.submit(quick.pull)
+
+        async def story(pilot: Pilot[None]) -> None:
+            await see(pilot, "run-7", "hardsync", "2 alive", "0.125", *names, "staleness", "step lost", "version")
+            await pilot.press("3")
+            await see(pilot, f"{names[0]} waits for slow", "waits:")
+            slow.push(gradients_like(small_model(), seed=2), examples=32)
+            await see(pilot, "nobody waits")
+            await pilot.press("2")
+            await see(pilot, "in flight", "MiB", "saves 1 behind", servers[1].control)
+            await pilot.press("4")
+            await see(pilot, "no worker takes its data in portions")
+            await pilot.press("5")
+            await see(pilot, "worker joined", names[1])
+            await pilot.press("1", "s", "s")
+            await see(pilot, "steps ▼")
+            await pilot.press("S")
+            await see(pilot, "steps ▲")
+
+            await pilot.press("space")
+            await see(pilot, "paused: nothing is asked")
+            await pilot.press("space")
+            await see(pilot, "steps/s", gone="paused")
+
+        watch(top(*servers), story)
+        waiting.result(30)
+
+
+def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(start_server: Start) -> None:
+    servers = [start_server() for _ in range(2)]
+    with make_client(addresses(servers)) as client:
+        client.push(gradients_like(small_model(), seed=0))
+
+        async def story(pilot: Pilot[None]) -> None:
+            await see(pilot, "protocol", "rate", gone="read-only")
+            await pilot.press("p", *"hardsync", "enter")
+            await see(pilot, "Change the protocol of 2 servers from async to hardsync?")
+            await pilot.press("enter", "n")
+            await see(pilot, "worker ▲", gone="Change the protocol")
+            await pilot.press("p", "escape", "r", *"fast", "enter")
+            await see(pilot, "'fast' is no learning rate; expected a number above 0")
+            await pilot.press("escape")
+            assert {status_of(server).protocol for server in servers} == {"async"}
+            await pilot.press("p", *"sometimes", "enter", "y")
+            await see(pilot, "not changed", "'sometimes' is unknown")
+            await pilot.press("p", *"hardsync", "enter", "y")
+            await see(pilot, f"{servers[1].control}: hardsync")
+            await pilot.press("r", *"0.125", "enter", "y")
+            await see(pilot, "rate 0.125")
+            assert {status_of(server).protocol for server in servers} == {"hardsync"}
+
+        watch(top(*servers), story)
+        partly = top(servers[0])
+
+        async def second_story(pilot: Pilot[None]) -> None:
+            await see(pilot, "protocol")
+            await pilot.press("p")
+            await see(pilot, "nothing is set: server 1 of 2 was not asked")
+
+        watch(partly, second_story)
+
+
+def test_without_the_operators_role_it_only_reads_and_says_so(start_server: Start, tmp_path: Path) -> None:
+    files = {role: tmp_path / role for role in ("observer", "worker", "operator")}
+    for role, file in files.items():
+        file.write_text(f"the-token-of-{role}s", encoding="utf-8")
+    flags = [f"--{'' if role == 'worker' else f'{role}-'}token-file={file}" for role, file in files.items()]
+    server = start_server(*flags)
+
+    async def story(pilot: Pilot[None]) -> None:
+        await see(pilot, "read-only: why", "no run yet", gone="protocol")
+        await pilot.press("p", "r", "w")
+        await see(pilot, "Configure is for the role operator, and this caller's is observer")
+
+    watch(top(server, token_file=files["observer"]), story)
+
+    async def told(pilot: Pilot[None]) -> None:
+        await see(pilot, "read-only: why", "no run yet")
+        await pilot.press("w")
+        await see(pilot, "it was started with --read-only")
+
+    watch(top(server, token_file=files["operator"], read_only=True), told)
+
+    async def allowed(pilot: Pilot[None]) -> None:
+        await see(pilot, "no run yet", "protocol", gone="read-only")
+        await pilot.press("r")
+        await see(pilot, "nothing is set: there is no run yet")
+
+    watch(top(server, token_file=files["operator"]), allowed)
+
+    async def refused(pilot: Pilot[None]) -> None:
+        await see(pilot, "1 of 1 servers do not answer")
+        await pilot.press("3")
+        await see(pilot, "this server wants a token")
+
+    watch(top(server), refused)
+
+
+def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server: Start) -> None:
+    port = f"--control-port={free_port()}"
+    servers = [start_server(), start_server(port)]
+    with make_client(addresses(servers)) as client:
+        client.push(gradients_like(small_model(), seed=0))
+
+    async def story(pilot: Pilot[None]) -> None:
+        await see(pilot, "finished")
+        await asyncio.to_thread(servers[1].stop)
+        await see(pilot, "1 of 2 servers do not answer", "worker", "version")
+        await pilot.press("2")
+        await see(pilot, "no answer for")
+        await pilot.press("p")
+        await see(pilot, f"nothing is set: {servers[1].control} does not answer")
+        await asyncio.to_thread(start_server, port)
+        await see(pilot, "empty", gone="do not answer")
+        await pilot.press("5")
+        await see(pilot, "answers again")
+
+    watch(top(*servers), story)
+
+
+def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
+    start_server_process: Callable[..., ServerProcess],
+) -> None:
+    server = start_server_process()
+    workers = [WireWorker(server.data, f"worker-{index}") for index in range(4)]
+    for worker in workers:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        worker.channel.close()
+    process = psutil.Process(server.pid)
+    heard, closed, go_on = SimpleQueue[Any](), Event(), Event()
+    go_on.set()
+
+    def used() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            assert not isinstance(heard.get(timeout=30)[1], str)
+
+    settings = {"interval_seconds": 0.0, "go_on": go_on, "closed": closed}
+    tell = (server.control, None, lambda *each: heard.put(each))
+    Thread(target=ask_on, args=tell, kwargs=settings, daemon=True).start()
+    rounds(5)
+    costs = []
+    for _ in range(5):
+        before = used()
+        rounds(20)
+        costs.append((used() - before) / 20)
+    closed.set()
+    # It asks once a second. What runs beside the tests makes some rounds dearer.
+    assert min(costs) < 0.01
+
+
+def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, words in (
+        (("--host", "0.0.0.0"), "--host says where the page of --web listens: give --web too"),
+        (("--port", "7614"), "--port says where the page of --web listens: give --web too"),
+        (("--port", "99999", "--web"), "less than or equal to 65535"),
+        (("--servers", "a b"), "'a b' is malformed"),
+        (("--web", "--host", "0.0.0.0"), "everybody would get in without a token: give --token-file"),
+        ((), "pyps top needs a terminal: `pyps status` writes to a pipe"),
+    ):
+        assert words in " ".join(shell("top", *arguments, status=2).split())
+    assert "cannot be listened on" in shell("top", "--web", "--host", "192.0.2.1", PYPS_TOKEN="longer-than-8", status=1)
+    for module, package in (("screen", "textual"), ("web", "textual_serve.server")):
+        monkeypatch.delitem(sys.modules, f"pyps.cli.top.{module}")
+        monkeypatch.setitem(sys.modules, package, None)
+        told = shell("top", *(["--web"] if module == "web" else []), status=2)
+        assert "which is not installed: pip install 'pyps[top]'" in told

@@ -1,0 +1,85 @@
+"""The page of `pyps top --web`, who may see it, and the commands of docs/top.md."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from pyps.cli.top.web import Page
+from support import ROOT, PythonProcess, ServerThread, child_environment
+
+COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize("servers_token", ["", "observers-9c1f"])
+def test_the_page_is_for_who_shows_the_token_or_the_key(servers_token: str) -> None:
+    page = Page("true", host="127.0.0.1", port=1, read_token=lambda: servers_token)
+    assert bool(page._key) is not bool(servers_token)
+    secret = servers_token or page._key
+
+    async def story() -> None:
+        async with TestClient(TestServer(await page._make_app())) as browser:
+            for path in ("/ws", "/static/js/textual.js", "/download/x", "/nothing"):
+                assert (await browser.get(path)).status == 403, path
+            asked = await browser.get("/?key=wrong")
+            assert "textual.js" not in await asked.text() and "default-src 'self'" in asked.headers[
+                "Content-Security-Policy"
+            ]  # fmt: skip
+            assert "That is not the token" in await (await browser.post("/login", data={"token": "é"})).text()
+            if servers_token:
+                shown = await browser.post("/login", data={"token": secret})
+            else:
+                shown = await browser.get("/", params={"key": secret})
+            assert "textual.js" in await shown.text() and "https://" not in await shown.text()
+            [cookie] = browser.session.cookie_jar
+            assert (cookie["httponly"], cookie["samesite"]) == (True, "Strict")
+            assert secret not in cookie.value
+            assert (await browser.get("/static/js/textual.js")).status == 200
+
+    asyncio.run(story())
+
+
+def test_every_command_of_the_page_runs(start_server: Callable[..., ServerThread], tmp_path: Path) -> None:
+    server = start_server("--run-id", "mine")
+    token = tmp_path / "observer.token"
+    token.write_text("observers-9c1f")
+    assert [("--web" in command, "--host" in command) for command in COMMANDS] == [
+        (False, False), (True, False), (True, True)
+    ]  # fmt: skip
+    real = {"first-host,second-host": server.control, "observer.token": str(token), "10.0.0.7": "127.0.0.2"}
+    environment = child_environment({"PYPS_SERVERS": server.data, "TERM": "xterm-256color"})
+    for command in COMMANDS:
+        arguments = [real.get(word, word) for word in shlex.split(command)[1:]]
+        if "--web" in arguments:
+            with PythonProcess("-m", "pyps", *arguments, "--port", "0", env=environment) as served:
+                [url] = re.findall(r"http://\S+", served.wait_for_output("until Ctrl-C"))
+                with urllib.request.urlopen(url, timeout=20) as answer:
+                    assert b"pyps top" in answer.read()
+                assert served.terminate() == 0
+            continue
+        terminal, end = pty.openpty()
+        shown = subprocess.Popen(
+            [sys.executable, "-m", "pyps", *arguments], stdin=end, stdout=end, stderr=end, env=environment
+        )
+        os.close(end)
+        seen = b""
+        while b"mine" not in seen:
+            seen += os.read(terminal, 1 << 16)
+        os.write(terminal, b"q")
+        with pytest.raises(OSError):
+            # Until the program has closed its end.
+            while True:
+                os.read(terminal, 1 << 16)
+        assert shown.wait(30) == 0
+        os.close(terminal)

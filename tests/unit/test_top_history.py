@@ -1,0 +1,59 @@
+"""What `pyps top` makes of servers' answers: rates, bands of staleness, lives of servers, pictures."""
+
+from __future__ import annotations
+
+import math
+
+from pyps.cli.top import pictures
+from pyps.cli.top.asking import Answer
+from pyps.cli.top.history import BANDS, History, Point, band_of
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire import work_pb2 as work
+
+
+def answer(address: str, *, uptime: float, version: int, clock: int = 0, stale: int = 0, loss: float = 1.0) -> Answer:
+    """A server's, with one worker, of whom so many gradients came 3 updates late and all others in time."""
+    counts = {0: clock - stale, 3: stale}
+    buckets = [pb.StalenessHistogram.Bucket(staleness=staleness, count=count) for staleness, count in counts.items()]
+    status = pb.Status(uptime_seconds=uptime, version_max=version)
+    worker = pb.WorkerInfo(worker_id="w", clock=clock, scalars={"loss": loss})
+    histogram = pb.StalenessHistogram(buckets=buckets)
+    return Answer(address, status, [worker], (), [], work.WorkProgress(), histogram, pb.Memory(), "")
+
+
+def test_every_staleness_has_the_band_that_names_it() -> None:
+    for staleness in range(200):
+        low, _, high = BANDS[band_of(staleness)].replace("33+", "33-999").partition("-")
+        assert int(low) <= staleness <= int(high or low)
+
+
+def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew() -> None:
+    history = History(["a", "b"])
+    for address in ("a", "b"):
+        history.take(address, answer(address, uptime=10, version=100, clock=50))
+        history.take(address, answer(address, uptime=12, version=140, clock=60, stale=4))
+    history.tick()
+    # Of both servers: each took a part of every gradient.
+    assert history.points[-1] == Point(5, 20, 0, 0, 0, {0: 12, 3: 8})
+
+    history.take("b", "gone")
+    history.take("a", answer("a", uptime=1, version=130, clock=5))
+    history.tick()
+    assert history.points[-1] == Point(0, 0, 0, 0, 0, {})
+    assert [event[1:] for event in history.events] == [("b", "no answer: gone")]
+
+
+def test_a_loss_that_has_no_height_is_drawn_as_none() -> None:
+    for loss in (math.nan, math.inf, -1.0, 0.0):
+        history = History(["a"])
+        history.take("a", answer("a", uptime=1, version=1, loss=loss))
+        history.tick()
+        assert not pictures.trend([loss], 10).strip()
+        assert pictures.workers(history, sorted_by="loss", reverse=False).row_count == 1
+
+
+def test_a_column_of_the_stream_is_filled_by_shares_from_fresh_to_stale() -> None:
+    fresh, late = pictures.COLOURS[0], pictures.COLOURS[3]
+    top, bottom, legend = pictures.stream([Point(0, 0, 0, 0, 0, {0: 3, 3: 1})], width=4, height=3).split("\n")
+    assert (str(top.spans[0].style), str(bottom.spans[0].style)) == (f"{late} on {fresh}", f"{fresh} on {fresh}")
+    assert legend.plain.split() == ["■", "0:", "75%", "■", "3-4:", "25%"]
