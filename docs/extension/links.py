@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 # Others' pages cannot be asked for here: their addresses have to look like one.
-_EXTERNAL = re.compile(r"(https?://[\w-]+(\.[\w-]+)+(:\d+)?(/[\w~%/.:@!$&'()*+,;=?#-]*)?|mailto:\S+@\S+)")
+_EXTERNAL = re.compile(r"(https?://(localhost|[\w-]+(\.[\w-]+)+)(:\d+)?(/[\w~%/.:@!$&'()*+,;=?#-]*)?|mailto:\S+@\S+)")
 
 
 class Page(HTMLParser):

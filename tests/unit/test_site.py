@@ -49,6 +49,7 @@ def test_every_setting_of_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("other.html#here", ""),
         ("https://example.org/a?b#c", ""),
+        ("http://localhost:3000", ""),
         ("gone.html", "which is not there"),
         ("other.html#there", "which has no such place"),
         ("htps//example.org", "which is not there"),
