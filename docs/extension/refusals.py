@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,7 +80,9 @@ def _close(coroutine: Any, **_: Any) -> None:
 
 
 def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
-    if _watching and (event.startswith(_STARTS + _CHANGES) or (event == "open" and arguments[2] & _WRITING)):
+    # Some modules look around while they are imported.
+    deed = _watching and (event.startswith(_STARTS + _CHANGES) or (event == "open" and arguments[2] & _WRITING))
+    if deed and not any("importlib" in frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)):
         raise Reached
 
 

@@ -19,7 +19,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extension"))
 
 
-def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_value(tmp_path: Path) -> None:
+def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_value() -> None:
     told = importlib.import_module("settings").commands()
 
     chapters = dict(re.findall(r"^## (pyps .*)\n((?:(?!## ).*\n?)*)", told, re.M))
@@ -34,7 +34,14 @@ def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_valu
     assert "malformed" in answers["--servers ?"]
 
 
-def test_every_setting_of_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_right_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert importlib.import_module("refusals").of_command(["certs", "init", "--host", "localhost"], {}) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_setting_of_a_worker_is_told() -> None:
     settings = importlib.import_module("settings")
 
     launch, options = settings.launch(), settings.options()
