@@ -27,11 +27,11 @@ def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_valu
     entries = {name: set(re.findall(r"^`+\{option\} (\S+?),? ", text, re.M)) for name, text in chapters.items()}
     assert {flag_name(field.name) for field in dataclasses.fields(ServerConfig)} <= entries["pyps serve"]
     assert {"--servers", "--workers", "--max-restarts", "--protocol"} <= entries["pyps run"]
-    answers = dict(re.findall(r"^`(.*)` is answered: \*(.*)\*$", told, re.M))
+    answers = dict(re.findall(r"^`(.*)` is answered: \*(.*)\*$", chapters["pyps serve"], re.M))
     assert answers["--port -1"] == "the flag --port is -1, but must be from 0 to 65535"
     assert "PYPS\\_INSECURE in the environment is 'maybe'" in answers["PYPS_INSECURE=maybe"]
     assert "expected one of asgd, async" in answers["--protocol nonsense"]
-    assert "malformed" in answers["--servers ?"]
+    assert "`--servers ?` is answered: *Server address '?' is malformed" in chapters["pyps status"]
 
 
 def test_what_is_right_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
