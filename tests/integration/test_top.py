@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
-import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -22,18 +20,16 @@ from client_support import addresses, gradients_like, make_client, small_model
 from pyps.cli.top.asking import ask_on
 from pyps.cli.top.screen import Top
 from pyps.launcher.ports import free_port
-from support import ROOT, ServerProcess, ServerThread, shell, status_of
+from support import ServerProcess, ServerThread, shell, status_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
-COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
 
 
 def text_of(app: Top) -> str:
     """What stands on the screen, and in full what it tells of changes."""
-    picture = re.sub(r"<style.*?</style>", "", app.export_screenshot(), flags=re.S)
-    told = [notification.message for notification in app._notifications]
-    return "\n".join([html.unescape(re.sub(r"<[^>]+>", " ", picture)).replace("\xa0", " "), *told])
+    lines = [strip.text for strip in app.screen._compositor.render_strips()]
+    return "\n".join([*lines, *(notification.message for notification in app._notifications)])
 
 
 async def see(pilot: Pilot[None], *words: str, gone: str = "") -> None:
@@ -55,7 +51,7 @@ def watch(app: Top, story: Callable[[Pilot[None]], Awaitable[None]], size: tuple
 
 
 def top(*servers: ServerThread | ServerProcess, token_file: Path | None = None, read_only: bool = False) -> Top:
-    return Top([server.control for server in servers], token_file, read_only=read_only, interval_seconds=0.05)
+    return Top([server.control for server in servers], token_file, read_only=read_only, interval_seconds=0.2)
 
 
 def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server: Start, tmp_path: Path) -> None:
