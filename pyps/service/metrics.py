@@ -20,6 +20,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -91,13 +92,14 @@ class RunCollector(Collector):
         states = {state.name.lower(): float(state == run.state) for state in RunState}
         yield gauge("run_state", "1 for the state the run is in.", states, by="state")
         yield gauge("epoch", "Restores and resets since the run began.", run.epoch)
-        failures = self._checkpoints.failures if self._checkpoints else 0
-        yield counter("checkpoint_failures", "Checkpoints that could not be written.", failures)
+        folder = self._checkpoints
+        yield counter("checkpoint_failures", "Checkpoints that could not be written.", folder.failures if folder else 0)
+        meaning = "Unix time of the newest checkpoint, before it of the server's start; none without --checkpoint-dir."
+        yield gauge("checkpoint_timestamp_seconds", meaning, {"": folder.saved_at} if folder else {})
         yield gauge("durable_version", "Newest version that checkpoints hold of every shard here.", run.durable_version)
         members = Counter(member.state for member in run.membership.all())
         workers = {state.value: members[state] for state in WorkerState}
         yield gauge("workers", "Workers known, by state.", workers, by="state")
-        yield gauge("workers_alive", "Live workers.", run.membership.num_alive)
         transports = Counter(
             name_of(self._transports, each.worker_id, each.incarnation) for each in run.membership.alive()
         )
@@ -120,8 +122,11 @@ class RunCollector(Collector):
         yield _staleness_of_each("shard", of_shards if len(shards) <= LISTED_MAX else {})
         blocked = {name: tally.blocked_seconds for name, tally in of_workers.items()}
         yield counter("worker_blocked_seconds", "Seconds that each worker waited for others.", blocked, by="worker")
-        lost = {name: tally.step_lost for name, tally in of_workers.items()}
-        yield gauge("worker_step_lost", "Part of each worker's step size that staleness took.", lost, by="worker")
+        yield _rate_scales(
+            "worker_rate_scale", "What staleness left of each worker's step size.", of_workers, by="worker"
+        )
+        live = self._run.membership.alive() if of_workers else []
+        yield _reports({member.worker_id: member.scalars for member in live})
 
     def _about_time(self, statistics: Statistics) -> Iterator[Metric]:
         last = statistics.last_update
@@ -148,7 +153,6 @@ class RunCollector(Collector):
         yield gauge("pending_gradients", "Gradients that wait for an update.", pending)
         meaning = "Messages that have not come for 5 s; gRPC may hold most of each."
         yield gauge("late_messages", meaning, memory.late_messages)
-        yield gauge("ledger_receipts", "Receipts kept for repeated pushes.", memory.ledger_entries)
 
 
 class MetricsServer:
@@ -283,8 +287,25 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
     yield counter("payload_bytes", "Payload bytes moved.", payload, by="direction")
     buckets, meaning = _staleness_buckets(total), "Staleness of the gradients taken, in updates."
     yield HistogramMetricFamily("pyps_staleness", meaning, buckets=buckets, sum_value=total.staleness_sum)
-    yield gauge("rate_scale_mean", "Mean of what staleness left of the learning rate.", total.rate_scale_mean)
-    yield gauge("step_lost", "Part of the step size that staleness took.", total.step_lost)
+    yield _rate_scales("rate_scale", "What staleness left of the step size, of each gradient from 1 to 0.", {"": total})
+
+
+def _rate_scales(name: str, meaning: str, tallies: Mapping[str, Tally], *, by: str = "") -> Metric:
+    """The sum and the count of what staleness left, from which a mean over any time can be made."""
+    family = SummaryMetricFamily(f"pyps_{name}", meaning, labels=[by] if by else ())
+    for label, tally in tallies.items():
+        family.add_metric([label] if by else [], tally.rate_scale_count, tally.rate_scale_sum)
+    return family
+
+
+def _reports(scalars: Mapping[str, Mapping[str, float]]) -> Metric:
+    """The figures that live workers report of themselves."""
+    meaning = "What each live worker reported last, by the figure's name."
+    family = GaugeMetricFamily("pyps_worker_report", meaning, labels=["worker", "figure"])
+    for worker_id, figures in scalars.items():
+        for name, number in figures.items():
+            family.add_metric([worker_id, name], number)
+    return family
 
 
 def _about_work(work: Progress) -> Iterator[Metric]:

@@ -64,6 +64,8 @@ class CheckpointFolder:
         self._lock_file = _take(path)
         self._saving = threading.Lock()
         self._newest: Path | None = None
+        # Unix time of the last one written, before it of this life's start.
+        self.saved_at = time.time()
         # Why the last try to write one failed, empty where it did not; and how many have.
         self.failure = ""
         self.failures = 0
@@ -171,7 +173,7 @@ class CheckpointFolder:
                 self._disk.remove_folder(temporary)
             reason = error.strerror if isinstance(error, OSError) else "the memory does not suffice"
             raise CheckpointError(self._failure(reason)) from None
-        self._newest = final
+        self._newest, self.saved_at = final, time.time()
         for shard_id, version in written.versions.items():
             snapshot.shards[shard_id].durable_version = version
         self._remove_old()

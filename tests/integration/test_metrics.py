@@ -17,9 +17,10 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from client_support import make_client
 from pyps.service import metrics
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, server_loop, wait_until
+from support import ServerThread, server_loop, shell, wait_until
 from wire_worker import WireWorker
 
 # So many shards that the page is longer than what lies between a server and a reader with small buffers.
@@ -32,9 +33,9 @@ FAMILIES = {
     "pyps_run_state": "gauge",
     "pyps_epoch": "gauge",
     "pyps_checkpoint_failures": "counter",
+    "pyps_checkpoint_timestamp_seconds": "gauge",
     "pyps_durable_version": "gauge",
     "pyps_workers": "gauge",
-    "pyps_workers_alive": "gauge",
     "pyps_workers_by_transport": "gauge",
     "pyps_workers_counted": "gauge",
     "pyps_workers_missing": "gauge",
@@ -43,15 +44,15 @@ FAMILIES = {
     "pyps_pushes": "counter",
     "pyps_payload_bytes": "counter",
     "pyps_staleness": "histogram",
-    "pyps_rate_scale_mean": "gauge",
-    "pyps_step_lost": "gauge",
+    "pyps_rate_scale": "summary",
     "pyps_pushes_rejected": "counter",
     "pyps_blocked_seconds": "counter",
     "pyps_learning_rate": "gauge",
     "pyps_worker_staleness": "histogram",
     "pyps_shard_staleness": "histogram",
     "pyps_worker_blocked_seconds": "counter",
-    "pyps_worker_step_lost": "gauge",
+    "pyps_worker_rate_scale": "summary",
+    "pyps_worker_report": "gauge",
     "pyps_pending_gradients": "gauge",
     "pyps_last_update_timestamp_seconds": "gauge",
     "pyps_apply_seconds": "histogram",
@@ -62,7 +63,6 @@ FAMILIES = {
     "pyps_memory_bytes": "gauge",
     "pyps_in_flight_bytes_max": "gauge",
     "pyps_late_messages": "gauge",
-    "pyps_ledger_receipts": "gauge",
     "process_resident_memory_bytes": "gauge",
     "python_info": "gauge",
 }
@@ -110,10 +110,10 @@ def test_the_page_counts_what_happened(start_server: Start) -> None:
         *(1, 2, 3, 4, 4)
     ]
     assert value(families, "pyps_staleness_sum") == 0 + 1 + 2 + 3
-    assert value(families, "pyps_rate_scale_mean") == pytest.approx((1 + 1 + 1 / 2 + 1 / 3) / 4)
+    assert value(families, "pyps_rate_scale_sum") == pytest.approx(1 + 1 + 1 / 2 + 1 / 3)
+    assert value(families, "pyps_rate_scale_count") == 4
     assert value(families, "pyps_apply_seconds_count") == 6
-    assert value(families, "pyps_workers_alive") == 1
-    assert value(families, "pyps_workers", state="finished") == 1
+    assert value(families, "pyps_workers", state="alive") == value(families, "pyps_workers", state="finished") == 1
     assert value(families, "pyps_shard_version", shard="0") == value(families, "pyps_version_max") == 4
     assert value(families, "pyps_memory_bytes", kind="parameters") == 148
     assert (
@@ -139,12 +139,29 @@ def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server: St
         buckets = [value(families, f"pyps_{label}_staleness_bucket", **{label: name}, le=le) for le in LOW_BOUNDS]
         assert tuple(buckets) == counts
     assert value(families, "pyps_worker_staleness_sum", worker="a") == 0 + 1 + 2 + 0
-    assert value(families, "pyps_worker_step_lost", worker="a") == pytest.approx(1 - (1 + 1 + 1 / 2 + 1) / 4)
-    assert value(families, "pyps_step_lost") == pytest.approx(1 - (1 + 1 + 1 / 2 + 1 + 1) / 5)
+    assert value(families, "pyps_worker_rate_scale_sum", worker="a") == pytest.approx(1 + 1 + 1 / 2 + 1)
+    assert value(families, "pyps_worker_rate_scale_count", worker="a") == 4
+    assert value(families, "pyps_rate_scale_sum") == pytest.approx(1 + 1 + 1 / 2 + 1 + 1)
     assert value(families, "pyps_pushes_rejected_total", reason="not_finite") == 1
     assert value(families, "pyps_pushes_rejected_total", reason="dropped") == 0
     assert value(families, "pyps_learning_rate", group="0") == 1.0
     assert value(families, "pyps_workers_counted") == 2
+
+
+def test_what_live_workers_report_and_the_last_checkpoint_are_told(start_server: Start, tmp_path: Path) -> None:
+    began = time.time()
+    server = start_server("--checkpoint-dir", str(tmp_path), "--heartbeat-seconds", "0.2")
+    with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
+        a.report(loss=0.25)
+        b.report(loss=float("nan"))
+        wait_until(lambda: len(scrape(server)["pyps_worker_report"].samples) == 2, what="both reports")
+        b.close()
+        [sample] = scrape(server)["pyps_worker_report"].samples
+    assert (sample.labels, sample.value) == ({"worker": "a", "figure": "loss"}, 0.25)
+    started = value(scrape(server), "pyps_checkpoint_timestamp_seconds")
+    shell("save", "--servers", server.control)
+    assert began <= started < value(scrape(server), "pyps_checkpoint_timestamp_seconds") <= time.time()
+    assert not scrape(start_server())["pyps_checkpoint_timestamp_seconds"].samples
 
 
 def test_a_round_under_way_is_told(start_server: Start) -> None:
