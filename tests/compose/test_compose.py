@@ -175,7 +175,9 @@ def test_every_compose_of_this_machine_reads_the_files() -> None:
     # Asked here, not when tests are collected: the engine's script may have installed it since.
     commands = compose_commands()
     assert commands
-    for compose, example, profile in product(commands, EXAMPLES.values(), ((), ("--profile", "inspect"))):
+    for compose, example, profile in product(
+        commands, EXAMPLES.values(), ((), ("--profile", "inspect"), ("--profile", "observe"))
+    ):
         done = called(*compose, *example, *profile, "config")
         assert done.returncode == 0, (compose, done.stderr)
         assert "worker-2" in done.stdout
