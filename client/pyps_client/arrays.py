@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,19 @@ import numpy.typing as npt
 
 from pyps_client import leave
 from pyps_client.data.portions import Stepper, others_wait
+from pyps_client.figures import Answer, Figures, ask
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
 from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
-from pyps_client.transport.connection import Servers
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import Connection, Servers
 from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
-from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
+from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished, ServerUnavailable
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor, partition
 from pyps_wire.work_pb2 import LeaseReply
 
@@ -302,10 +305,11 @@ class Observer:
         # Read here, where "local" is refused: of a server of its own an observer would never hear of a run.
         launch = Launch.from_environment(parse_servers(servers), **launch_options)
         self._handshake = Handshake(launch)
-        self._servers = Servers(launch, rejoin=self._handshake.rejoin)
+        self._servers = Servers(launch, rejoin=self._rejoin)
         self._closing = threading.Event()
         try:
-            first = self._handshake.join(self._servers.connections, None, self._closing)[0]
+            replies = self._handshake.join(self._servers.connections, None, self._closing)
+            first = replies[0]
             if first.num_servers != len(launch.servers):
                 raise ModelMismatch(
                     f"The run is spread over {first.num_servers} servers, {len(launch.servers)} were named: "
@@ -314,6 +318,8 @@ class Observer:
         except BaseException:
             self.close()
             raise
+        # The ports of the servers' inspection, which a server that comes back may have changed.
+        self._control_ports = [reply.control_address.rpartition(":")[2] for reply in replies]
         self.model = Model.from_proto(first.model)
         self.optimizer: OptimizerSettings = first.optimizer
         self._holdings = Holdings(partition(self.model, num_servers=first.num_servers))
@@ -325,6 +331,34 @@ class Observer:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
         read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._intakes, poll=LongPoll(0.0))
         return split_tensors(self.model, self._vectors)
+
+    def figures(self, every_seconds: float = 10.0) -> Iterator[tuple[int, dict[str, float]]]:
+        """The run's update and its figures by name, now and again after each pause, for whatever logs them.
+
+        Ends with the run, or once a server has been gone for `loss_wait_seconds`. The names are those of
+        docs/trackers.md. Beside `snapshot`, use one thread.
+        """
+        if not 0.0 <= every_seconds < threading.TIMEOUT_MAX:
+            raise BadRequest(f"every_seconds is {every_seconds}; expected the seconds between two looks, 0 or more.")
+        return self._figures(every_seconds)
+
+    def _figures(self, every_seconds: float) -> Iterator[tuple[int, dict[str, float]]]:
+        figures, looks = Figures(), [partial(self._look, connection) for connection in self._servers]
+        while not (self._closing.is_set() or figures.over):
+            try:
+                now = figures.of(self._servers.on_all(looks))
+            except (RunFinished, ServerUnavailable):
+                return
+            yield int(now["updates"]), now
+            self._closing.wait(0.0 if figures.over else every_seconds)
+
+    def _look(self, connection: Connection, _: Channel, stop: threading.Event) -> Answer:
+        host = connection.address.rpartition(":")[0]
+        return ask(f"{host}:{self._control_ports[connection.index]}", self._handshake.launch)
+
+    def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
+        reply = self._handshake.rejoin(connection, channel, timeout_seconds)
+        self._control_ports[connection.index] = reply.control_address.rpartition(":")[2]
 
     @property
     def run_id(self) -> str:

@@ -27,7 +27,7 @@ CLIENT_FLOORS = (
             "log version fork vectors retry credentials places",
             "transport launch",
             "leave replica.group run_state departures",
-            "push pull join lease",
+            "push pull join lease figures",
             "worker",
             "data arrays",
         )

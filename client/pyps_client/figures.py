@@ -1,0 +1,75 @@
+"""A run's figures as its servers tell them, each a number by a name: what people log while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pyps_client.launch import Launch
+from pyps_client.transport.grpc import GrpcChannel
+from pyps_wire.common_pb2 import RUN_STATE_READY
+from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersReply, ListWorkersRequest, Status
+
+# Servers answer such questions at once, however busy they are.
+CALL_SECONDS = 20.0
+
+
+class Answer(NamedTuple):
+    """What one server says of its part of the run."""
+
+    status: Status
+    workers: ListWorkersReply
+
+
+def ask(address: str, launch: Launch) -> Answer:
+    """A server's answer, at its control port. Raises LinkLost, or a PypsError that says why there is none."""
+    channel = GrpcChannel(address, launch.credentials, use_proxy=launch.use_proxy)
+    try:
+        status = channel.call("GetStatus", GetStatusRequest(), Status, timeout_seconds=CALL_SECONDS)
+        workers = channel.call("ListWorkers", ListWorkersRequest(), ListWorkersReply, timeout_seconds=CALL_SECONDS)
+        return Answer(status, workers)
+    finally:
+        channel.close()
+
+
+class Figures:
+    """Makes figures of answers; speeds and means are of the time since those before."""
+
+    def __init__(self) -> None:
+        # Sums so far, and when they were told.
+        self._before: Mapping[str, float] = {}
+        # Whether a server has said that it trains no more.
+        self.over = False
+
+    def of(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """The figures now, by their names; those since the look before are not in the first."""
+        told = [answer.status for answer in answers]
+        self.over = any(status.state != RUN_STATE_READY for status in told)
+        sums = defaultdict(float, at=time.monotonic())
+        for status in told:
+            tally, taken = status.tally, status.tally.pushes_applied + status.tally.pushes_pending
+            sums["updates"] = max(sums["updates"], status.version_max)
+            sums["examples"] = max(sums["examples"], status.examples)
+            sums["taken"] += taken
+            sums["staleness"] += tally.staleness_mean * taken
+            sums["step_lost"] += tally.step_lost * taken
+            sums["refused"] += tally.pushes_rejected - tally.pushes_dropped
+        figures = {"updates": sums["updates"], "refused": sums["refused"]}
+        figures["workers"] = float(max(status.workers_alive for status in told))
+        if self._before:
+            grown = {name: max(1e-9 if name == "at" else 0.0, sums[name] - self._before[name]) for name in sums}
+            figures |= {f"{name}_per_second": grown[name] / grown["at"] for name in ("updates", "examples")}
+            if grown["taken"]:
+                figures |= {name: grown[name] / grown["taken"] for name in ("staleness", "step_lost")}
+        self._before = sums
+        figures |= {f"learning_rate/{rate.group}": rate.current for status in told for rate in status.learning_rates}
+        # What live workers report: each one's as "loss/worker-0", the mean as "loss".
+        reports: dict[str, dict[str, float]] = defaultdict(dict)
+        for worker in (worker for answer in answers for worker in answer.workers.workers if worker.state == "alive"):
+            for name, value in worker.scalars.items():
+                reports[name][f"{name}/{worker.worker_id}"] = value
+        for name, values in reports.items():
+            figures |= {name: sum(values.values()) / len(values)} | values
+        return figures
