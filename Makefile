@@ -9,6 +9,8 @@ DOCKER_ENGINE ?=
 comma := ,
 BENCHMARKS = $(subst $(comma), ,$(BENCH))
 PYTEST_FLAGS ?=
+# Whose wheels of pyps `make wheel` builds, each with its Python.h: pybind11 has no wheel for all of them.
+PYTHONS ?= $(BIN)/python
 # Processes that run tests; one that has done with its own takes over from another.
 TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
@@ -74,8 +76,14 @@ experiments: $(STAMP) ## Repeat the papers' results in virtual time: tables, ver
 	$(BIN)/python experiments/sandblaster.py --picture out/sandblaster.png
 	$(BIN)/python experiments/model_parallel.py --picture out/model_parallel.png
 
-wheel: $(STAMP) ## Build the wheels of both distributions into dist/
-	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir dist ./client .
+# A wheel's tag says how old a glibc its module still runs with: auditwheel reads that from the symbols that it asks for.
+wheel: $(STAMP) ## Build the wheels of both distributions into dist/ (PYTHONS="python3.11 python3.12": pyps for each)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheel
+	rm -rf dist build/wheels
+	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir dist ./client
+	@for python in $(PYTHONS); do (set -x; $(BIN)/python -m pip --python "$$python" wheel --quiet --no-cache-dir \
+		--build-constraint constraints.txt --no-deps --wheel-dir build/wheels .) || exit; done
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --only-plat --wheel-dir dist build/wheels/*.whl
 	@ls dist/*.whl
 
 test-compose: $(STAMP) ## Build the images and train in containers (DOCKER_ENGINE: a script whose `up` starts an engine)

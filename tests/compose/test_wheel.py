@@ -1,0 +1,87 @@
+"""What `make wheel` builds, in a container without compiler, index or network: a server, a worker and `pyps status`.
+
+Needs an engine, as test_compose.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+# A cold build compiles, and pip fetches what pyps stands on.
+SECONDS = 600
+[IMAGE] = set(re.findall(r"^FROM (python:\S+)", (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8"), re.M))
+
+WORKER = """
+import numpy
+from pyps_client import Client
+
+start = {"weight": numpy.zeros(10, "float32")}
+with Client(start, ("sgd", {"learning_rate": 0.1}), servers="127.0.0.1:7610") as client:
+    for _ in range(5):
+        client.push({"weight": -numpy.ones(10, "float32")})
+        weight = client.pull()["weight"]
+print(f"trained to {weight.mean():.3f}")
+"""
+# An image that stands in for the official one may have a compiler: it goes first.
+JOB = """
+set -eu
+rm -rf /usr/bin/*gcc* /usr/bin/*g++* /usr/bin/cc /usr/bin/c++ /usr/bin/ld* /usr/bin/make /usr/lib/gcc/*/*/cc1*
+for tool in cc gcc c++ g++ clang ld make cmake ninja; do
+  if command -v $tool; then exit 1; fi
+done
+python3 -m venv /tmp/pyps
+. /tmp/pyps/bin/activate
+pip install --quiet --no-index --find-links /wheels pyps
+pyps serve --ready-file /tmp/ready.json >/tmp/server.txt 2>&1 &
+server=$!
+python /wheels/worker.py || { cat /tmp/server.txt; exit 1; }
+pyps status --json
+kill $server
+wait $server
+"""
+
+
+@pytest.fixture
+def engine() -> None:
+    if script := os.environ.get("DOCKER_ENGINE"):
+        run(script, "up")
+    elif subprocess.run(("docker", "info"), capture_output=True, check=False).returncode:
+        pytest.skip("no Docker engine runs here, and DOCKER_ENGINE names no script that starts one")
+
+
+def run(*command: str) -> str:
+    """What the command printed, once it has ended well."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.usefixtures("engine")
+def test_the_wheels_install_and_train_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+    built = re.findall(r"^dist/(\S+\.whl)$", run("make", "--no-print-directory", "wheel"), re.M)
+    client, server = sorted(built, reverse=True)
+    assert client.startswith("pyps_client-") and client.endswith("-py3-none-any.whl")
+    assert re.fullmatch(r"pyps-.*-cp3\d+-cp3\d+-manylinux_2_\d+_\w+\.whl", server)
+    # Both of dist/, the others as an index has them; only wheels, since a source would want a compiler.
+    fetch = (sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(tmp_path))
+    run(*fetch, "--constraint", "constraints.txt", *(f"dist/{name}" for name in built))
+    (tmp_path / "worker.py").write_text(WORKER, encoding="utf-8")
+
+    told = run("docker", "run", "--rm", "--network", "none", "-v", f"{tmp_path}:/wheels:ro", IMAGE, "sh", "-c", JOB)
+
+    trained, _, status = told.partition("\n")
+    assert trained == "trained to 0.500"
+    [answer] = json.loads(status)["servers"]
+    assert answer["status"]["versionMax"] == "5"
