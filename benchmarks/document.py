@@ -3,7 +3,8 @@
     python benchmarks/document.py docs/performance.json --into docs
 
 In the template {{name}} stands for a figure, a table or a picture, each a function here. What was not measured is said
-to be missing, so that a document of a few benchmarks is made too.
+to be missing, so that a document of a few benchmarks is made too. The figures in docs/migrate.md stand between a
+comment with their name and one that ends them, and are written anew there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("perfo
 # What a complete document has the results of.
 BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
+_RENEWED = re.compile(r"(?<=<!-- )(against_\w+) -->\n.*?(?=<!-- end -->)", re.S)
 
 
 def main() -> None:
@@ -35,7 +37,10 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="the JSON that bench.py wrote")
     parser.add_argument("--into", type=Path, default=Path("docs"), help="folder of the document")
     options = parser.parse_args()
-    write(json.loads(options.results.read_text(encoding="utf-8")), options.into)
+    results = json.loads(options.results.read_text(encoding="utf-8"))
+    write(results, options.into)
+    if (page := options.into / "migrate.md").exists():
+        page.write_text(renewed(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     kept = options.into / "performance.json"
     if options.results.resolve() != kept.resolve():
         shutil.copyfile(options.results, kept)
@@ -56,6 +61,11 @@ def write(results: Results, folder: Path) -> None:
         text = _PLACE.sub(put, template.read_text(encoding="utf-8"))
         page = folder / template.name.replace("_template", "")
         page.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
+
+
+def renewed(page: str, results: Results) -> str:
+    """The page with the figures of these results between its comments."""
+    return _RENEWED.sub(lambda match: f"{match[1]} -->\n{PIECES[match[1]](results)}\n", page)
 
 
 def machine(results: Results) -> str:
@@ -236,6 +246,21 @@ def _link_name(rate: str) -> str:
     return f"{rate.removesuffix('gbit')} Gbit/s each way" if rate.endswith("gbit") else rate
 
 
+def rounds_told(results: Results, is_peer: Callable[[str], bool]) -> str:
+    """Rounds of the big model by one worker beside the fastest of those peers: on one machine, and over each link."""
+    places = {"on one machine": figures.rows(results, "rounds", size="big", workers=1)}
+    for row in figures.rows(results, "link"):
+        places[f"over {_link_name(row['rate'])}"] = figures.rows(results, "link", rate=row["rate"])
+    parts = []
+    for place, found in places.items():
+        if peer := figures.fastest(found, is_peer):
+            ours = [(name, figures.median(found, name)) for name in (figures.SHARED_MEMORY, figures.LANE)]
+            speeds = [f"{name} {speed:.{1 + (speed < 10)}f}" for name, speed in (*ours, peer) if speed]
+            parts.append(f"{', '.join(speeds)} {place}")
+    told = "; ".join(parts) or "not measured in this run"
+    return f"Rounds a second of 25.6 million parameters by one worker: {told} ([what a round is](performance.md))."
+
+
 def load_table(results: Results) -> str:
     found = figures.rows(results, "load")
     columns = {
@@ -373,6 +398,8 @@ PIECES: dict[str, Callable[[Results], str]] = {
         names=("DDP gloo", "pyps hardsync", "torch RPC hardsync", "pyps async", "torch RPC async"),
         slowed=True,
     ),
+    "against_torch_rpc": partial(rounds_told, is_peer=figures.is_torch_rpc),
+    "against_tensorflow": partial(rounds_told, is_peer=lambda name: name.startswith("TensorFlow")),
     "load_table": load_table,
     "huge_sentence": huge_sentence,
     "gpu_table": gpu_table,
