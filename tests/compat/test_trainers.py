@@ -26,6 +26,26 @@ SCRIPTS = {
     for chapter in CHAPTERS
     for script in re.findall(r"^```python\n(.*?)^```", chapter, re.M | re.S)
 }
+# How the page's table saves, each worker its own copy, and goes on from that: what stands in the script, then what is
+# put there first, and what the second time.
+OWN = "os.environ['PYPS_WORKER_INDEX']"
+PREPARED = f"model = accelerator.prepare(model)\naccelerator.load_state({OWN})\nremote = "
+CONTINUED = {
+    "Accelerate": (
+        ("remote = RemoteOptimizer(", "remote = RemoteOptimizer(", f"{PREPARED}RemoteOptimizer("),
+        ("    print(", f"    accelerator.save_state({OWN})\n    print(", "    print("),
+    ),
+    "Lightning": (
+        ("max_epochs=10", "max_epochs=10", "max_epochs=12"),
+        ("(), loader)", f"(), loader)\ntrainer.save_checkpoint({OWN})", f"(), loader, ckpt_path={OWN})"),
+    ),
+    "Hugging Face Trainer": (
+        ('"out"', OWN, OWN),
+        ('"no"', '"epoch"', '"no"'),
+        ('_epochs": 10', '_epochs": 10', '_epochs": 12'),
+        (".train()", ".train()", ".train(resume_from_checkpoint=True)"),
+    ),
+}
 # Two workers, ten epochs, 1024 examples of each worker's own, a step for twice 32.
 UPDATES = 2 * 10 * 1024 // 64
 
@@ -44,10 +64,15 @@ def run_job(
     request: pytest.FixtureRequest, python: Path, tmp_path: Path, start_python: Callable[..., PythonProcess]
 ) -> Callable[..., str]:
     """Runs the page's command with one of its scripts: all that was printed, once all have ended well."""
-    (tmp_path / "worker.py").write_text(SCRIPTS[request.param], encoding="utf-8")
     [command] = re.findall(r"^pyps (run .*) -- python worker\.py$", PAGE, re.M)
 
-    def run(**environment: str) -> str:
+    def run(life: int | None = None, **environment: str) -> str:
+        script = SCRIPTS[request.param]
+        if life is not None:
+            for there, *instead in (("import torch\n", *(2 * ["import os, torch\n"])), *CONTINUED[request.param]):
+                assert script.count(there) == 1, there
+                script = script.replace(there, instead[life])
+        (tmp_path / "worker.py").write_text(script, encoding="utf-8")
         arguments = ("-m", "pyps", *command.split(), "--", str(python), "worker.py")
         job = start_python(*arguments, cwd=tmp_path, env={"PYTHONPATH": None, **environment})
         assert job.wait(240) == 0, job.output()
@@ -78,3 +103,11 @@ def test_a_trainer_ends_with_the_run(run_job: Callable[..., str]) -> None:
     assert 60 <= max(update for update, _ in told(output)) < UPDATES
     # What is told of a loop that goes on.
     assert "steps do nothing any more" not in output
+
+
+def test_a_new_run_begins_at_the_parameters_of_a_trainer_s_checkpoint(run_job: Callable[..., str]) -> None:
+    first, second = (told(run_job(life)) for life in (0, 1))
+
+    # The run begins anew, the parameters do not: after one more epoch the first lines tell of less than those before.
+    assert second[0][0] < UPDATES / 2
+    assert sum(loss for _, loss in second[:2]) < 0.7 * sum(loss for _, loss in first[:2])
