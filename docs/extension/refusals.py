@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import traceback
@@ -62,6 +63,9 @@ def _nothing_happens() -> Iterator[None]:
         for name in ("insecure_channel", "secure_channel", "server"):
             patches.enter_context(mock.patch.object(grpc, name, _reached))
         patches.enter_context(mock.patch.object(asyncio, "run", _close))
+        # A command says how loud its process is to be.
+        patches.enter_context(mock.patch.object(logging, "basicConfig"))
+        patches.enter_context(mock.patch.object(logging.Logger, "setLevel"))
         patches.enter_context(mock.patch.object(sys, "dont_write_bytecode", True))
         _watching = True
         try:
