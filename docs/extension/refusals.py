@@ -15,6 +15,7 @@ from unittest import mock
 import grpc
 from typer.testing import CliRunner
 
+from pyps import logs
 from pyps.cli.main import app
 
 # Of sys.addaudithook: what comes once a program has taken what it was given.
@@ -63,9 +64,9 @@ def _nothing_happens() -> Iterator[None]:
         for name in ("insecure_channel", "secure_channel", "server"):
             patches.enter_context(mock.patch.object(grpc, name, _reached))
         patches.enter_context(mock.patch.object(asyncio, "run", _close))
-        # A command says how loud its process is to be.
-        patches.enter_context(mock.patch.object(logging, "basicConfig"))
-        patches.enter_context(mock.patch.object(logging.Logger, "setLevel"))
+        # A command says where its process logs, and how loudly.
+        for place, name in ((logs, "configure"), (logging, "basicConfig"), (logging.Logger, "setLevel")):
+            patches.enter_context(mock.patch.object(place, name))
         patches.enter_context(mock.patch.object(sys, "dont_write_bytecode", True))
         _watching = True
         try:
