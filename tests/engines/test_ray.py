@@ -202,7 +202,7 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Pa
         certificate, token = re.findall(r"=(/\S+)", look)
         header = f"authorization: Bearer {Path(token).read_text().strip()}"
         fetch = ("curl", "-s", "--cacert", certificate, "-H", header, metrics)
-        for command, told in ((shlex.split(look), "worker-0"), (fetch, "pyps_workers_alive 1.0")):
+        for command, told in ((shlex.split(look), "worker-0"), (fetch, 'pyps_workers{state="alive"} 1.0')):
             with cluster.start("env", *command) as shown:
                 assert shown.wait() == 0
                 assert told in shown.output()

@@ -104,7 +104,8 @@ def test_torchrun_takes_in_another_node_and_starts_anew_what_died_where_the_run_
     told = first.output() + second.output()
     # Once with the second node, once after the death.
     assert told.count("of 4 at a later update") == 8
-    assert told.count("trained to the end") == 4
+    # One that is quick has ended before another dies, and does so again.
+    assert told.count("trained to the end") >= 4
     assert " digits " in run("pyps status").wait_for_output("finished")
     assert server.running
 
