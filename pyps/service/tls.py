@@ -108,14 +108,14 @@ class Tls:
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
         from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
-        key: object = None
+        key: object
         try:
             key = x509.load_pem_x509_certificate(pem).public_key()
         except ValueError:
             # OpenSSL is less strict.
             return
         except UnsupportedAlgorithm:
-            pass
+            key = None
         if isinstance(key, RSAPublicKey):
             kind, known = f"RSA of {key.key_size} bits", key.key_size >= _RSA_BITS_MIN
         elif isinstance(key, EllipticCurvePublicKey):

@@ -106,5 +106,5 @@ def _refusal_of(control: Control) -> str:
     except (NotAllowed, NotAuthenticated) as error:
         return str(error)
     except BadRequest:
-        pass
+        return ""
     return ""
