@@ -503,6 +503,8 @@ def test_a_caller_that_is_cut_before_its_lane_is_open_does_not_use_up_its_ticket
     admit, begun, ended = Tcp._admit, threading.Event(), threading.Event()
 
     def admit_once_cut(tcp: Tcp, connection: Connection, request: LaneOpen) -> None:
+        # Its thread may be quicker than who takes it in.
+        wait_until(lambda: connection in tcp._connections, what="the caller to be taken in")
         begun.set()
         wait_until(lambda: connection not in tcp._connections, what="the caller to be cut")
         try:
