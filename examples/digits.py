@@ -71,6 +71,8 @@ def main() -> None:
         optimizer.report(loss=loss.item())
         if epoch % 10 == 0 or epoch == arguments.epochs - 1:
             print(f"epoch {epoch:3d}  update {optimizer.global_step:5d}  loss {loss.item():.4f}", flush=True)
+        if optimizer.finished:
+            break
     optimizer.close()
     images, labels = held_out.tensors
     with torch.no_grad():
