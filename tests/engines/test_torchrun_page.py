@@ -35,6 +35,7 @@ optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.001)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 killed = Path("killed").exists()
 print(f"rank {rank} of {size} at {'the beginning' if not optimizer.global_step else 'a later update'}", flush=True)
+Path(f"rank-{rank}-of-{size}").touch()
 step = 0
 while size == 2 or not killed or step < 20:
     optimizer.zero_grad()
@@ -43,12 +44,15 @@ while size == 2 or not killed or step < 20:
     step += 1
     if size == 2 and step == 20:
         Path("begun").touch()
-    if size == 4 and rank == 1 and step == 20 and not killed:
+    if size == 4 and rank == 1 and not killed and all(Path(f"rank-{each}-of-4").exists() for each in range(4)):
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 optimizer.close()
 print("trained to the end", flush=True)
 """
+# The example, until the run is stopped.
+ENDLESS = (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8").replace("range(20)", "range(10**6)")
+ENDLESS += "    if optimizer.finished:\n        break\n"
 # The second worker fails at first; all of them always, where the script says so.
 FAILING = """
 import os, sys
@@ -110,10 +114,11 @@ def test_torchrun_takes_in_another_node_and_starts_anew_what_died_where_the_run_
     assert server.running
 
 
-def test_servers_are_found_again_in_a_file_after_they_moved(run: Run) -> None:
+def test_servers_are_found_again_in_a_file_after_they_moved(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS, encoding="utf-8")
     first = run(BEFORE.replace("pyps serve", "echo $$ > first; exec pyps serve"))
     first.wait_for_output("data           127.0.0.2:7610")
-    worker = run(TRAIN)
+    worker = run(TRAIN.replace("examples/minimal.py", "endless.py"))
     worker.wait_for_output("epoch 0")
 
     run("kill $(cat first)").wait()
@@ -121,9 +126,9 @@ def test_servers_are_found_again_in_a_file_after_they_moved(run: Run) -> None:
     run(AFTER).wait_for_output("127.0.0.3:7610")
     assert "127.0.0.3" in run(FOUND).wait_for_output("ready")
 
+    worker.wait_for_output("server 0 (file:servers#0) is at 127.0.0.3:7610 now")
+    run("pyps stop --servers file:servers").wait_for_output("has finished its run")
     assert worker.wait() == 0
-    assert "server 0 (file:servers#0) is at 127.0.0.3:7610 now" in worker.output()
-    assert "epoch 19" in worker.output()
 
 
 def test_torchx_trains_on_this_machine_and_its_servers_end_with_the_workers(run: Run) -> None:
