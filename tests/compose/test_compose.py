@@ -113,8 +113,8 @@ class Cluster:
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster, started, and removed with all that belongs to it."""
     monkeypatch.setenv("PYPS_LEASE_SECONDS", "6")
-    # Long enough to be looked at while it runs.
-    monkeypatch.setenv("DIGITS_EPOCHS", "400")
+    # Until the run is stopped.
+    monkeypatch.setenv("DIGITS_EPOCHS", "1000000")
     cluster = Cluster(request.param)
     try:
         cluster.compose("up", "-d")
@@ -129,17 +129,26 @@ def test_the_others_finish_after_one_worker_s_container_was_killed(cluster: Clus
     expect_few_rights(containers)
     expected = dict.fromkeys(WORKERS, cluster.transport)
 
-    def training_by_all() -> bool:
+    def said() -> dict[str, Any]:
         answer = called("docker", "exec", containers["server-0"]["Id"], "pyps", "status", "--json")
-        said = json.loads(answer.stdout)["servers"][0]
-        transports = {worker["workerId"]: worker.get("transport") for worker in said["workers"]}
-        return int(said["status"].get("versionMax", 0)) >= 50 and transports == expected
+        return dict(json.loads(answer.stdout)["servers"][0])
+
+    def version() -> int:
+        return int(said()["status"].get("versionMax", 0))
+
+    def training_by_all() -> bool:
+        transports = {worker["workerId"]: worker.get("transport") for worker in said()["workers"]}
+        return version() >= 50 and transports == expected
 
     wait_until(training_by_all, TRAINING_SECONDS, f"training by three workers that all use {cluster.transport}")
     if cluster.transport != "shm":
         expect_refusals(containers["server-1"]["Id"])
 
     cluster.compose("kill", "-s", "SIGKILL", "worker-2")
+    # Far enough for the accuracy, too.
+    enough = version() + 1500
+    wait_until(lambda: version() >= enough, TRAINING_SECONDS, "the others' going on")
+    assert called("docker", "exec", containers["server-0"]["Id"], "pyps", "stop").returncode == 0
     ids = [containers[service]["Id"] for service in SERVERS + WORKERS]
     ended = called("docker", "wait", *ids, timeout_seconds=TRAINING_SECONDS)
     assert ended.stdout.split() == ["0", "0", "0", "0", "137"]
