@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 import types
@@ -150,12 +151,11 @@ class ServerConfig:
     heartbeat_seconds: float = setting(5.0, "How often workers send a heartbeat.", minimum=0.05)
     lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
-    exit_when_done: bool = setting(False, "Exit when all workers that joined are gone.")
-    exit_when_finished: bool = setting(
-        False, "Exit when all workers that joined have finished, not when one failed; a signal before is no success."
-    )
-    exit_idle_seconds: float = setting(
-        0.0, "Exit when no worker has been there for so long, whether or not any joined; 0: never.", minimum=0.0
+    exit_when: str = setting(
+        "never",
+        "When to exit: never; gone: once all workers that joined are; finished: once they have, not when one failed, "
+        "and a signal before is no success; idle=SECONDS: when none has been there for so long, whether or not any "
+        "joined; or two of these, as gone,idle=300.",
     )
     checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
     checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
@@ -178,6 +178,11 @@ class ServerConfig:
     def stop_condition(self) -> StopCondition | None:
         """`stop_after` in parts, None when the run goes on until it is stopped."""
         return StopCondition.parse(self.stop_after) if self.stop_after else None
+
+    @property
+    def exit_condition(self) -> ExitCondition:
+        """`exit_when` in parts."""
+        return ExitCondition.parse(self.exit_when)
 
     @property
     def brought_policy(self) -> str:
@@ -216,6 +221,32 @@ class StopCondition:
         if unit not in ("updates", "examples", "seconds") or not 0 < limit < float("inf"):
             raise ValueError(f"{text!r} is none of updates=N, examples=N and seconds=N with N above 0")
         return cls(unit, limit)
+
+
+@dataclass(frozen=True)
+class ExitCondition:
+    """When a server ends by itself."""
+
+    # How all workers have to be: gone or finished; never, where it does not end with them.
+    workers: str = "never"
+    # How long none of them may be there.
+    idle_seconds: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> ExitCondition:
+        """Reads never, gone or finished, and idle=SECONDS alone or after one of these two; ValueError for the rest."""
+        words = text.split(",")
+        workers = words.pop(0) if words[0] in ("never", "gone", "finished") else "never"
+        kind, _, number = ",".join(words).partition("=")
+        try:
+            idle_seconds = float(number) if words else math.inf
+        except ValueError:
+            idle_seconds = 0
+        if words and (text.startswith("never") or kind != "idle" or not 0 < idle_seconds < math.inf):
+            raise ValueError(
+                f"{text!r} is none of never, gone, finished, idle=SECONDS above 0, and gone or finished,idle=SECONDS"
+            )
+        return cls(workers, idle_seconds)
 
 
 def flag_name(field_name: str) -> str:
@@ -395,6 +426,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "lane_port": lambda config: _check_lane_port(config.lane_port),
     "stop_after": lambda config: config.stop_condition,
+    "exit_when": lambda config: config.exit_condition,
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
     "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
     "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), aggregation.parse(config.protocol)),

@@ -72,12 +72,13 @@ def train(
         ("workers", workers, 1),
         ("port", port, 1),
         ("max_restarts", max_restarts, 0),
+        ("idle_seconds", idle_seconds, 1),
     ):
         if number < least:
             raise ValueError(f"--{option} is {number}; expected {least} or more")
     serve = ["pyps", "serve", "--host", host, "--run-id", run_id, "--expected-workers", str(workers)]
     # Between a worker's two lives it may be that none is there.
-    serve += ["--exit-when-finished" if max_restarts else "--exit-when-done", "--exit-idle-seconds", str(idle_seconds)]
+    serve += ["--exit-when", f"{'finished' if max_restarts else 'gone'},idle={idle_seconds}"]
     if checkpoint_dir:
         serve += ["--checkpoint-dir", f"{checkpoint_dir}/server-{macros.replica_id}", "--resume"]
     first = f"$$(({port} + {PORTS} * {macros.replica_id}"

@@ -84,9 +84,7 @@ def run(
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
     config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
-    exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done/--stay", help="End with the workers, or serve until Ctrl-C.")
-    ] = True,
+    stay: Annotated[bool, typer.Option("--stay", help="Serve on after the workers' end, until Ctrl-C.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
     ] = False,
@@ -145,7 +143,7 @@ def run(
             worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
         ),
     )
-    raise typer.Exit(run_job(job, output, stay=not exit_when_done, kept=kept))
+    raise typer.Exit(run_job(job, output, stay=stay, kept=kept))
 
 
 def folder_flags(name: str, *, checkpoint_dir: Path | None, resume: bool, update_log: Path | None) -> tuple[str, ...]:

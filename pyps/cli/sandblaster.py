@@ -70,9 +70,7 @@ def sandblaster(
         typer.Option(help="Bytes that each server may spend on vectors and staged gradients.", show_default=False),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
-    exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done/--stay", help="End with the workers, or serve until Ctrl-C.")
-    ] = True,
+    stay: Annotated[bool, typer.Option("--stay", help="Serve on after the workers' end, until Ctrl-C.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
     ] = False,
@@ -134,7 +132,7 @@ def sandblaster(
             worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
         ),
     )
-    raise typer.Exit(run_job(job, output, stay=not exit_when_done, kept=kept))
+    raise typer.Exit(run_job(job, output, stay=stay, kept=kept))
 
 
 def worker_command(command: list[str]) -> tuple[str, ...]:

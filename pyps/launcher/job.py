@@ -271,7 +271,7 @@ class Job:
             self.coordinator.ended()
             return
         if child in self.servers:
-            # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when-done.
+            # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when.
             if child.returncode != 0:
                 self.server_died = True
             if child.returncode != 0 and self.addresses:

@@ -75,7 +75,7 @@ class LocalServer(Server):
 
 
 async def _serve(ready: Future[str], instruction_set: str) -> None:
-    config = ServerConfig(exit_when_done=True)
+    config = ServerConfig(exit_when="gone")
     server = LocalServer(config, instruction_set=instruction_set, transports=[InProcess], pool=_threads())
     await server.serve(ready)
 

@@ -68,6 +68,13 @@ _CALLS_SHARE = 0.4
 # Nearest first: the last is the way of all that none of the others knows.
 TRANSPORTS: Sequence[type[Transport]] = (InProcess, SharedMemory, Tcp, Grpc)
 
+# Whether a server ends with its workers now, by the word of --exit-when.
+_ALL_WORKERS: Mapping[str, Callable[[Run], bool]] = {
+    "never": lambda run: False,
+    "gone": lambda run: run.done,
+    "finished": lambda run: run.workers_finished,
+}
+
 _Health = health_pb2.HealthCheckResponse
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
@@ -215,7 +222,7 @@ class Server:
         now = self._clock()
         if not self._stop.is_set():
             self._signalled_at = now
-            if self._config.exit_when_finished:
+            if self._config.exit_condition.workers == "finished":
                 # Else an engine that drains a machine would count the server's part of the job as done.
                 self._status = 128 + number
             self.stop(number.name)
@@ -282,16 +289,15 @@ class Server:
             task.cancel()
 
     async def _keep_time(self) -> None:
-        seen_at = self._clock()
+        exit_when, seen_at = self._config.exit_condition, self._clock()
+        all_are_so = _ALL_WORKERS[exit_when.workers]
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
             # On a thread, since it may make updates; at the present time: a wait for one counts against nobody.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
             self._host.serializations.tidy(self._run.shards)
-            if (self._config.exit_when_done and self._run.done) or (
-                self._config.exit_when_finished and self._run.workers_finished
-            ):
+            if all_are_so(self._run):
                 # On a thread too: a shard may still be busy with an update that the last one to leave has completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
                 # The end saves too.
@@ -299,8 +305,8 @@ class Server:
                 return
             if self._run.membership.num_alive:
                 seen_at = self._clock()
-            elif 0 < self._config.exit_idle_seconds <= self._clock() - seen_at:
-                self.stop(f"no worker was there for {self._config.exit_idle_seconds:g} s")
+            elif self._clock() - seen_at >= exit_when.idle_seconds:
+                self.stop(f"no worker was there for {exit_when.idle_seconds:g} s")
                 return
 
     async def _keep_checkpoints(self) -> None:

@@ -181,7 +181,7 @@ def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone:
     for pod in servers:
         config = resolve({"checkpoint_dir": "/data"}, environment(objects, pod), warn=pytest.fail)
         assert config.expected_workers == len(workers)
-        assert config.exit_when_finished == (variant == "jobset")
+        assert config.exit_when == ("finished" if variant == "jobset" else "never")
         assert config.drain_seconds < pod["terminationGracePeriodSeconds"]
     for index, pod in enumerate(workers):
         launch = Launch.from_environment(environment=environment(objects, pod) | {"PYPS_TOKEN_FILE": ""})

@@ -49,7 +49,7 @@ def state_of(server: AnyServer) -> tuple[int, str]:
 def test_bench_measures_each_way_and_leaves_the_servers_empty(
     start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
-    flags = ("--exit-when-done", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
+    flags = ("--exit-when", "gone", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
     servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
     output = run_bench(start_python, addresses(servers), "--json")

@@ -138,7 +138,7 @@ def test_stop_after_examples_and_seconds_finish_the_run(start_server):
 
 
 def test_finishing_a_job_that_waits_for_a_shard_does_not_hold_up_the_server(start_server, monkeypatch):
-    server = start_server("--exit-when-done")
+    server = start_server("--exit-when", "gone")
     run, begun, let_go = server._server._run, threading.Event(), threading.Event()
     finish = run.finish
     monkeypatch.setattr(run, "finish", lambda reason: (begun.set(), let_go.wait(20), finish(reason)))
@@ -153,8 +153,8 @@ def test_finishing_a_job_that_waits_for_a_shard_does_not_hold_up_the_server(star
     assert server.wait() == 0
 
 
-def test_exit_when_done_waits_for_all_expected_workers(start_server):
-    server = start_server("--exit-when-done", "--expected-workers", "2")
+def test_exit_when_gone_waits_for_all_expected_workers(start_server):
+    server = start_server("--exit-when", "gone", "--expected-workers", "2")
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
         first.leave()
@@ -167,7 +167,7 @@ def test_exit_when_done_waits_for_all_expected_workers(start_server):
 
 def test_a_server_without_workers_ends_after_the_time_that_it_was_told_whether_any_came(start_server):
     clock = Clock()
-    flags = ("--exit-idle-seconds", "2", "--heartbeat-seconds", "0.1")
+    flags = ("--exit-when", "idle=2", "--heartbeat-seconds", "0.1")
     servers = [start_server(*flags, clock=clock) for _ in range(2)]
     with make_client(servers[0].data):
         began = clock()
@@ -178,15 +178,15 @@ def test_a_server_without_workers_ends_after_the_time_that_it_was_told_whether_a
         assert "no worker was there for 2 s" in server.output()
 
 
-def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
-    server = start_server("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "2")
+def test_exit_when_gone_counts_a_worker_whose_lease_ran_out(start_server):
+    server = start_server("--exit-when", "gone", "--heartbeat-seconds", "0.2", "--lease-seconds", "2")
     with WireWorker(server.data) as worker:
         worker.join()
         assert server.wait(60) == 0
 
 
 def test_exit_when_finished_waits_for_a_worker_that_failed_to_come_again_and_finish(start_server):
-    server = start_server("--exit-when-finished", "--expected-workers", "2")
+    server = start_server("--exit-when", "finished", "--expected-workers", "2")
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
         second.join()
@@ -201,7 +201,7 @@ def test_exit_when_finished_waits_for_a_worker_that_failed_to_come_again_and_fin
 
 
 def test_a_signal_before_the_workers_have_finished_is_no_success_of_one_that_exits_with_them(start_server_process):
-    server = start_server_process("--exit-when-finished")
+    server = start_server_process("--exit-when", "finished")
     assert server.terminate() == 128 + signal.SIGTERM
 
 

@@ -9,7 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from pyps.cli.main import app
-from pyps.config import OTHER_VARIABLES, ConfigError, ServerConfig, StopCondition, flag_name, resolve, variable_name
+from pyps.config import (
+    OTHER_VARIABLES,
+    ConfigError,
+    ExitCondition,
+    ServerConfig,
+    StopCondition,
+    flag_name,
+    resolve,
+    variable_name,
+)
 from pyps.launcher.environment import worker_environment
 from pyps_client import launch
 
@@ -58,6 +67,7 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         "batch_growth": "start=8,maximum=64,every=2,epoch_examples=1000",
         "ready_file": "/ready",
         "stop_after": "updates=5",
+        "exit_when": "gone,idle=5",
         "optimizer": "sgd:learning_rate=0.5",
         "staleness": "none",
         "log_format": "json",
@@ -129,6 +139,11 @@ BAD_VALUES = [
     ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
     ({"stop_after": "updates=5", "protocol": "sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
     ({"stop_after": "updates=5", "protocol": " Sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
+    ({"exit_when": "done"}, {}, ["--exit-when", "'done'", "never, gone, finished", "idle=SECONDS"]),
+    *(
+        ({}, {"PYPS_EXIT_WHEN": text}, ["PYPS_EXIT_WHEN", repr(text)])
+        for text in ("idle", "idle=0", "idle=nan", "idle=inf", "idle=5,gone", "gone,", "gone,finished", "never,idle=5")
+    ),
     ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
     ({"log_gradients": True}, {}, ["--log-gradients", "--update-log"]),
     ({"start_together": True}, {}, ["--start-together", "--expected-workers"]),
@@ -252,3 +267,13 @@ def test_stop_conditions_are_read():
     assert made({"stop_after": "examples=50000"}).stop_condition == StopCondition("examples", 50_000)
     assert made({"stop_after": "seconds=0.5"}).stop_condition == StopCondition("seconds", 0.5)
     assert made().stop_condition is None
+
+
+def test_exit_conditions_are_read():
+    for text, condition in [
+        ("never", ExitCondition()),
+        ("gone", ExitCondition("gone")),
+        ("idle=0.5", ExitCondition(idle_seconds=0.5)),
+        ("finished,idle=300.0", ExitCondition("finished", 300)),
+    ]:
+        assert made({"exit_when": text}).exit_condition == condition
