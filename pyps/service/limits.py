@@ -55,12 +55,6 @@ class ByteBudget:
                 "the most: raise its --max-in-flight-bytes, or make shards smaller (shard_size)"
             )
         with self._lock:
-            if self._bytes + num_bytes > self.bytes_max:
-                raise LimitExceeded(
-                    f"{num_bytes} bytes more would make {self._bytes + num_bytes} bytes of pushes and pulls "
-                    f"held at once, this server holds {self.bytes_max} at the most: try again later, or "
-                    "raise --max-in-flight-bytes"
-                )
             if num_bytes and 2 * (self._bytes + num_bytes) > self.bytes_max:
                 self._require_share(num_bytes, account)
             self._count(num_bytes, account)
