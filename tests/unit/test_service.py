@@ -28,7 +28,7 @@ from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
 from pyps.service.roles import Role
 from pyps.service.security import Access
-from pyps.service.serializations import Serializations
+from pyps.service.serializations import Serializations, Wanted
 from pyps.service.transport import Host
 from pyps.work import DataSpec, Leased
 from pyps_client.transport import grpc as channel
@@ -143,6 +143,27 @@ class Listener:
 
     async def write(self, message: bytes) -> None:
         self.taken.append(wire.Parameters.FromString(message))
+
+
+def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held() -> None:
+    run, listener, held = serving(protocol="asgd"), Listener(), list[bool]()
+    whole = run.whole
+    assert whole is not None
+
+    class Watching(Serializations):
+        def take(self, wanted: Wanted, *, worker_id: str) -> bytes | None:
+            held.append(whole._mutex.locked())
+            return super().take(wanted, worker_id=worker_id)
+
+    async def scene() -> None:
+        await PullStream(run, work, ByteBudget(2**20), listener, request, serializations=Watching()).serve()  # type: ignore[arg-type]
+
+    wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
+    request = wire.PullRequest(sender=SENDER, role=common.ROLE_WORKER, wants=wants, codec=common.CODEC_FLOAT32)
+    work = KernelExecutor(1)
+    asyncio.run(scene())
+    work.shutdown()
+    assert (held, len(listener.taken)) == ([True, True], 2)
 
 
 def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex() -> None:
