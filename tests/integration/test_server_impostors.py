@@ -135,6 +135,18 @@ def test_no_call_in_another_workers_name_is_taken_or_changes_anything(start_serv
         assert "secret" not in server.output() and victim.sender.secret.decode() not in server.output()
 
 
+def test_a_stream_that_began_in_ones_own_name_takes_no_push_in_anothers(start_server: Start) -> None:
+    server = start_server("--protocol", "ssp:s=9")
+    with crew(server, 2) as (victim, impostor):
+        victim.push_step(1.0)
+        for lie in lies_about(victim.sender, impostor.sender):
+            forged = impostor.push_request(7.0, sequence=99)
+            forged.sender.CopyFrom(lie)
+            own = impostor.push_request(1.0)
+            assert refusal_of(impostor.push, own, forged)[:2] == ("PERMISSION_DENIED", "NotAllowed")
+        assert [values_of(each).tolist() for each in victim.pull()] == [[-5.0] * 37]
+
+
 def test_a_process_of_a_replica_joins_and_leaves_with_the_secret_that_all_of_them_share(start_server: Start) -> None:
     """Else any name that begins likewise would take the whole replica out."""
     server = start_server()
