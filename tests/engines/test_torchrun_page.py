@@ -179,7 +179,9 @@ def test_workers_find_servers_on_machines_of_their_own(tmp_path: Path) -> None:
         assert subprocess.check_output(["bash", "-c", text], env=hosts, text=True).strip() == found
 
 
-@pytest.mark.parametrize("wrong", [{"servers": 0}, {"workers": 0}, {"port": 0}, {"max_restarts": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"servers": 0}, {"workers": 0}, {"port": 0}, {"max_restarts": -1}, {"idle_seconds": 0}]
+)
 def test_a_job_of_nothing_is_refused(wrong: dict[str, int]) -> None:
     from pyps.torchx import train
 
