@@ -165,7 +165,7 @@ def test_four_workers_train_and_one_is_killed_as_a_browser_shows_it_at_three_wid
     wait_until(lambda: browser.run("document.activeElement.id") == "token", what="the question for the token")
     browser.call("Input.insertText", text="observers-9c1f")
     browser.press("enter")
-    browser.see("digits", "async", "worker-3", "to 5: tabs", "protocol")
+    browser.see("digits", "async", "worker-3", "1-5 tabs", "protocol")
 
     wait_until(lambda: status_of(servers[0]).version_min > 300, what="some training")
     workers[3].kill()
@@ -175,7 +175,7 @@ def test_four_workers_train_and_one_is_killed_as_a_browser_shows_it_at_three_wid
         before = browser.num_resizes
         resize(name)
         wait_until(lambda before=before: browser.run("1") and browser.num_resizes > before, what="another size")
-        browser.see("worker-3", "to 5: tabs")
+        browser.see("worker-3", "1-5 tabs")
         for _ in range(2):
             browser.see("worker-3")
         picture = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])

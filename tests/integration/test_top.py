@@ -140,14 +140,14 @@ def test_without_the_operators_role_it_only_reads_and_says_so(start_server: Star
     server = start_server(*flags)
 
     async def story(pilot: Pilot[None]) -> None:
-        await see(pilot, "read-only: why", "no run yet", gone="protocol")
+        await see(pilot, "read-only", "no run yet", gone="protocol")
         await pilot.press("p", "r", "w")
         await see(pilot, "Configure is for the role operator, and this caller's is observer")
 
     watch(top(server, token_file=files["observer"]), story)
 
     async def told(pilot: Pilot[None]) -> None:
-        await see(pilot, "read-only: why", "no run yet")
+        await see(pilot, "read-only", "no run yet")
         await pilot.press("w")
         await see(pilot, "it was started with --read-only")
 
@@ -166,6 +166,15 @@ def test_without_the_operators_role_it_only_reads_and_says_so(start_server: Star
         await see(pilot, "this server wants a token")
 
     watch(top(server), refused)
+
+
+def test_a_narrow_terminal_shows_every_key(start_server: Start) -> None:
+    server = start_server()
+
+    async def story(pilot: Pilot[None]) -> None:
+        await see(pilot, "1-5 tabs", "s sort", "S reverse", "space pause", "p protocol", "r rate", "q quit")
+
+    watch(top(server), story, size=(46, 24))
 
 
 def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server: Start) -> None:

@@ -40,6 +40,7 @@ class Top(App[None]):
     .-wide #charts { height: 8; }
     .-narrow #charts { layout: vertical; height: 12; }
     .-narrow #figures { width: 1fr; height: 7; }
+    .-narrow Footer { layout: grid; grid-size: 4; grid-columns: auto; height: 2; }
     TabbedContent { height: 1fr; }
     TabPane { padding: 0 1; }
     ScrollableContainer > Static { width: auto; min-width: 100%; }
@@ -47,14 +48,14 @@ class Top(App[None]):
     Change > Vertical { width: 64; max-width: 90%; height: auto; padding: 1 2; border: round $accent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("1", "tab('workers')", "to 5: tabs"),
+        Binding("1", "tab('workers')", "tabs", key_display="1-5"),
         *(Binding(str(index), f"tab('{name}')", name, show=False) for index, name in enumerate(TABS[1:], 2)),
         Binding("s", "sort", "sort"),
-        Binding("S", "reverse", "other way"),
+        Binding("S", "reverse", "reverse"),
         Binding("space", "pause", "pause"),
         Binding("p", "protocol", "protocol"),
         Binding("r", "rate", "rate"),
-        Binding("w", "why", "read-only: why"),
+        Binding("w", "why", "read-only"),
         Binding("q", "quit", "quit"),
     ]
 
@@ -88,7 +89,7 @@ class Top(App[None]):
             for name in TABS:
                 with TabPane(name, id=name), ScrollableContainer():
                     yield Static(id=f"{name}-shown")
-        yield Footer()
+        yield Keys()
 
     def on_mount(self) -> None:
         """Begins to ask."""
@@ -208,6 +209,15 @@ class Top(App[None]):
 
     def _tell(self, words: str) -> None:
         self.notify(words, timeout=15, markup=False)
+
+
+class Keys(Footer):
+    """The keys: in a line, and in two of four keys each where that is too long."""
+
+    def compose(self) -> ComposeResult:
+        """Leaves to the style sheet how many stand in a line, which Textual sets to all of them."""
+        yield from super().compose()
+        self.styles.grid_size_columns = None
 
 
 class Stream(Static):
