@@ -145,8 +145,10 @@ class LearningRate(_message.Message):
     def __init__(self, group: _Optional[int] = ..., base: _Optional[float] = ..., current: _Optional[float] = ...) -> None: ...
 
 class ListShardsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("without_checksums",)
+    WITHOUT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    without_checksums: bool
+    def __init__(self, without_checksums: bool = ...) -> None: ...
 
 class ShardInfo(_message.Message):
     __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "tally", "pending_gradients", "pending_bytes", "waiting_for", "learning_rate", "examples", "part", "num_workers")

@@ -63,7 +63,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of tables.")] = False,
     all_shards: Annotated[bool, typer.Option("--all", help=f"Show all shards, not {SHARDS_SHOWN}.")] = False,
     wide: Annotated[bool, typer.Option("--wide", help="Show every column of workers and shards.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again until Ctrl-C, no checksums.")] = False,
     events: Annotated[
         int, typer.Option(help="How many of the newest events to show.", min=0, max=EVENTS_MAX)
     ] = EVENTS_SHOWN,
@@ -82,7 +82,7 @@ def status(
             errors: dict[str, str] = {}
             for address in addresses:
                 try:
-                    answers.append(_ask(address, token, num_events=events))
+                    answers.append(_ask(address, token, num_events=events, checksums=(wide or as_json) and not watch))
                 except PypsError as error:
                     errors[address] = str(error)
             if watch:
@@ -109,14 +109,15 @@ def _tell(
         typer.echo(f"pyps: {message}", err=True)
 
 
-def _ask(address: str, token: str, *, num_events: int) -> Answer:
+def _ask(address: str, token: str, *, num_events: int, checksums: bool) -> Answer:
     with Control(address, token=token) as control:
         events = control.call("ListEvents", pb.ListEventsRequest(limit=EVENTS_MAX)).events
         return Answer(
             control.address,
             control.call("GetStatus", pb.GetStatusRequest()),
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
-            control.call("ListShards", pb.ListShardsRequest()).shards,
+            # A server reads all of its parameters for them.
+            control.call("ListShards", pb.ListShardsRequest(without_checksums=not checksums)).shards,
             _chosen(events, num_events),
             control.call("GetWork", work_wire.GetWorkRequest()),
         )
@@ -271,13 +272,9 @@ def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -
         }
         if wide:
             row |= {"part": shard.part, "workers": shard.num_workers} if in_parts else {}
-            row |= {
-                "group": shard.group,
-                "from": f"{shard.offset:,}",
-                "CRC-32": shard.checksum,
-                "taken": taken(shard.tally),
-                "step lost": f"{shard.tally.step_lost:.1%}",
-            }
+            row |= {"group": shard.group, "from": f"{shard.offset:,}"}
+            row |= {"CRC-32": shard.checksum} if shard.checksum else {}
+            row |= {"taken": taken(shard.tally), "step lost": f"{shard.tally.step_lost:.1%}"}
         rows.append(row)
     hidden = len(found) - len(rows)
     return _table("shards", rows, left=("server",), caption=f"{hidden} more: --all shows them" if hidden else None)

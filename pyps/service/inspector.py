@@ -76,11 +76,14 @@ class Inspector(InspectorServicer):
 
     @_summing
     def ListShards(self, request: pb.ListShardsRequest, context: Context) -> pb.ListShardsReply:
-        """This server's shards, with checksums of their parameters."""
+        """This server's shards, with checksums of their parameters unless those are not wanted."""
         partition, shards = self._run.partition, self._run.shards
         if partition is None:
             return pb.ListShardsReply()
-        return pb.ListShardsReply(shards=[shard_info(self._run, shard, partition) for shard in shards.values()])
+        sums = not request.without_checksums
+        return pb.ListShardsReply(
+            shards=[shard_info(self._run, shard, partition, with_checksum=sums) for shard in shards.values()]
+        )
 
     @_answering
     def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersReply:

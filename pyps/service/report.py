@@ -95,12 +95,12 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
     ]
 
 
-def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
+def shard_info(run: Run, shard: Shard, partition: Partition, *, with_checksum: bool) -> pb.ShardInfo:
     """A shard and what was pushed to it."""
     shard_range = partition.shard(shard.shard_id)
     part = partition.model.group_parts[shard_range.group]
     roster = run.roster.of_part(part)
-    version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
+    version, checksum = shard.read(lambda version, values: (version, checksum_of(values) if with_checksum else ""))
     return pb.ShardInfo(
         shard_id=shard.shard_id,
         group=shard_range.group,

@@ -98,7 +98,8 @@ def test_status_can_be_read_in_80_columns_and_by_those_who_watch(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(status_command.time, "sleep", pause)
-    assert shell("status", "--watch", "--servers", controls(servers)).count("┃ control ") == 2
+    watched = shell("status", "--watch", "--wide", "--servers", controls(servers))
+    assert watched.count("┃ control ") == 2 and "step lost" in watched and "CRC-32" not in watched
 
 
 def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server: Start, tmp_path: Path) -> None:

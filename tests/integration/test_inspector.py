@@ -57,11 +57,13 @@ def test_shards_come_with_versions_and_checksums(start_server: Start) -> None:
         assert worker.plan.num_shards == 2
         worker.push(worker.push_request(1.0, shard_id=1))
         shards = inspect(server.control, "ListShards").shards
+        unread = inspect(server.control, "ListShards", pb.ListShardsRequest(without_checksums=True)).shards
         pulled = worker.pull()
     assert [(shard.shard_id, shard.offset, shard.version) for shard in shards] == [(0, 0, 0), (1, 1008, 1)]
     assert [shard.num_parameters for shard in shards] == [1008, 996]
     assert [shard.checksum for shard in shards] == [f"{zlib.crc32(shard.payload):08x}" for shard in pulled]
     assert [shard.tally.pushes_applied for shard in shards] == [0, 1]
+    assert [(shard.version, shard.checksum) for shard in unread] == [(0, ""), (1, "")]
 
 
 def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_server: Start) -> None:
