@@ -240,11 +240,14 @@ def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.M
         (("--port", "7614"), "--port says where the page of --web listens: give --web too"),
         (("--port", "99999", "--web"), "less than or equal to 65535"),
         (("--servers", "a b"), "'a b' is malformed"),
-        (("--web", "--host", "0.0.0.0"), "everybody would get in without a token: give --token-file"),
+        (
+            ("--web", "--host", "0.0.0.0"),
+            "the page has no TLS: the token, or its key, would cross the network in the clear",
+        ),
         ((), "pyps top needs a terminal: `pyps status` writes to a pipe"),
     ):
         assert words in " ".join(shell("top", *arguments, status=2).split())
-    assert "cannot be listened on" in shell("top", "--web", "--host", "192.0.2.1", PYPS_TOKEN="longer-than-8", status=1)
+    assert "cannot be listened on" in shell("top", "--web", "--host", "192.0.2.1", "--insecure", status=1)
     for module, package in (("screen", "textual"), ("web", "textual_serve.server")):
         monkeypatch.delitem(sys.modules, f"pyps.cli.top.{module}")
         monkeypatch.setitem(sys.modules, package, None)

@@ -17,7 +17,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pyps.cli.top.web import Page
-from support import ROOT, PythonProcess, ServerThread, child_environment
+from support import ROOT, PythonProcess, ServerThread, child_environment, shell
 
 COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
 
@@ -48,6 +48,16 @@ def test_the_page_is_for_who_shows_the_token_or_the_key(servers_token: str) -> N
             assert (await browser.get("/static/js/textual.js")).status == 200
 
     asyncio.run(story())
+
+
+def test_beyond_loopback_the_page_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[Page] = []
+    monkeypatch.setattr(Page, "serve", lambda page: pages.append(page))
+
+    shell("top", "--web")
+    shell("top", "--web", "--host", "0.0.0.0", "--insecure")
+
+    assert ["--read-only" in page.command for page in pages] == [False, True]
 
 
 def test_every_command_of_the_page_runs(start_server: Callable[..., ServerThread], tmp_path: Path) -> None:

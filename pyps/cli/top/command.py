@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from pyps.cli.control import ObserverTokenFile, Servers, control_addresses, fail, read_token
+from pyps.service.security import is_loopback_host
 
 PORT = 7614
 # What textual-serve tells the commands that it starts.
@@ -30,21 +31,24 @@ def top(
     port: Annotated[
         int | None, typer.Option(help=f"With --web: the port; {PORT}.", min=0, max=65535, show_default=False)
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="With --web: listen beyond loopback, where the page has no TLS.")
+    ] = False,
     token_file: ObserverTokenFile = None,
 ) -> None:
     """Watch servers and workers as they train, until q is pressed.
 
     With an operator's token, or on the servers' own machine where that makes operators, p and r change protocol and
     learning rate. With --web a browser shows the servers' token, or the key in the address that is printed where there
-    is no token; beyond loopback the page changes nothing.
+    is no token. Beyond loopback the page changes nothing, and is refused unless --insecure is said: it has no TLS.
     """
     addresses = control_addresses(servers)
-    token = read_token(token_file)
+    read_token(token_file)
     if not web and (host is not None or port is not None):
         fail(f"{'--port' if host is None else '--host'} says where the page of --web listens: give --web too", status=2)
     try:
         if web:
-            from pyps.cli.top.web import Page, require_guarded
+            from pyps.cli.top.web import Page
         else:
             from pyps.cli.top.screen import Top
     except ModuleNotFoundError as error:
@@ -52,9 +56,17 @@ def top(
         fail(f"pyps top needs {package}, which is not installed: pip install 'pyps[top]'", status=2)
     if web:
         place = "127.0.0.1" if host is None else host
-        only_reads = require_guarded(place, token) or read_only
+        reached = not is_loopback_host(place)
+        if reached and not insecure:
+            fail(
+                f"--host is {place}, which other machines can reach, and the page has no TLS: the token, or its key, "
+                f"would cross the network in the clear. Go through a tunnel (`ssh -L {PORT}:127.0.0.1:{PORT} HOST`) or "
+                "a proxy with TLS, or say --insecure",
+                status=2,
+            )
+        # Others would call from this machine, which may be the servers' own, where more is allowed than elsewhere.
         Page(
-            _in_a_browser(servers, token_file, read_only=only_reads),
+            _in_a_browser(servers, token_file, read_only=read_only or reached),
             host=place,
             port=PORT if port is None else port,
             read_token=lambda: read_token(token_file),

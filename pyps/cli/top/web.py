@@ -13,29 +13,12 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from pyps.cli.control import fail
-from pyps.service.security import is_loopback_host
 
 # Each open page asks the servers for itself.
 VIEWS_MAX = 4
 # What open pages get to end their commands in.
 STOP_SECONDS = 2.0
 _POLICY = "default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; form-action 'self'"
-
-
-def require_guarded(host: str, token: str) -> bool:
-    """Whether others can reach the page, which then only reads; exits where nothing would keep them out.
-
-    They would call servers from this machine, which may be the servers' own, where more is allowed than elsewhere.
-    """
-    if is_loopback_host(host):
-        return False
-    if not token:
-        fail(
-            f"--host is {host}, which other machines can reach, and everybody would get in without a token: give "
-            "--token-file with the servers' token for observers, or listen on 127.0.0.1",
-            status=2,
-        )
-    return True
 
 
 class Page(Server):
