@@ -323,6 +323,24 @@ def test_a_state_dict_says_once_that_it_is_no_checkpoint_and_changes_nothing_in_
     assert len(told) == 1
 
 
+def test_a_state_dict_of_another_update_tells_whose_parameters_count(start_server, caplog) -> None:
+    server = start_server()
+    with remote(mlp(seed=1), server) as first:
+        saved = first.state_dict() | {"pyps_update": 7}
+        with (
+            remote(mlp(seed=1), server, worker_id="alike") as alike,
+            remote(mlp(seed=2), server, worker_id="other") as other,
+        ):
+            for optimizer in (first, alike, other):
+                optimizer.load_state_dict(optimizer.state_dict())
+                assert "a state dict of update" not in caplog.text
+            first.load_state_dict(saved)
+            alike.load_state_dict(saved)
+            assert "a state dict of update" not in caplog.text
+            other.load_state_dict(saved)
+    assert "a state dict of update 7 was loaded in a run that is at update 0: the model's parameters" in caplog.text
+
+
 def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> None:
     with remote(mlp(), start_server()) as optimizer:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):

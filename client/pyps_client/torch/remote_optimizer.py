@@ -155,7 +155,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             leave.forget(self._session)
             leave.expect(self._ending, of=self)
             # The run's parameters come into the model.
+            had = _first_values(self._layout.parameters)
             self._steps.start()
+            self._brought_others = had != _first_values(self._layout.parameters)
             self._ending.watched = optimizer.register_step_pre_hook(partial(_refuse_step, self._guard))
         except BaseException as error:
             member.close(*leave.cause_of(error))
@@ -310,7 +312,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameter groups, with their learning rates, and no state, which is told once: slots live on the servers."""
+        """Parameter groups, with their learning rates, and the run's update.
+
+        There is no state, which is told once: slots live on the servers.
+        """
         if not self._told_of_state:
             self._told_of_state = True
             logger.warning(
@@ -318,7 +323,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 "optimizer has gathered, are on the servers. Keep them there with --checkpoint-dir, of `pyps serve` or "
                 "`pyps run`, and go on from them with --resume; optimizer.snapshot() is the model alone."
             )
-        return super().state_dict()
+        return super().state_dict() | {_UPDATE: self.global_step}
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuses copies, by copy, deepcopy or pickle."""
@@ -328,7 +333,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave: parameter groups, with their learning rates. Slots live on the servers."""
+        """Takes back what `state_dict` gave: parameter groups, with their learning rates. Slots live on the servers.
+
+        One of another update than the run's is told, where the run's parameters had taken the place of this worker's.
+        """
         if state_dict.get("state"):
             raise SettingsChanged(
                 "The state dict holds a torch optimizer's own state, but this run's slots live on the "
@@ -347,6 +355,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
         for group, of_file in zip(groups, loaded, strict=True):
             group.clear()
             group.update(of_file)
+        update = state_dict.get(_UPDATE, self.global_step)
+        if update != self.global_step and self._brought_others:
+            logger.warning(
+                "a state dict of update %d was loaded in a run that is at update %d: the model's parameters are the "
+                "run's, not those that this worker came with. To begin with a checkpoint's, load it in every worker of "
+                "a new run (`pyps reset`)",
+                *(update, self.global_step),
+            )
 
     def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
         if self._guard.generation != fork.generation:
@@ -420,6 +436,8 @@ class Ending:
                 self._session.close(cause, message)
 
 
+# Under which a state dict has the update at which it was made.
+_UPDATE = "pyps_update"
 # So that a second one can be told why it is refused.
 _made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] = weakref.WeakKeyDictionary()
 
@@ -443,6 +461,11 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
             "servers for each and name them (servers=, run_id=); otherwise give one torch optimizer all parameters, in "
             "groups. To train on with a new one, close() the first."
         )
+
+
+def _first_values(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Enough of each to tell a model's own from a run's."""
+    return [tensor.detach()[(slice(1),) * tensor.dim()].tolist() for tensor in parameters]
 
 
 def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object) -> None:
