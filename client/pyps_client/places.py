@@ -22,13 +22,11 @@ _OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]+)")
 
 def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
     """The places of all servers that one text names, in their order. Raises BadRequest for what names none."""
+    if _OF_SEVERAL.fullmatch(servers):
+        return [servers]
     if servers.startswith(FILE):
-        if _OF_SEVERAL.fullmatch(servers):
-            return [servers]
         return [f"{servers}#{index}" for index in range(len(_read(servers, port)))]
     if servers.startswith(NAME):
-        if _OF_SEVERAL.fullmatch(servers):
-            return [servers]
         match = _NAME.fullmatch(servers)
         if match is None:
             raise BadRequest(
