@@ -147,7 +147,9 @@ class Cluster:
         """Starts a node, for the first time or again."""
         node, head = Machine(name, self._hosts), self._machines[HEAD]
         self._machines[name] = node
-        head.ip(f"link add {name} type veth peer name eth0 netns {node.pid}")
+        # A card keeps its number, by which others know the node, when the node is started again.
+        card = f"02:00:00:00:00:{self._nodes.index(name):02x}"
+        head.ip(f"link add {name} type veth peer name eth0 address {card} netns {node.pid}")
         head.ip(f"link set {name} master bridge up")
         node.ip(f"address add {self._addresses[name]}/24 dev eth0")
         node.ip("link set eth0 up")

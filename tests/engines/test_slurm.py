@@ -15,7 +15,7 @@ import pytest
 from slurm_cluster import Cluster, why_not
 from support import ROOT, wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.skipif(bool(why_not()), reason=f"no Slurm here: {why_not()}")]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no Slurm here: {why_not()}")
 
 PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in PAGE.split("```")[1::2] for line in block.strip().splitlines()]
@@ -167,6 +167,7 @@ def test_a_job_goes_on_in_a_new_one_after_scancel_and_by_itself_after_preemption
 def test_a_job_begins_again_where_a_server_s_node_dies(cluster: Cluster, tmp_path: Path, node: str) -> None:
     command = "pyps slurm --workers 2 --checkpoint-seconds 0.5 -- python train.py"
     job = Job(cluster, tmp_path, command, PYPS_LOSS_WAIT_SECONDS="2")
+    job.wait_until_it_trains(workers=2)
     wait_until(
         lambda: {path.parent.name for path in tmp_path.glob("runs/pyps/*/checkpoint-*")} == {"server-0", "server-1"},
         DEADLINE_SECONDS,
