@@ -20,6 +20,8 @@ from pyps.config import ConfigError
 from pyps.launcher.environment import check_worker_variables
 
 WORKERS_MAX = 10_000
+# deploy/slurm/train.sbatch, by a link beside this file.
+_PLAIN = Path(__file__).with_name("train.sbatch")
 # What follows the worker's program is the worker's, --flags too.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 # Options of sbatch's that the script itself sets: for all nodes, and for the servers'.
@@ -77,7 +79,7 @@ def slurm(
     check_servers_flags({**settings, "expected_workers": str(workers)}, config, num_servers=servers)
     check_worker_variables(os.environ, count=workers)
     for_all = _lines("--sbatch", sbatch, refused=_OWN)
-    script = _SCRIPT.format(
+    chosen = _CHOSEN.format(
         run_id=run_id,
         servers=servers,
         workers=workers,
@@ -88,7 +90,8 @@ def slurm(
         server_flags=shlex.join(spelled(settings, config)),
         worker=shlex.join(command),
     )
-    script += _BODY
+    _, line, below = _PLAIN.read_text(encoding="utf-8").partition("# -----")
+    script = chosen + line + below
     if only_print:
         typer.echo(script, nl=False)
         return
@@ -130,7 +133,8 @@ def _submit(script: str) -> int:
     return subprocess.run([program], input=script, text=True, env=environment, check=False).returncode
 
 
-_SCRIPT = """\
+# What is chosen of deploy/slurm/train.sbatch; what comes below is the same in all.
+_CHOSEN = """\
 #!/bin/bash
 # A job of servers and workers, as `pyps slurm --print` writes it. What is to be chosen stands here, above the line.
 #SBATCH --job-name={run_id} --requeue --open-mode=append
@@ -145,95 +149,4 @@ folder={folder}
 resume={resume}
 server_flags=({server_flags})
 worker=({worker})
-# ----------------------------------------------------------------------------------------------------------------------
-"""
-_BODY = r"""
-set -e
-export PYPS_PROCESS_HOOKS=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK_HET_GROUP_1:-1}}
-# A server that is gone for longer comes back with the whole job only.
-export PYPS_LOSS_WAIT_SECONDS=${PYPS_LOSS_WAIT_SECONDS:-120}
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || resume=--resume
-
-# A certificate for the servers' nodes and two tokens, for this life of the job; other users cannot read them.
-mkdir -p "$folder" && folder=$(realpath "$folder")
-keys=$folder/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-rm -rf "$folder/job-$SLURM_JOB_ID".*
-mkdir -m 700 "$keys"
-trap 'rm -rf "$keys"' EXIT
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0")
-pyps certs init --folder "$keys" $(printf -- '--host %s ' $nodes) >/dev/null
-for role in worker operator; do
-  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$keys/$role.token"
-done
-# Four ports below those that the system gives away; jobs that share a node have others.
-port=$((20000 + SLURM_JOB_ID % 3000 * 4))
-cat >"$keys/environment" <<END
-export PYPS_RUN_ID='$PYPS_RUN_ID'
-export PYPS_SERVERS=$(printf "%s:$port\n" $nodes | paste -sd,)
-export PYPS_CONTROL=$(printf "%s:$((port + 1))\n" $nodes | paste -sd,)
-export PYPS_TLS_CA='$keys/ca.crt'
-export PYPS_TOKEN_FILE='$keys/worker.token'
-export PYPS_OPERATOR_TOKEN_FILE='$keys/operator.token'
-END
-. "$keys/environment"
-echo "Look inside: . '$keys/environment' && pyps status"
-
-# Runs a component's tasks, with the processors that were asked for: srun does not know by itself.
-step() {
-  local cpus=SLURM_CPUS_PER_TASK_HET_GROUP_$1
-  exec srun --het-group="$1" --mpi=none ${!cpus:+--cpus-per-task=${!cpus}} "${@:2}"
-}
-# srun would kill the tasks at a signal of its own: these go by scancel, or come from Slurm to all.
-signalled=
-trap 'signalled=1' TERM
-
-step 0 --kill-on-bad-exit=1 --open-mode=append --output="$folder/log-of-server-%t.txt" \
-  bash -c 'exec pyps serve --checkpoint-dir "$0/server-$SLURM_PROCID" "$@"' "$folder" $resume \
-  --host 0.0.0.0 --port $port --control-port $((port + 1)) --metrics-port $((port + 2)) --lane-port $((port + 3)) \
-  --tls-cert "$keys/server.crt" --tls-key "$keys/server.key" --expected-workers "$SLURM_NTASKS_HET_GROUP_1" \
-  "${server_flags[@]}" &
-servers=$!
-
-# Whether Slurm has taken a dead node of the servers' out of the job, and not yet ended it.
-lost_a_server() {
-  local nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=running --format=%N)
-  [ "$nodes" ] && ! grep -qxF "$SLURM_JOB_NODELIST_HET_GROUP_0" <<<"$nodes"
-}
-export -f lost_a_server
-# A worker that ends because the first server's node died, and this script with it, puts the job back in the queue.
-step 1 --no-kill --kill-on-bad-exit=0 --wait=0 --label \
-  bash -c '
-    trap : TERM
-    export PYPS_WORKER_INDEX=$SLURM_PROCID PYPS_WORKER_COUNT=$SLURM_NTASKS PYPS_WORKER_ID=worker-$SLURM_PROCID
-    # Lightning would make one worker of all tasks.
-    unset SLURM_NTASKS
-    "$@" && exit
-    status=$?
-    ! lost_a_server || scontrol requeue "$SLURM_JOB_ID"
-    exit $status' worker "${worker[@]}" &
-workers=$!
-
-running() { kill -0 "$1" 2>/dev/null; }
-# The status of a step, at its end: a signal ends `wait` too.
-status_of() {
-  while running "$1"; do wait "$1" || :; done
-  wait "$1"
-}
-while running $servers && running $workers; do wait -n || :; done
-if running $servers; then
-  status_of $workers && status=0 || status=$?
-  [ "$signalled" ] || scancel --signal=TERM "$SLURM_JOB_ID"
-  status_of $servers && exit $status
-  echo "The servers ended without their last checkpoint; $folder/log-of-server-*.txt say why."
-  exit $((status ? status : 1))
-fi
-if lost_a_server; then
-  echo "A server's node died: the job starts again from the newest checkpoints."
-  scontrol requeue "$SLURM_JOB_ID"
-elif [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=running)" ]; then
-  echo "A server ended, and the run cannot go on without it; $folder/log-of-server-*.txt say why."
-  scancel --signal=TERM "$SLURM_JOB_ID"
-fi
-status_of $workers || :
-exit 1
 """
