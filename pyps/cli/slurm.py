@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +15,7 @@ import typer
 from pyps.cli.run import SERVERS_MAX, Kept, check_servers_flags, spelled
 from pyps.cli.serve import with_settings
 from pyps.config import ConfigError
-from pyps.launcher.environment import check_worker_variables
+from pyps.launcher.environment import check_worker_variables, own_path
 
 WORKERS_MAX = 10_000
 # deploy/slurm/train.sbatch, by a link beside this file.
@@ -121,16 +119,14 @@ def _lines(flag: str, given: Sequence[str] | None, *, refused: Mapping[str, str]
 
 def _submit(script: str) -> int:
     """Hands the script to sbatch, which says the job's number; returns its exit status."""
-    program = shutil.which("sbatch")
-    if program is None:
+    # Jobs inherit the PATH.
+    environment = os.environ | own_path(os.environ)
+    try:
+        return subprocess.run(["sbatch"], input=script, text=True, env=environment, check=False).returncode
+    except FileNotFoundError:
         raise ConfigError(
             "sbatch is not on the PATH: submit on a machine of the cluster, or take the script by --print"
-        )
-    environment = dict(os.environ)
-    if not {"VIRTUAL_ENV", "CONDA_PREFIX"} & environment.keys():
-        # Jobs inherit the PATH: `.venv/bin/pyps slurm -- python train.py` means that environment's programs.
-        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    return subprocess.run([program], input=script, text=True, env=environment, check=False).returncode
+        ) from None
 
 
 # What is chosen of deploy/slurm/train.sbatch; what comes below is the same in all.

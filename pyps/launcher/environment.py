@@ -147,11 +147,17 @@ def worker_environment(
         own = dict.fromkeys(gpus[(index * num_parts + rank) % len(gpus)] for rank in range(num_parts))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if not {"VIRTUAL_ENV", "CONDA_PREFIX"} & inherited.keys():
-        # `.venv/bin/pyps run -- python script.py` means that environment's python.
-        folder = str(Path(sys.executable).parent)
-        environment["PATH"] = os.pathsep.join([folder, inherited.get("PATH", os.defpath)])
-    return environment
+    return environment | own_path(inherited)
+
+
+def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The PATH by which `.venv/bin/pyps run -- python script.py` means that environment's python.
+
+    Empty where another environment is active, which goes before.
+    """
+    if {"VIRTUAL_ENV", "CONDA_PREFIX"} & inherited.keys():
+        return {}
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])}
 
 
 def check_worker_variables(inherited: Mapping[str, str], *, count: int) -> None:
