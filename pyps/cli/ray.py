@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pyps.cli.control import fail
-from pyps.cli.serve import with_settings
+from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError
 from pyps_wire.errors import PypsError
 
@@ -19,10 +19,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 _BUNDLE = "What Ray keeps for each {}, as CPU=4,GPU=1."
 
 
-@with_settings(
-    *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
-    *("bounds", "stall_seconds", "start_together", "stop_after", "checkpoint_seconds", "insecure"),
-)
+@with_settings(*OF_A_JOB, "checkpoint_seconds", "insecure")
 def ray(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,

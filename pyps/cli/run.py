@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from pyps.cli.control import Control, inherited_token
-from pyps.cli.serve import with_settings
+from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError, ServerConfig, flag_name, resolve
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
@@ -45,10 +45,7 @@ _START_BLOCK = re.compile(r"pyps \S+ parameter server$")
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
-@with_settings(
-    *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
-    *("bounds", "stall_seconds", "start_together", "stop_after", "log_gradients"),
-)
+@with_settings(*OF_A_JOB, "log_gradients")
 def run(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,

@@ -17,6 +17,11 @@ import typer
 from pyps import logs
 from pyps.config import ServerConfig, flag_name, resolve, variable_name
 
+# Settings for which the commands that start servers and workers have flags.
+OF_A_JOB = (
+    *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
+    *("bounds", "stall_seconds", "start_together", "stop_after"),
+)
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from pyps.cli.run import SERVERS_MAX, Kept, check_servers_flags, spelled
-from pyps.cli.serve import with_settings
+from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError
 from pyps.launcher.environment import check_worker_variables, own_path
 
@@ -33,10 +33,7 @@ _OWN_OF_SERVERS = _OWN | dict.fromkeys(
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-@with_settings(
-    *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
-    *("bounds", "stall_seconds", "start_together", "stop_after", "checkpoint_seconds"),
-)
+@with_settings(*OF_A_JOB, "checkpoint_seconds")
 def slurm(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers, each on a node of its own.", min=1, max=SERVERS_MAX)] = 2,
