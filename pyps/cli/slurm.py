@@ -71,7 +71,7 @@ def slurm(
     folder = folder or Path("runs", run_id)
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"--run-id is {run_id!r}; expected letters, digits, . _ and -, as it names the job too")
-    check_servers_flags({**settings, "expected_workers": str(workers)}, config, num_servers=servers)
+    resolved = check_servers_flags({**settings, "expected_workers": str(workers)}, config, num_servers=servers)
     check_worker_variables(os.environ, count=workers)
     for_all = _lines("--sbatch", sbatch, refused=_OWN)
     chosen = _CHOSEN.format(
@@ -90,7 +90,7 @@ def slurm(
     if only_print:
         typer.echo(script, nl=False)
         return
-    kept = Kept(folder, tuple(folder / f"server-{index}" for index in range(servers)))
+    kept = Kept.of(resolved, folder, num_servers=servers)
     if resume:
         kept.check_servers()
     elif kept.found:
