@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -24,7 +23,6 @@ from pyps.certificates import Authority
 from pyps.config import ConfigError, ServerConfig, resolve, variable_name
 from pyps.launcher.environment import check_worker_variables, worker_environment, worker_name
 from pyps.launcher.job import JobError
-from pyps.launcher.ports import free_port
 from pyps.launcher.process import ChildProcess
 from pyps.storage.folder import newest
 from pyps_client import leave
@@ -53,8 +51,8 @@ _NO_SETTINGS = {
     *("host", "port", "control_port", "metrics_port", "ready_file"),
     *("expected_workers", "run_id", "checkpoint_dir", "resume"),
 }
-# The file in the folder of checkpoints with an address a line.
-SERVERS = "servers"
+# The file in a server's folder of checkpoints that says where it is.
+ADDRESS = "address"
 _GUARDS = {"token_file", "tls_cert", "insecure"}
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
@@ -63,6 +61,7 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 class Plan:
     """What is to run, checked as far as can be before anything is started."""
 
+    num_servers: int
     num_workers: int
     # What Ray keeps for each actor, the servers first.
     bundles: list[dict[str, float]]
@@ -70,7 +69,8 @@ class Plan:
     run_id: str
     # Of checkpoints, as every node is to see it.
     folder: Path | None
-    resume: bool
+    # Flags that every server gets.
+    flags: tuple[str, ...]
     # The caller's PYPS_ variables, and those of settings that were given; and what servers make of both.
     environment: dict[str, str]
     settings: dict[str, str]
@@ -101,7 +101,7 @@ def run(
     died again, from its newest checkpoint; without a folder a server's death ends the job.
     `resume`: continue the newest checkpoints.
     Every other setting is one of `pyps serve`, by its name: protocol="softsync:n=4".
-    Raises ConfigError for what cannot be, before anything is started, and JobError where the job cannot go on.
+    Raises PypsError for what cannot be, before anything is started, and JobError where the job cannot go on.
     """
     for name, number, least in (("servers", servers, 1), ("workers", workers, 1), ("max_restarts", max_restarts, -1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
@@ -119,13 +119,15 @@ def run(
     config.behaviour.aggregation.check_servers(servers)
     check_worker_variables(os.environ, count=workers)
     ours = {name for name in os.environ if name.startswith("PYPS_")} - {*map(variable_name, _NO_SETTINGS)}
+    run_name = run_id or f"run-{secrets.token_hex(4)}"
     plan = Plan(
+        num_servers=servers,
         num_workers=workers,
         bundles=[_bundle("server_resources", server_resources)] * servers + [_bundle("resources", resources)] * workers,
         max_restarts=max_restarts,
-        run_id=run_id or f"run-{secrets.token_hex(4)}",
+        run_id=run_name,
         folder=None if checkpoint_dir is None else Path(checkpoint_dir).absolute(),
-        resume=resume,
+        flags=("--resume",) if resume else ("--run-id", run_name),
         environment={name: os.environ[name] for name in ours},
         settings={variable_name(name): value for name, value in given.items()},
         config=config,
@@ -156,12 +158,10 @@ class Job:
     """A job's actors, which are there until `end`."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._first = plan, len(plan.bundles) - plan.num_workers
+        self._plan = plan
         self._group: Any = None
         self._servers: list[Any] = []
         self._workers: list[Any] = []
-        # What each server wrote into its ready file.
-        self._served: list[dict[str, Any]] = []
         # What is waited for: calls of actors, and what to do with each that came back.
         self._pending: dict[Any, Callable[[Any], None]] = {}
         self._training: set[int] = set()
@@ -173,18 +173,18 @@ class Job:
         plan = self._plan
         self._place()
         guard = self._guard()
-        for index in range(self._first):
+        for index in range(plan.num_servers):
             bounds = {"max_restarts": -1 if plan.folder else 0, "max_task_retries": -1, "max_concurrency": 3}
-            self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard, free_port()))
+            self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard))
+        served = []
         for index, server in enumerate(self._servers):
-            self._served.append(_get(server.address.remote()))
+            served.append(_get(server.address.remote()))
             self._watch(index)
-        self._note()
-        self._tell()
+        self._tell(served)
         for index in range(plan.num_workers):
             # Ray counts each try to reach a worker that is being started again as one: only restarts are bounded.
             bounds = {"max_restarts": plan.max_restarts, "max_task_retries": -1}
-            worker = self._actor(Worker, self._first + index, **bounds).remote(index, plan, guard)
+            worker = self._actor(Worker, plan.num_servers + index, **bounds).remote(index, plan, guard)
             self._workers.append(worker)
             self._training.add(index)
             result = worker.train.remote(train_fn, self._servers, secrets.token_hex(16))
@@ -221,27 +221,18 @@ class Job:
             (folder / name).write_text(f"{secrets.token_hex(16)}\n", encoding="utf-8")
         return {name: (folder / name).read_bytes() for name in ("ca.crt", "ca.key", "token", "operator")}
 
-    def _tell(self) -> None:
+    def _tell(self, served: list[dict[str, Any]]) -> None:
         folder = Path(self._folder.name)
         own = (folder / "token").exists()
         shown = f"PYPS_TLS_CA={folder}/ca.crt PYPS_TOKEN_FILE={folder}/operator " if own else ""
         scheme = "https" if own or self._plan.config.tls_cert else "http"
-        control = ",".join(server["control"] for server in self._served)
+        control = ",".join(server["control"] for server in served)
         logger.info("Look inside: %spyps status --servers %s", shown, control)
-        logger.info("metrics: %s", " ".join(f"{scheme}://{server['metrics']}/metrics" for server in self._served))
-
-    def _note(self) -> None:
-        """Writes where servers are to where workers look for one that they lost."""
-        if self._plan.folder is not None:
-            self._plan.folder.mkdir(parents=True, exist_ok=True)
-            written = self._plan.folder / ".servers"
-            written.write_text(_lines(self._served), encoding="utf-8")
-            written.replace(self._plan.folder / SERVERS)
+        logger.info("metrics: %s", " ".join(f"{scheme}://{server['metrics']}/metrics" for server in served))
 
     def _watch(self, index: int) -> None:
-        self._pending[self._servers[index].wait.options(max_task_retries=0).remote()] = partial(
-            self._server_ended, index
-        )
+        end = self._servers[index].wait.options(max_task_retries=0).remote()
+        self._pending[end] = partial(self._server_ended, index)
 
     def _wait(self) -> None:
         """Acts on what comes back until no worker is waited for."""
@@ -263,7 +254,8 @@ class Job:
         """Workers whose nodes are gone, and for which Ray has found no others yet."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         places = placement_group_table(self._group)["bundles_to_node_id"]
-        return {index for index in range(self._plan.num_workers) if places.get(self._first + index) not in alive}
+        first = self._plan.num_servers
+        return {index for index in range(self._plan.num_workers) if places.get(first + index) not in alive}
 
     def _trained(self, index: int, ref: Any) -> None:
         self._training.discard(index)
@@ -291,10 +283,9 @@ class Job:
             self._pending[self._servers[index].address.remote()] = partial(self._came_back, index)
 
     def _came_back(self, index: int, ref: Any) -> None:
-        self._served[index] = _get(ref)
-        self._note()
+        served = _get(ref)
         self._watch(index)
-        logger.warning("server-%d is back at %s", index, self._served[index]["data"])
+        logger.warning("server-%d is back at %s", index, served["data"])
 
     def end(self) -> list[str]:
         """Ends what still runs, servers by SIGTERM, at which they save; returns what went wrong with that."""
@@ -326,10 +317,6 @@ def _get(address: Any) -> dict[str, Any]:
         raise error.cause if isinstance(error.cause, JobError) else error from None
 
 
-def _lines(served: list[dict[str, Any]]) -> str:
-    return "".join(f"{server['data']}\n" for server in served)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -337,7 +324,7 @@ def _first_line(error: Exception) -> str:
 class Server:
     """The actor of a server: the process of a `pyps serve`, whose end is the actor's."""
 
-    def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes], port: int) -> None:
+    def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes]) -> None:
         self._name = f"server-{index}"
         self._folder = tempfile.TemporaryDirectory(prefix=f"pyps-{self._name}-")
         self._ready = Path(self._folder.name) / "ready"
@@ -345,7 +332,8 @@ class Server:
         self._stopping = False
         self._child: ChildProcess | None = None
         # Raised to whoever asks for the address: of an actor that never was Ray would say it by a trace.
-        self._failure = self._start(plan, guard, port)
+        self._failure = ""
+        self._failure = self._start(plan, guard)
 
     # What stands before each of its lines in Ray's log.
     def __repr__(self) -> str:
@@ -370,31 +358,24 @@ class Server:
         self._folder.cleanup()
         return self._child.returncode if self._child else 0
 
-    def _start(self, plan: Plan, guard: Mapping[str, bytes], port: int) -> str:
+    def _start(self, plan: Plan, guard: Mapping[str, bytes]) -> str:
         """Starts the server; returns why it does not serve, empty where it does."""
-        host, folder = ray.util.get_node_ip_address(), Path(self._folder.name)
+        host, own = ray.util.get_node_ip_address(), plan.folder and plan.folder / self._name
         # Ray's own property reads one that it deprecates.
         with warnings.catch_warnings(action="ignore"):
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        flags = ["--host", host, "--port", str(_port(host, port)), "--control-port", "0", "--metrics-port", "0"]
-        flags += ["--lane-port", "off" if plan.config.lane_port == "off" else "0", "--ready-file", str(self._ready)]
-        if guard:
-            for name, content in guard.items():
-                (folder / name).write_bytes(content)
-            Authority(folder).make_server([host], days=CERTIFICATE_DAYS)
-            flags += ["--token-file", str(folder / "token"), "--operator-token-file", str(folder / "operator")]
-            flags += ["--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key")]
+        if again and own and (not own.is_dir() or newest(own) is None):
+            return (
+                f"{self._name} came back on {host}, where {own} holds no checkpoint: name a folder that all nodes "
+                "see, or have the first checkpoint written sooner (checkpoint_seconds)"
+            )
+        flags = [*plan.flags, *self._guarded(host, guard), "--host", host, "--ready-file", str(self._ready)]
+        flags += ["--port", "0", "--control-port", "0", "--metrics-port", "0"]
+        flags += ["--lane-port", "off" if plan.config.lane_port == "off" else "0"]
         if plan.config.update_log is not None:
             flags += ["--update-log", str(plan.config.update_log / self._name)]
-        if plan.folder is not None:
-            own = plan.folder / self._name
-            flags += ["--checkpoint-dir", str(own)]
-            if again and (not own.is_dir() or newest(own) is None):
-                return (
-                    f"{self._name} came back on {host}, where {own} holds no checkpoint: name a folder that all nodes "
-                    "see, or have the first checkpoint written sooner (checkpoint_seconds)"
-                )
-        flags += ["--resume"] if again or plan.resume else ["--run-id", plan.run_id]
+        if own:
+            flags += ["--checkpoint-dir", str(own), *(["--resume"] if again else [])]
         self._child = ChildProcess(
             self._name,
             [sys.executable, "-m", "pyps", "serve", *flags],
@@ -410,7 +391,24 @@ class Server:
                 os._exit(1)
             if self._ended.is_set() or time.monotonic() > deadline:
                 return f"{self._name} ended, or did not serve within {START_SECONDS:g} s; its last lines say why"
+        if own:
+            # For workers that lost it: replaced as a whole, before anybody is told the address.
+            written = own / f".{ADDRESS}"
+            written.write_text(self.address()["data"], encoding="utf-8")
+            written.replace(own / ADDRESS)
         return ""
+
+    def _guarded(self, host: str, guard: Mapping[str, bytes]) -> list[str]:
+        """The flags for the job's own tokens, and for a certificate of this host's, if it has any."""
+        if not guard:
+            return []
+        folder = Path(self._folder.name)
+        for name, content in guard.items():
+            (folder / name).write_bytes(content)
+        Authority(folder).make_server([host], days=CERTIFICATE_DAYS)
+        files = {"token-file": "token", "operator-token-file": "operator"}
+        files |= {"tls-cert": "server.crt", "tls-key": "server.key"}
+        return [f"--{flag}={folder / name}" for flag, name in files.items()]
 
     def _end(self, child: ChildProcess) -> None:
         if child.returncode and self._ready.exists() and not self._stopping:
@@ -431,9 +429,6 @@ class Worker:
 
     def train(self, train_fn: Callable[[], T], servers: list[Any], key: str) -> T:
         served = ray.get([server.address.remote() for server in servers])
-        data, note = [server["data"] for server in served], (self._plan.folder or Path()) / SERVERS
-        if note.is_file() and note.read_text(encoding="utf-8") == _lines(served):
-            data = [f"file:{note}"]
         environment = os.environ | self._plan.environment
         with tempfile.TemporaryDirectory(prefix="pyps-worker-") as folder:
             if self._guard:
@@ -444,7 +439,7 @@ class Worker:
                 environment,
                 index=self._index,
                 count=self._plan.num_workers,
-                data_addresses=data,
+                data_addresses=[self._place(index, server["data"]) for index, server in enumerate(served)],
                 control_addresses=[server["control"] for server in served],
                 run_id=served[0]["run_id"] or self._plan.run_id,
                 key=key,
@@ -456,6 +451,11 @@ class Worker:
                 raise
             leave.leave_all()
             return result
+
+    def _place(self, index: int, address: str) -> str:
+        """Where a server is to be looked for: in its file, where this node sees that, else at its address."""
+        file = (self._plan.folder or Path()) / f"server-{index}" / ADDRESS
+        return f"file:{file}" if file.is_file() and file.read_text(encoding="utf-8") == address else address
 
 
 @dataclass(frozen=True)
@@ -481,12 +481,3 @@ class Command:
 
 def _print(name: str, line: str) -> None:
     print(line, flush=True)
-
-
-def _port(host: str, wanted: int) -> int:
-    """The wanted port, at which a server that came back is found by all, or another where that is taken."""
-    try:
-        socket.create_server((host, wanted)).close()
-    except OSError:
-        return free_port()
-    return wanted
