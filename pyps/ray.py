@@ -127,7 +127,7 @@ def run(
         max_restarts=max_restarts,
         run_id=run_name,
         folder=None if checkpoint_dir is None else Path(checkpoint_dir).absolute(),
-        flags=("--resume",) if resume else ("--run-id", run_name),
+        flags=(*(["--resume"] if resume else ()), *(["--run-id", run_name] if run_id or not resume else ())),
         environment={name: os.environ[name] for name in ours},
         settings={variable_name(name): value for name, value in given.items()},
         config=config,

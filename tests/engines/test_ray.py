@@ -158,6 +158,9 @@ def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(clus
         # Workers found them by themselves, wherever they were: none was started again.
         assert len(lives(tmp_path)) == 2
         output = ended(job, tmp_path)
+    with cluster.train(tmp_path, servers=2, checkpoint_dir=str(kept), resume=True, run_id="another") as job:
+        assert job.wait() == 1
+        assert "but this server was started for 'another'" in job.output()
     assert len(set(re.findall(r"server-0 is back at ([0-9.]+)", output))) == 2
     assert f"the model was kept: pyps export model.safetensors --checkpoint {kept}" in output
 
