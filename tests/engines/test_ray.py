@@ -22,8 +22,9 @@ from pyps_wire.errors import PypsError
 from support import ROOT, PythonProcess, child_environment, shell, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: make test-engines installs it")
-if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
-    pytest.skip("network namespaces cannot be made here", allow_module_level=True)
+TRIED = ("unshare", "-rn", "sh", "-c", "ip link set lo up && curl --version")
+if subprocess.run(TRIED, capture_output=True).returncode:
+    pytest.skip("no network namespace can be made here, or ip or curl is missing", allow_module_level=True)
 
 FOLDER = ROOT / "tests" / "engines"
 PAGE = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
@@ -112,14 +113,18 @@ def ended(job: PythonProcess, folder: Path) -> str:
 def test_the_page_runs_as_it_stands(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "train.py").write_text(FUNCTION, encoding="utf-8")
-    [command] = COMMANDS
+    plain, replicas = COMMANDS
     with cluster.start("python", "train.py", cwd=tmp_path) as function:
-        with cluster.start(*shlex.split(command), cwd=tmp_path) as script:
+        with cluster.start(*shlex.split(plain), cwd=tmp_path) as script:
             assert script.wait() == 0
             assert re.search(r"worker-1 pid=.* epoch 19, update", script.output())
         assert function.wait() == 0
         assert re.search(r"^\[\S+, \S+\]$", function.output(), re.M)
     assert list(tmp_path.glob("checkpoints/server-1/*/manifest.json"))
+    with cluster.start(*shlex.split(replicas), cwd=tmp_path) as script:
+        assert script.wait() == 0
+        # The first process of each tells, and the whole model is trained by two workers.
+        assert re.search(r"worker-1 pid=.* step +20 +update +\d+", script.output())
 
 
 def test_workers_of_a_dead_node_go_on_elsewhere_and_a_run_ends_without_those_that_find_no_room(
