@@ -6,6 +6,7 @@ A place is a line of text: "host:7610", which gRPC looks up by itself; "file:/pa
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Callable
@@ -101,18 +102,15 @@ def _by_name(place: str, index: int, index_at: Callable[[str], int | None]) -> s
     # Of a host that has addresses of both kinds one is enough.
     family = min(each[0] for each in found)
     hosts = sorted({str(each[4][0]) for each in found if each[0] == family})
-    told = {f"[{one}]:{port}" if ":" in one else f"{one}:{port}": -1 for one in hosts}
-    for each in list(told):
-        try:
-            own = index_at(each)
-        except ServerUnavailable:
-            # One that ends, or is about to begin.
-            del told[each]
-            continue
-        if own == index:
-            return each
-        told[each] = -1 if own is None else own
-    unnumbered = [each for each, own in told.items() if own < 0]
+    # The indices that those which answer say of themselves.
+    told: dict[str, int | None] = {}
+    for each in (f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in hosts):
+        # One that does not answer ends, or is about to begin.
+        with contextlib.suppress(ServerUnavailable):
+            told[each] = index_at(each)
+            if told[each] == index:
+                return each
+    unnumbered = [each for each, own in told.items() if own is None]
     missing = sorted(set(range(count)) - set(told.values()))
     if len(unnumbered) != len(missing):
         raise ServerUnavailable(f"{host} stands for {len(told)} of {count} servers that answer")
