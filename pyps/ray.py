@@ -458,26 +458,5 @@ class Worker:
         return f"file:{file}" if file.is_file() and file.read_text(encoding="utf-8") == address else address
 
 
-@dataclass(frozen=True)
-class Command:
-    """A `train_fn` that runs a program, in that folder where the node has it; where it fails its actor dies."""
-
-    command: tuple[str, ...]
-    folder: str
-
-    def __call__(self) -> int:
-        ended = threading.Event()
-        if Path(self.folder).is_dir():
-            os.chdir(self.folder)
-        child = ChildProcess(
-            self.command[0], self.command, environment=os.environ, on_line=_print, on_end=lambda child: ended.set()
-        )
-        ended.wait()
-        if child.returncode:
-            _print("", f"{self.command[0]} {child.how_it_ended()}")
-            os._exit(1)
-        return 0
-
-
 def _print(name: str, line: str) -> None:
     print(line, flush=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ import typer
 from pyps.cli.control import fail
 from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError
+from pyps.launcher.process import ChildProcess
 from pyps_wire.errors import PypsError
 
 # What follows the worker's program is the worker's, --flags too.
@@ -49,7 +53,7 @@ def ray(
     launcher.logger.setLevel(logging.INFO)
     try:
         results = launcher.run(
-            launcher.Command(tuple(command), str(Path.cwd())),
+            Command(tuple(command), str(Path.cwd())),
             servers=servers,
             workers=workers,
             resources=_bundle("--resources", resources),
@@ -68,6 +72,34 @@ def ray(
         # What a worker raised comes with its trace; the last line says it.
         fail(str(error).strip().rpartition("\n")[2])
     raise typer.Exit(0 if None not in results else 1)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `pyps.ray.run` calls in each worker: a program, in that folder where the node has it.
+
+    Where the program fails, so does the worker's process, and Ray starts it again.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+
+    def __call__(self) -> int:
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        ended = threading.Event()
+        child = ChildProcess(
+            self.command[0],
+            self.command,
+            environment=os.environ,
+            on_line=lambda name, line: print(line, flush=True),
+            on_end=lambda child: ended.set(),
+        )
+        ended.wait()
+        if child.returncode:
+            print(f"{self.command[0]} {child.how_it_ended()}", flush=True)
+            os._exit(1)
+        return 0
 
 
 def _bundle(flag: str, text: str) -> dict[str, float]:
