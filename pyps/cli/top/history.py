@@ -96,8 +96,9 @@ class History:
         steps = 0.0
         for name, known in self.workers().items():
             steps += max(pace for _, pace in known)
-            losses = [info.scalars["loss"] for info, _ in known if "loss" in info.scalars]
-            self.losses[name].extend(losses[:1])
+            newest, _ = known[0]
+            if "loss" in newest.scalars:
+                self.losses[name].append(newest.scalars["loss"])
         rates = [server.rates for server in self.servers.values() if server.rates]
         # Every server makes an update of its shards of the same pushes, and counts the same examples.
         updates, examples = (max((rate[name] for rate in rates), default=0.0) for name in ("updates", "examples"))
@@ -115,12 +116,14 @@ class History:
         return [server for server in self.servers.values() if server.error]
 
     def workers(self) -> dict[str, list[tuple[pb.WorkerInfo, float]]]:
-        """The workers by name, and what each server that answers knows of one, with its steps each second."""
+        """By name what servers know of each worker, with its steps each second, the last to hear of it first."""
         known = defaultdict(list)
         for answer in self.answers:
             paces = self.servers[answer.address].paces
             for worker in answer.workers:
                 known[worker.worker_id].append((worker, paces.get(worker.worker_id, 0.0)))
+        for each in known.values():
+            each.sort(key=lambda entry: entry[0].silent_seconds)
         return known
 
 
@@ -130,8 +133,12 @@ def _rates(then: Mapping[str, float], now: Mapping[str, float], seconds: float) 
 
 def _counts(answer: Answer) -> dict[str, float]:
     status, tally = answer.status, answer.status.tally
-    counts = (status.version_max, status.examples, tally.bytes_in, tally.bytes_out)
-    return dict(zip(("updates", "examples", "bytes_in", "bytes_out"), counts, strict=True))
+    return {
+        "updates": status.version_max,
+        "examples": status.examples,
+        "bytes_in": tally.bytes_in,
+        "bytes_out": tally.bytes_out,
+    }
 
 
 def _clocks(answer: Answer) -> dict[str, float]:

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 from rich.console import RenderableType
 from textual import events, work
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, RenderResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, ScrollableContainer, Vertical
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from pyps.cli.control import not_asked
@@ -84,7 +85,7 @@ class Top(App[None]):
         yield Static(id="headline")
         with Horizontal(id="charts"):
             yield Static(id="figures")
-            yield Stream(id="stream")
+            yield Stream(self.history.points)
         with TabbedContent():
             for name in TABS:
                 with TabPane(name, id=name), ScrollableContainer():
@@ -136,7 +137,7 @@ class Top(App[None]):
         history, tab = self.history, self.query_one(TabbedContent).active or TABS[0]
         self._show("headline", pictures.headline(history, paused=not self._go_on.is_set()))
         self._show("figures", pictures.figures(history))
-        self.query_one(Stream).draw(history.points)
+        self.query_one(Stream).refresh()
         if tab == "workers":
             sorted_by = pictures.COLUMNS[self._sorted_by]
             self._show("workers-shown", pictures.workers(history, sorted_by=sorted_by, reverse=self._reverse))
@@ -179,7 +180,7 @@ class Top(App[None]):
     @work
     async def action_protocol(self) -> None:
         """Asks for another protocol."""
-        await self._change("protocol", lambda status: status.protocol, _protocol)
+        await self._change("protocol", lambda status: status.protocol, lambda text: {"protocol": text})
 
     @work
     async def action_rate(self) -> None:
@@ -208,7 +209,7 @@ class Top(App[None]):
         return bool(missing)
 
     def _tell(self, words: str) -> None:
-        self.notify(words, timeout=15, markup=False)
+        self.notify(pictures.harmless_lines(words.splitlines()).plain, timeout=15, markup=False)
 
 
 class Keys(Footer):
@@ -220,20 +221,17 @@ class Keys(Footer):
         self.styles.grid_size_columns = None
 
 
-class Stream(Static):
+class Stream(Widget):
     """The stream of staleness, as large as there is room."""
 
-    _points: Sequence[Point] = ()
+    def __init__(self, points: Sequence[Point]):
+        super().__init__(id="stream")
+        self._points = points
 
-    def draw(self, points: Sequence[Point]) -> None:
-        """Draws these points."""
-        self._points, (width, height) = points, self.content_size
-        if height > 1 and width > 0:
-            self.update(pictures.stream(points, width=width, height=height))
-
-    def on_resize(self) -> None:
-        """Draws them anew."""
-        self.draw(self._points)
+    def render(self) -> RenderResult:
+        """Draws the points there are now."""
+        width, height = self.content_size
+        return pictures.stream(self._points, width=width, height=height)
 
 
 class Change(ModalScreen[dict[str, Any] | None]):
@@ -272,12 +270,6 @@ class Change(ModalScreen[dict[str, Any] | None]):
         """Answers, once it is known with what."""
         if self._wanted:
             self.dismiss(self._wanted)
-
-
-def _protocol(text: str) -> dict[str, str]:
-    if not text:
-        raise ValueError("expected a protocol, as softsync:n=4")
-    return {"protocol": text}
 
 
 def _rate(text: str) -> dict[str, float]:
