@@ -1,19 +1,16 @@
 """How Sphinx makes the site of these pages: `make docs`."""
 
-import logging
 import sys
 from pathlib import Path
 
 from pyps import __version__
 
 sys.path.insert(0, str(Path(__file__).with_name("extension")))
-# A pattern of the table of contents may stand for a page that is yet to come.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "glob pattern" not in str(record.msg))
 
 project = "pyps"
 author = "The pyps authors"
 release = version = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "reference", "links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "reference"]
 exclude_patterns = ["extension"]
 
 myst_enable_extensions = ["attrs_inline", "deflist"]

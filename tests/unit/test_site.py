@@ -1,4 +1,4 @@
-"""docs/extension: what the site tells of options is what the program says; a link that leads nowhere is found."""
+"""docs/extension: what the site tells of options is what the program says."""
 
 from __future__ import annotations
 
@@ -49,24 +49,3 @@ def test_every_setting_of_a_worker_is_told() -> None:
     assert "PYPS\\_WORKER\\_INDEX is 'nonsense'; expected a whole number." in launch
     assert "`wait_seconds` [default: 1800.0; variable: PYPS_WAIT_SECONDS]" in launch
     assert "buffers is 'nonsense'; expected one of local, average, first." in options
-
-
-@pytest.mark.parametrize(
-    ("link", "told"),
-    [
-        ("other.html#here", ""),
-        ("https://example.org/a?b#c", ""),
-        ("http://localhost:3000", ""),
-        ("gone.html", "which is not there"),
-        ("other.html#there", "which has no such place"),
-        ("htps//example.org", "which is not there"),
-        ("https://example", "which is no address"),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, told: str) -> None:
-    (tmp_path / "page.html").write_text(f'<a href="{link}">there</a>', encoding="utf-8")
-    (tmp_path / "other.html").write_text('<h1 id="here">Other</h1>', encoding="utf-8")
-
-    sentences = list(importlib.import_module("links").broken(tmp_path))
-
-    assert sentences == ([f"page.html links to {link}, {told}"] if told else [])
