@@ -70,6 +70,7 @@ class Figures:
         for worker in (worker for answer in answers for worker in answer.workers.workers if worker.state == "alive"):
             for name, value in worker.scalars.items():
                 reports[name][f"{name}/{worker.worker_id}"] = value
+        # A report by the name of a figure does not take its place.
         for name, values in reports.items():
-            figures |= {name: sum(values.values()) / len(values)} | values
+            figures = {name: sum(values.values()) / len(values)} | values | figures
         return figures
