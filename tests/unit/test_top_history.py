@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+
+from rich.console import Console
 
 from pyps.cli.top import pictures
 from pyps.cli.top.asking import Answer
@@ -50,6 +53,23 @@ def test_a_loss_that_has_no_height_is_drawn_as_none() -> None:
         history.tick()
         assert not pictures.trend([loss], 10).strip()
         assert pictures.workers(history, sorted_by="loss", reverse=False).row_count == 1
+
+
+def test_what_others_chose_is_no_command_to_the_terminal() -> None:
+    words = "\x1b[2J[red]<b>\x07\u202e"
+    told = answer("a", uptime=1, version=1)
+    told.status.MergeFrom(pb.Status(run_id=words, protocol=words, waiting_for=[words], warnings=[words]))
+    told.workers[0].MergeFrom(pb.WorkerInfo(worker_id=words, state=words, waits_for=[words]))
+    history = History(["a", "b"])
+    history.take("a", dataclasses.replace(told, events=[pb.Event(message=words)]))
+    history.take("b", words)
+    tabs = [draw(history) for draw in (pictures.servers, pictures.waits, pictures.events)]
+    workers = pictures.workers(history, sorted_by="worker", reverse=False)
+    for picture in (pictures.headline(history, paused=False), workers, *tabs):
+        with (console := Console(width=300)).capture() as shown:
+            console.print(picture)
+        assert "?[2J[red]<b>??" in shown.get()
+        assert all(character.isprintable() or character == "\n" for character in shown.get())
 
 
 def test_a_column_of_the_stream_is_filled_by_shares_from_fresh_to_stale() -> None:
