@@ -101,14 +101,8 @@ def _plain(line: str) -> str:
     return bullet + "`".join(pieces)
 
 
-def _is_old_name(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
-    """Leaves out a property that has no words of its own, as those have that only go by an older name."""
-    return True if isinstance(value, property) and not inspect.isfunction(value.fget) else None
-
-
 def setup(app: Sphinx) -> dict[str, bool]:
     """Tells Sphinx of the directive."""
     app.add_directive("made", Made)
     app.connect("autodoc-process-docstring", _as_text)
-    app.connect("autodoc-skip-member", _is_old_name)
     return {"parallel_read_safe": True}
