@@ -128,6 +128,8 @@ def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(star
             await see(pilot, "protocol")
             await pilot.press("p")
             await see(pilot, "nothing is set: server 1 of 2 was not asked")
+            await pilot.press("3")
+            await see(pilot, "\n server 1 of 2 was not asked: name all with --servers")
 
         watch(partly, second_story)
 

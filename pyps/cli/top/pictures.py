@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli import status as told
+from pyps.cli.control import not_asked
 from pyps.cli.top.history import BANDS, History, Point
 from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes, in_seconds
@@ -145,6 +146,8 @@ def waits(history: History) -> RenderableType:
     lines = [f"{name} waits for {others}" for name, others in waiting.items() if others]
     lines += told.lines([replace(answer, events=()) for answer in history.answers])
     lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]
+    if not history.silent and (hint := not_asked([answer.status for answer in history.answers])):
+        lines.append(hint)
     return harmless_lines(lines or ["nobody waits"])
 
 
