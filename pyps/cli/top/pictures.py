@@ -79,7 +79,7 @@ def stream(points: Sequence[Point], *, width: int, height: int) -> Text:
     picture.append("staleness " if width > 60 else "")
     for band, name in enumerate(BANDS):
         if newest.get(band, 0) >= 0.005 * max(total, 1):
-            picture.append("■", COLOURS[band]).append(f" {name}: {newest[band] / total:.0%}  ")
+            picture.append("■", COLOURS[band]).append(f" {name}: {newest[band] / total:.0%} ")
     return picture
 
 

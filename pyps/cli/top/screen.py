@@ -132,7 +132,7 @@ class Top(App[None]):
 
     def _draw(self) -> None:
         if not self.query("#events-shown") or not self.query("#headline"):
-            # The program ends, and its screen is being emptied.
+            # A question lies over it, or the program ends and its screen is being emptied.
             return
         history, tab = self.history, self.query_one(TabbedContent).active or TABS[0]
         self._show("headline", pictures.headline(history, paused=not self._go_on.is_set()))
