@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -224,13 +224,11 @@ def _facts(status: pb.Status) -> dict[str, object]:
 
 
 def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
-    names = {worker.worker_id: None for answer in answers for worker in answer.workers}
     in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
     rows = []
-    for name in names:
-        known = [worker for answer in answers for worker in answer.workers if worker.worker_id == name]
+    for name, known in workers_of(answers).items():
         # The server that heard of it last knows best.
-        latest = min(known, key=lambda worker: worker.silent_seconds)
+        latest = known[0]
         tally = merged([worker.tally for worker in known])
         row: dict[str, object] = {
             "worker": name,
@@ -295,6 +293,19 @@ def _add(table: Table, *cells: object) -> None:
     table.add_row(*(harmless(str(cell)) for cell in cells))
 
 
+def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
+    """What servers know of each worker, by its name; the one that heard of it last is first."""
+    known = defaultdict(list)
+    for worker in (worker for answer in answers for worker in answer.workers):
+        known[worker.worker_id].append(worker)
+    return {name: sorted(infos, key=lambda info: info.silent_seconds) for name, infos in known.items()}
+
+
+def waits_for(known: Sequence[pb.WorkerInfo]) -> list[str]:
+    """For whom a worker waits now, by what servers know of it."""
+    return sorted({name for worker in known for name in worker.waits_for})
+
+
 def taken(tally: pb.Tally) -> int:
     """The pushed shards that became part of an update, or wait for theirs."""
     return tally.pushes_applied + tally.pushes_pending
@@ -354,7 +365,7 @@ def _transport(known: Sequence[pb.WorkerInfo]) -> str:
 def _waited(known: Sequence[pb.WorkerInfo], blocked_seconds: float) -> str:
     """How long the worker has waited for others, on all servers, and for whom it does now."""
     seconds = in_seconds(blocked_seconds)
-    others = sorted({name for worker in known for name in worker.waits_for})
+    others = waits_for(known)
     return f"{seconds}, now for {_names(others)}" if others else seconds
 
 

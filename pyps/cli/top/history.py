@@ -7,8 +7,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pyps.cli.status import workers_of
 from pyps.cli.top.asking import Answer
-from pyps_wire import inspector_pb2 as pb
 
 # As many as the widest terminal shows.
 POINTS_MAX = 400
@@ -94,11 +94,10 @@ class History:
             bands += server.bands
             server.bands = Counter()
         steps = 0.0
-        for name, known in self.workers().items():
-            steps += max(pace for _, pace in known)
-            newest, _ = known[0]
-            if "loss" in newest.scalars:
-                self.losses[name].append(newest.scalars["loss"])
+        for name, known in workers_of(self.answers).items():
+            steps += self.pace(name)
+            if "loss" in known[0].scalars:
+                self.losses[name].append(known[0].scalars["loss"])
         rates = [server.rates for server in self.servers.values() if server.rates]
         # Every server makes an update of its shards of the same pushes, and counts the same examples.
         updates, examples = (max((rate[name] for rate in rates), default=0.0) for name in ("updates", "examples"))
@@ -115,16 +114,9 @@ class History:
         """The servers that do not answer."""
         return [server for server in self.servers.values() if server.error]
 
-    def workers(self) -> dict[str, list[tuple[pb.WorkerInfo, float]]]:
-        """By name what servers know of each worker, with its steps each second, the last to hear of it first."""
-        known = defaultdict(list)
-        for answer in self.answers:
-            paces = self.servers[answer.address].paces
-            for worker in answer.workers:
-                known[worker.worker_id].append((worker, paces.get(worker.worker_id, 0.0)))
-        for each in known.values():
-            each.sort(key=lambda entry: entry[0].silent_seconds)
-        return known
+    def pace(self, worker_id: str) -> float:
+        """The steps of a worker each second, by the server that was told of the most."""
+        return max(server.paces.get(worker_id, 0.0) for server in self.servers.values())
 
 
 def _rates(then: Mapping[str, float], now: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -19,7 +19,6 @@ from pyps.cli.top.history import BANDS, History, Point
 from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes, in_seconds
 from pyps_wire import common_pb2 as common
-from pyps_wire import inspector_pb2 as pb
 
 # From fresh to stale; the legend says in words which is which.
 COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
@@ -100,13 +99,12 @@ def workers(history: History, *, sorted_by: str, reverse: bool) -> Table:
 
 def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
     """Of each worker a value for each column to be sorted by, and what is shown of it."""
-    for name, known in history.workers().items():
+    for name, known in told.workers_of(history.answers).items():
         # The server that heard of it last knows best.
-        info, _ = known[0]
-        tally = told.merged([info.tally for info, _ in known])
-        pace = max(pace for _, pace in known)
+        info, pace = known[0], history.pace(name)
+        tally = told.merged([each.tally for each in known])
         loss = info.scalars.get("loss")
-        others = _waits_for(known)
+        others = ", ".join(told.waits_for(known))
         yield [
             (name, name),
             (info.state, info.state),
@@ -119,10 +117,6 @@ def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
             (others, others),
             (info.silent_seconds, in_seconds(info.silent_seconds)),
         ]
-
-
-def _waits_for(known: Sequence[tuple[pb.WorkerInfo, float]]) -> str:
-    return ", ".join(sorted({other for info, _ in known for other in info.waits_for}))
 
 
 def servers(history: History) -> RenderableType:
@@ -142,8 +136,8 @@ def servers(history: History) -> RenderableType:
 
 def waits(history: History) -> RenderableType:
     """Who waits for whom, why, and what servers warn of."""
-    waiting = {name: _waits_for(known) for name, known in history.workers().items()}
-    lines = [f"{name} waits for {others}" for name, others in waiting.items() if others]
+    waiting = {name: told.waits_for(known) for name, known in told.workers_of(history.answers).items()}
+    lines = [f"{name} waits for {', '.join(others)}" for name, others in waiting.items() if others]
     lines += told.lines([replace(answer, events=()) for answer in history.answers])
     lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]
     if not history.silent and (hint := not_asked([answer.status for answer in history.answers])):
