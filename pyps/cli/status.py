@@ -175,14 +175,14 @@ def servers_table(answers: Sequence[Answer]) -> Table:
     table.add_column("control")
     for answer in answers:
         table.add_column(Text(answer.address), overflow="fold")
-    columns = [_facts(answer.status) for answer in answers]
+    columns = [facts(answer.status) for answer in answers]
     for name in columns[0]:
-        if any(facts[name] != "" for facts in columns):
-            _add(table, name, *(facts[name] for facts in columns))
+        if any(column[name] != "" for column in columns):
+            _add(table, name, *(column[name] for column in columns))
     return table
 
 
-def _facts(status: pb.Status) -> dict[str, object]:
+def facts(status: pb.Status) -> dict[str, object]:
     """The rows of a server's column, by name; "" where there is nothing to show."""
     last = "never" if status.last_update_seconds < 0 else f"{in_seconds(status.last_update_seconds)} ago"
     in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))

@@ -18,7 +18,6 @@ from pyps.cli.control import not_asked
 from pyps.cli.top.history import BANDS, History, Point
 from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes, in_seconds
-from pyps_wire import common_pb2 as common
 
 # From fresh to stale; the legend says in words which is which.
 COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
@@ -32,13 +31,11 @@ def headline(history: History, *, paused: bool) -> Text:
     """The run in a line: which, how it trains, who is there."""
     line = Text()
     for answer in history.answers[:1]:
-        status = answer.status
-        state = common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower()
-        rates = dict.fromkeys(f"{rate.current:.4g}" for rate in status.learning_rates)
-        force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
+        facts = told.facts(answer.status)
         alive = max(each.status.workers_alive for each in history.answers)
-        facts = (status.run_id or "no run yet", state, force, " and ".join(rates) and f"rate {' and '.join(rates)}")
-        line.append_text(harmless("  ".join(filter(None, (*facts, f"{alive} alive")))))
+        rate = facts["learning rate"] and f"rate {facts['learning rate']}"
+        words = (answer.status.run_id or "no run yet", facts["state"], facts["in force"], rate, f"{alive} alive")
+        line.append_text(harmless("  ".join(str(each) for each in words if each)))
     if silent := history.silent:
         line.append(f"  {len(silent)} of {len(history.servers)} servers do not answer", "bold red")
     return line.append("  paused: nothing is asked" if paused else "", "bold yellow")
