@@ -336,9 +336,7 @@ def reset(
 
 
 def health(
-    servers: Annotated[
-        str, typer.Option(help="Addresses to ask, data or control, separated by commas.")
-    ] = "127.0.0.1:7610",
+    servers: Servers = "127.0.0.1:7610",
     timeout_seconds: Annotated[float, typer.Option(help="How long each may take to answer.", min=0.1)] = 5.0,
 ) -> None:
     """Ask servers for their health; exit with 0 when all of them serve. Needs no token."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyps_client
-from support import PythonProcess, ServerThread
+from support import PythonProcess, ServerThread, shell
 
 StartServer = Callable[..., ServerThread]
 Start = Callable[..., PythonProcess]
@@ -62,6 +62,12 @@ def test_a_script_that_scores_nothing_is_told_of_by_its_own_lines(
             assert words in ended.output()
             assert "pyps/cli" not in ended.output()
     assert ended.output().endswith("failed with the error above.\n")
+
+
+def test_health_asks_the_servers_that_the_environment_names(start_server: StartServer) -> None:
+    server = start_server()
+    for variable, address in (("PYPS_SERVERS", server.data), ("PYPS_CONTROL", server.control)):
+        assert shell("health", **{variable: address}) == f"{address} SERVING\n"
 
 
 def test_health_tells_a_serving_server_from_none(start_server: StartServer, start_python: Start) -> None:
