@@ -64,6 +64,16 @@ OperatorTokenFile = Annotated[
 ]
 
 
+def change_token(context: typer.Context, file: Path | None) -> Path | None:
+    """The operators' token where it is named, for a command that also changes servers, instead of a lesser one.
+
+    What the command line says goes before it.
+    """
+    source = context.get_parameter_source("token_file")
+    operators = os.environ.get(_OPERATORS)
+    return Path(operators) if operators and source is not None and source.name == "ENVIRONMENT" else file
+
+
 class Control:
     """A connection to one server's control port, found through its data port where that one was named."""
 

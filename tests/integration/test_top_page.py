@@ -60,6 +60,30 @@ def test_beyond_loopback_the_page_only_reads(monkeypatch: pytest.MonkeyPatch) ->
     assert ["--read-only" in page.command for page in pages] == [False, True]
 
 
+def test_it_takes_the_operators_token_where_it_may_change_something(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pages: list[Page] = []
+    monkeypatch.setattr(Page, "serve", lambda page: pages.append(page))
+    files = {role: tmp_path / role for role in ("worker", "operator", "named")}
+    for file in files.values():
+        file.write_text("the-token-of-somebody", encoding="utf-8")
+    named = {"PYPS_TOKEN_FILE": f"{files['worker']}", "PYPS_OPERATOR_TOKEN_FILE": f"{files['operator']}"}
+
+    shell("top", "--web", **named)
+    shell("top", "--web", "--token-file", f"{files['named']}", **named)
+    shell("top", "--web", "--read-only", **named)
+    shell("top", "--web", "--host", "0.0.0.0", "--insecure", **named)
+
+    taken = [shlex.split(page.command)[-2:] for page in pages]
+    assert taken == [
+        ["--token-file", f"{files['operator']}"],
+        ["--token-file", f"{files['named']}"],
+        [f"{files['worker']}", "--read-only"],
+        [f"{files['worker']}", "--read-only"],
+    ]
+
+
 def test_every_command_of_the_page_runs(start_server: Callable[..., ServerThread], tmp_path: Path) -> None:
     server = start_server("--run-id", "mine")
     token = tmp_path / "observer.token"

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.control import ObserverTokenFile, Servers, control_addresses, fail, read_token
+from pyps.cli.control import ObserverTokenFile, Servers, change_token, control_addresses, fail, read_token
 from pyps.service.security import is_loopback_host
 
 PORT = 7614
@@ -22,6 +22,7 @@ _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 
 
 def top(
+    context: typer.Context,
     servers: Servers = "127.0.0.1:7611",
     read_only: Annotated[bool, typer.Option("--read-only", help="Change nothing, whatever the token allows.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Serve it as a page for browsers instead.")] = False,
@@ -43,6 +44,11 @@ def top(
     is no token. Beyond loopback the page changes nothing, and is refused unless --insecure is said: it has no TLS.
     """
     addresses = control_addresses(servers)
+    place = "127.0.0.1" if host is None else host
+    # Others would call from this machine, which may be the servers' own, where more is allowed than elsewhere.
+    read_only = read_only or (web and not is_loopback_host(place))
+    if not read_only:
+        token_file = change_token(context, token_file)
     read_token(token_file)
     if not web and (host is not None or port is not None):
         fail(f"{'--port' if host is None else '--host'} says where the page of --web listens: give --web too", status=2)
@@ -55,18 +61,15 @@ def top(
         package = (error.name or "").partition(".")[0].replace("_", "-")
         fail(f"pyps top needs {package}, which is not installed: pip install 'pyps[top]'", status=2)
     if web:
-        place = "127.0.0.1" if host is None else host
-        reached = not is_loopback_host(place)
-        if reached and not insecure:
+        if not is_loopback_host(place) and not insecure:
             fail(
                 f"--host is {place}, which other machines can reach, and the page has no TLS: the token, or its key, "
                 f"would cross the network in the clear. Go through a tunnel (`ssh -L {PORT}:127.0.0.1:{PORT} HOST`) or "
                 "a proxy with TLS, or say --insecure",
                 status=2,
             )
-        # Others would call from this machine, which may be the servers' own, where more is allowed than elsewhere.
         Page(
-            _in_a_browser(servers, token_file, read_only=read_only or reached),
+            _in_a_browser(servers, token_file, read_only=read_only),
             host=place,
             port=PORT if port is None else port,
             read_token=lambda: read_token(token_file),
