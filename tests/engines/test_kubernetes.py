@@ -183,6 +183,9 @@ def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone:
         assert config.expected_workers == len(workers)
         assert config.exit_when == ("finished" if variant == "jobset" else "never")
         assert config.drain_seconds < pod["terminationGracePeriodSeconds"]
+        # Where PYPS_SERVERS names all of them, the death of one would else end the others.
+        for probe in (pod.container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")):
+            assert probe["exec"]["command"] == ["pyps", "health", "--servers", f"127.0.0.1:{ports['data']}"]
     for index, pod in enumerate(workers):
         launch = Launch.from_environment(environment=environment(objects, pod) | {"PYPS_TOKEN_FILE": ""})
         assert (launch.worker_index, launch.worker_count, launch.run_id) == (index, len(workers), config.run_id)
