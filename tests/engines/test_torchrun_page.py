@@ -23,7 +23,7 @@ ENTER = "import os, sys; os.execvp('nsenter', ['nsenter', *sys.argv[1:]])"
 SOON = "--rdzv-conf last_call_timeout=1"
 # What a namespace's first process does: it holds it, and all in it ends with it.
 HOLD = "ip link set lo up && touch up && exec sleep infinity"
-# Alone until the other node is there; then one is killed; then all train to the end.
+# Alone until the other node is there; then one is killed, once all four train; then all train to the end.
 RANK = """
 import os, signal, torch
 from pathlib import Path
@@ -34,7 +34,6 @@ optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.001)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 killed = Path("killed").exists()
 print(f"rank {rank} of {size} at {'the beginning' if not optimizer.global_step else 'a later update'}", flush=True)
-Path(f"rank-{rank}-of-{size}").touch()
 step = 0
 while size == 2 or not killed or step < 20:
     optimizer.zero_grad()
@@ -43,9 +42,11 @@ while size == 2 or not killed or step < 20:
     step += 1
     if size == 2 and step == 20:
         Path("begun").touch()
-    if size == 4 and rank == 1 and not killed and all(Path(f"rank-{each}-of-4").exists() for each in range(4)):
-        Path("killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if size == 4 and not killed:
+        Path(f"trains-{rank}").touch()
+        if rank == 1 and len([*Path().glob("trains-*")]) == 4:
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 optimizer.close()
 print("trained to the end", flush=True)
 """
