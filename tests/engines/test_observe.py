@@ -63,8 +63,8 @@ pyps_pushes_rejected_total{{reason="not_finite"}} 0x60; pyps_worker_report{{work
 pyps_checkpoint_failures_total 0x60; pyps_checkpoint_timestamp_seconds 0+60x60; pyps_in_flight_bytes_max 100x60;
 pyps_memory_bytes{{kind="in_flight"}} 50x60; pyps_apply_seconds_bucket{{le="0.5"}} 0+100x60;
 pyps_apply_seconds_bucket{{le="+Inf"}} 0+100x60"""
-# Down, but it had said before that it was done.
-DONE = 'up 1x50 0x10; pyps_run_state{state="finished"} 0x45 1x5 _x10'
+# Down for most of the hour, but it had said before that it was done.
+DONE = 'up 1x20 0x40; pyps_run_state{state="finished"} 0x15 1x5 _x40'
 
 
 def test_each_alert_fires_at_its_trouble_and_at_nothing_else(tmp_path: Path) -> None:
