@@ -207,7 +207,7 @@ def parse_arguments() -> argparse.Namespace:
     if not LENGTH <= arguments.training_bytes <= TRAINING_BYTES:
         parser.error(f"--training-bytes is {arguments.training_bytes}; expected {LENGTH} to {TRAINING_BYTES:,}")
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--picture needs matplotlib: pip install 'pyps[demo]'")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
     return arguments
 
 

@@ -33,7 +33,7 @@ try:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ImportError(f"pyps.ray needs Ray ({error}): pip install 'pyps[ray]'") from error
+    raise ImportError(f"pyps.ray needs Ray ({error}): pip install '.[ray]' in a clone of pyps") from error
 
 T = TypeVar("T")
 logger = logging.getLogger("pyps.ray")

@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(
-            f'pyps_client.{name} needs torch, which is not installed: pip install "pyps-client[torch]". '
+            f"pyps_client.{name} needs torch, which is not installed: pip install 'torch>=2.4'. "
             "pyps_client.Client works without it."
         ) from None
     from pyps_client import torch as torch_client

@@ -51,7 +51,7 @@ HEARTBEAT_SECONDS = 0.5
 KEPT_LINES = 15
 # What the worker's script can make, each with settings that suit it.
 OPTIMIZERS = ("adagrad", "sgd", "momentum", "nesterov", "rmsprop", "adam", "adamw")
-NEEDED = {"matplotlib": "pyps[demo]", "sklearn": "pyps[demo]", "torch": "pyps-client[torch]"}
+NEEDED = {"matplotlib": ".[demo]", "sklearn": ".[demo]", "torch": "./client[torch]"}
 # As in examples/digits.py.
 HELD_OUT = 360
 SPLIT_SEED = 42
@@ -101,7 +101,8 @@ def demo(
     console = Console()
     for module, requirement in NEEDED.items():
         if importlib.util.find_spec(module) is None:
-            console.print(f"pyps: the demo needs {module}: pip install '{requirement}'.", markup=False)
+            remedy = f"pip install '{requirement}' in a clone of pyps."
+            console.print(f"pyps: the demo needs {module}: {remedy}", markup=False)
             raise typer.Exit(1)
     settings = JobSettings(
         command=(sys.executable, str(worker_script()), "--epochs", str(epochs), "--optimizer", optimizer, "--anneal"),

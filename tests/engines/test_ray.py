@@ -247,4 +247,4 @@ def test_the_command_refuses_what_is_no_bundle_and_a_machine_without_ray(monkeyp
 
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "pyps.ray")
-    assert "pip install 'pyps[ray]'" in shell("ray", "--", "true", status=2)
+    assert "pip install '.[ray]' in a clone" in shell("ray", "--", "true", status=2)

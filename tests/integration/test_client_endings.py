@@ -359,7 +359,7 @@ except ImportError as error:
         [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, check=True
     )
 
-    assert 'pip install "pyps-client[torch]"' in done.stdout
+    assert "pip install 'torch>=2.4'" in done.stdout
 
 
 def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(

@@ -54,12 +54,12 @@ def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: Sta
 
 
 def test_what_the_demo_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "NEEDED", {"no_such_module": "pyps[demo]"})
+    monkeypatch.setattr(command, "NEEDED", {"no_such_module": ".[demo]"})
 
     result = CliRunner().invoke(app, ["demo"])
 
     assert result.exit_code == 1
-    assert "the demo needs no_such_module: pip install 'pyps[demo]'" in result.output
+    assert "the demo needs no_such_module: pip install '.[demo]' in a clone" in result.output
 
 
 def test_a_protocol_whose_workers_push_nothing_is_refused_at_once() -> None:

@@ -254,4 +254,4 @@ def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, f"pyps.cli.top.{module}")
         monkeypatch.setitem(sys.modules, package, None)
         told = shell("top", *(["--web"] if module == "web" else []), status=2)
-        assert "which is not installed: pip install 'pyps[top]'" in told
+        assert "which is not installed: pip install '.[top]' in a clone" in told

@@ -59,7 +59,7 @@ def top(
             from pyps.cli.top.screen import Top
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0].replace("_", "-")
-        fail(f"pyps top needs {package}, which is not installed: pip install 'pyps[top]'", status=2)
+        fail(f"pyps top needs {package}, which is not installed: pip install '.[top]' in a clone of pyps", status=2)
     if web:
         if not is_loopback_host(place) and not insecure:
             fail(
