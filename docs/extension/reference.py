@@ -98,7 +98,7 @@ def _plain(line: str) -> str:
     bullet, text = ("* ", line[2:]) if line.startswith("* ") else ("", line)
     pieces = text.split("`")
     pieces[::2] = [re.sub(r"\*|_(?!\w)", r"\\\g<0>", piece) for piece in pieces[::2]]
-    return bullet + "`".join(pieces)
+    return bullet + re.sub(r"\bdocs/([\w-]+)\.md\b", r":doc:`/\1`", "`".join(pieces))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
