@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,12 @@ def launch() -> str:
         variables = {"PYPS_SERVERS": "127.0.0.1", f"PYPS_{name.upper()}": value}
         return refusals.of_call(lambda: Launch.from_environment(environment=variables))
 
-    return _entries(Launch, refused, lambda name: f"variable: PYPS_{name.upper()}")
+    return _entries(
+        Launch,
+        refused,
+        variable=lambda name: f"variable: PYPS_{name.upper()}",
+        given=lambda name, wrong: f"PYPS_{name.upper()}={wrong}",
+    )
 
 
 def options() -> str:
@@ -98,10 +104,16 @@ def options() -> str:
         keywords: Any = {name: value}
         return refusals.of_call(lambda: RemoteOptimizer(model, sgd, "127.0.0.1:7610", **keywords))
 
-    return _entries(Options, refused, lambda _: "")
+    return _entries(Options, refused, variable=lambda _: "", given=lambda name, wrong: f"{name}={wrong!r}")
 
 
-def _entries(kind: Any, refused: Callable[[str, Any], str], variable: Callable[[str], str]) -> str:
+def _entries(
+    kind: Any,
+    refused: Callable[[str, Any], str],
+    *,
+    variable: Callable[[str], str],
+    given: Callable[[str, str], str],
+) -> str:
     """The fields of a dataclass in the order of its docstring, whose paragraphs tell what they mean."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     paragraphs = [
@@ -118,7 +130,7 @@ def _entries(kind: Any, refused: Callable[[str, Any], str], variable: Callable[[
         for name in names:
             default = fields[name].default
             facts = ["required" if default is dataclasses.MISSING else f"default: {_shown(default)}", variable(name)]
-            wrong, sentence = next(((w, s) for w in _WORDS if (s := refused(name, w))), ("", ""))
+            wrong, sentence = next(((given(name, w), s) for w in _WORDS if (s := refused(name, w))), ("", ""))
             lines.append(f"\n`{name}` [{'; '.join(filter(None, facts))}]\n{_when_wrong(wrong, sentence)}")
             fields.pop(name)
         parts.append(
@@ -133,7 +145,11 @@ def _shown(default: object) -> str:
 
 
 def _when_wrong(wrong: str, sentence: str) -> str:
-    return f"\n`{wrong}` is answered: *{escaped(sentence)}*\n" if sentence else ""
+    """The answer to what was given, folded up: who reads what an option is for need not pass it."""
+    if not sentence:
+        return ""
+    given = f"<details><summary><small><code>{html.escape(wrong)}</code> is answered</small></summary>"
+    return f"\n{given}\n\n*{escaped(sentence)}*\n\n</details>\n"
 
 
 def escaped(text: str) -> str:
