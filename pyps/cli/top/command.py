@@ -40,8 +40,9 @@ def top(
     """Watch servers and workers as they train, until q is pressed.
 
     With an operator's token, or on the servers' own machine where that makes operators, p and r change protocol and
-    learning rate; unless it is to read only, it takes such a token before the others that are named. With --web a browser shows the servers' token, or the key in the address that is printed where there
-    is no token. Beyond loopback the page changes nothing, and is refused unless --insecure is said: it has no TLS.
+    learning rate; unless it is to read only, it takes such a token before the others that are named. With --web a
+    browser shows the servers' token, or the key in the address that is printed where there is no token. Beyond loopback
+    the page changes nothing, and is refused unless --insecure is said: it has no TLS.
     """
     addresses = control_addresses(servers)
     place = "127.0.0.1" if host is None else host
