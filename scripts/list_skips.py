@@ -18,13 +18,11 @@ def main(paths: list[str]) -> int:
         for case in ElementTree.parse(path).iter("testcase"):
             skipped = case.find("skipped")
             if skipped is not None:
+                name, file = case.get("name", ""), case.get("classname", "").replace(".", "/")
                 # A file that is skipped whole has no class, and its reason stands behind place and line.
-                if not case.get("classname"):
-                    reason = ast.literal_eval(skipped.text)[2].removeprefix("Skipped: ")
-                    skips.append(f"{case.get('name').replace('.', '/')}: {reason}")
-                    continue
-                file = case.get("classname").replace(".", "/")
-                skips.append(f"{file}::{case.get('name')}: {skipped.get('message')}")
+                where = f"{file}::{name}" if file else name.replace(".", "/")
+                reason = skipped.get("message") if file else ast.literal_eval(skipped.text or "")[2]
+                skips.append(f"{where}: {reason}")
     print("\n".join(skips) if skips else "none")
     return 0
 
