@@ -166,7 +166,8 @@ class Job:
         self._pending: dict[Any, Callable[[Any], None]] = {}
         self._training: set[int] = set()
         self._results: dict[int, Any] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="pyps-ray-")
+        # What `pyps status` needs, as paths.
+        self._shown: dict[str, str] = {}
 
     def results(self, train_fn: Callable[[], T]) -> list[T | None]:
         """Starts all, waits for the workers, and returns what they returned."""
@@ -180,7 +181,7 @@ class Job:
         for index, server in enumerate(self._servers):
             served.append(_get(server.address.remote()))
             self._watch(index)
-        self._tell(served)
+        self._tell(served, guard)
         for index in range(plan.num_workers):
             # Ray counts each try to reach a worker that is being started again as one: only restarts are bounded.
             bounds = {"max_restarts": plan.max_restarts, "max_task_retries": -1}
@@ -214,18 +215,14 @@ class Job:
         here = ray.util.get_node_ip_address()
         if self._plan.config.given & _GUARDS or ipaddress.ip_address(here).is_loopback:
             return {}
-        folder = Path(self._folder.name)
-        # The authority's files are written with the first that it signs.
-        Authority(folder, create=True).make_server([here], days=CERTIFICATE_DAYS)
-        for name in ("token", "operator"):
-            (folder / name).write_text(f"{secrets.token_hex(16)}\n", encoding="utf-8")
-        return {name: (folder / name).read_bytes() for name in ("ca.crt", "ca.key", "token", "operator")}
+        guard = {name: secrets.token_hex(16).encode() for name in ("token", "operator")}
+        return guard | {name: content for name, content in _signed(here).items() if name.startswith("ca.")}
 
-    def _tell(self, served: list[dict[str, Any]]) -> None:
-        folder = Path(self._folder.name)
-        own = (folder / "token").exists()
-        shown = f"PYPS_TLS_CA={folder}/ca.crt PYPS_TOKEN_FILE={folder}/operator " if own else ""
-        scheme = "https" if own or self._plan.config.tls_cert else "http"
+    def _tell(self, served: list[dict[str, Any]], guard: Mapping[str, bytes]) -> None:
+        files = {"PYPS_TLS_CA": "ca.crt", "PYPS_TOKEN_FILE": "operator"} if guard else {}
+        self._shown = {name: _in_memory(guard[file]) for name, file in files.items()}
+        shown = "".join(f"{name}={path} " for name, path in self._shown.items())
+        scheme = "https" if guard or self._plan.config.tls_cert else "http"
         control = ",".join(server["control"] for server in served)
         logger.info("Look inside: %spyps status --servers %s", shown, control)
         logger.info("metrics: %s", " ".join(f"{scheme}://{server['metrics']}/metrics" for server in served))
@@ -303,7 +300,8 @@ class Job:
         finally:
             if self._group is not None:
                 remove_placement_group(self._group)
-            self._folder.cleanup()
+            for path in self._shown.values():
+                os.close(int(Path(path).name))
         for problem in problems:
             logger.warning("%s", problem)
         return problems
@@ -321,6 +319,23 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _signed(host: str, **authority: bytes) -> dict[str, bytes]:
+    """The files of an authority, made anew where none is given, and of a server's certificate that it signed."""
+    with tempfile.TemporaryDirectory(prefix="pyps-") as name:
+        folder = Path(name)
+        for file, content in authority.items():
+            (folder / file).write_bytes(content)
+        Authority(folder, create=not authority).make_server([host], days=CERTIFICATE_DAYS)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def _in_memory(content: bytes) -> str:
+    """The path of a file that is there as long as this process: one on disk would outlive a process that is killed."""
+    file = os.memfd_create("pyps")
+    os.write(file, content)
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
 class Server:
     """The actor of a server: the process of a `pyps serve`, whose end is the actor's."""
 
@@ -328,12 +343,14 @@ class Server:
         self._name = f"server-{index}"
         self._folder = tempfile.TemporaryDirectory(prefix=f"pyps-{self._name}-")
         self._ready = Path(self._folder.name) / "ready"
+        self._served: dict[str, Any] = {}
         self._ended = threading.Event()
         self._stopping = False
         self._child: ChildProcess | None = None
         # Raised to whoever asks for the address: of an actor that never was Ray would say it by a trace.
         self._failure = ""
         self._failure = self._start(plan, guard)
+        self._folder.cleanup()
 
     # What stands before each of its lines in Ray's log.
     def __repr__(self) -> str:
@@ -343,7 +360,7 @@ class Server:
         """What the server wrote into its ready file."""
         if self._failure:
             raise JobError(self._failure)
-        return dict(json.loads(self._ready.read_text(encoding="utf-8")))
+        return self._served
 
     def wait(self) -> None:
         """Returns once the server has ended as it was told to."""
@@ -355,7 +372,6 @@ class Server:
         if self._child is not None:
             self._child.signal(signal.SIGTERM)
             self._ended.wait(seconds)
-        self._folder.cleanup()
         return self._child.returncode if self._child else 0
 
     def _start(self, plan: Plan, guard: Mapping[str, bytes]) -> str:
@@ -388,13 +404,15 @@ class Server:
             if self._ended.wait(0.05) and again:
                 # The one before may still save, and hold the folder: Ray tries again.
                 time.sleep(1.0)
+                self._folder.cleanup()
                 os._exit(1)
             if self._ended.is_set() or time.monotonic() > deadline:
                 return f"{self._name} ended, or did not serve within {START_SECONDS:g} s; its last lines say why"
+        self._served = json.loads(self._ready.read_text(encoding="utf-8"))
         if own:
             # For workers that lost it: replaced as a whole, before anybody is told the address.
             written = own / f".{ADDRESS}"
-            written.write_text(self.address()["data"], encoding="utf-8")
+            written.write_text(self._served["data"], encoding="utf-8")
             written.replace(own / ADDRESS)
         return ""
 
@@ -402,16 +420,13 @@ class Server:
         """The flags for the job's own tokens, and for a certificate of this host's, if it has any."""
         if not guard:
             return []
-        folder = Path(self._folder.name)
-        for name, content in guard.items():
-            (folder / name).write_bytes(content)
-        Authority(folder).make_server([host], days=CERTIFICATE_DAYS)
+        guard = {**guard, **_signed(host, **{name: guard[name] for name in ("ca.crt", "ca.key")})}
         files = {"token-file": "token", "operator-token-file": "operator"}
         files |= {"tls-cert": "server.crt", "tls-key": "server.key"}
-        return [f"--{flag}={folder / name}" for flag, name in files.items()]
+        return [f"--{flag}={_in_memory(guard[name])}" for flag, name in files.items()]
 
     def _end(self, child: ChildProcess) -> None:
-        if child.returncode and self._ready.exists() and not self._stopping:
+        if child.returncode and (self._ready.exists() or self._served) and not self._stopping:
             _print("", f"{self._name} {child.how_it_ended()}")
             # Ray starts the actor again, and so the server.
             os._exit(1)
@@ -430,27 +445,25 @@ class Worker:
     def train(self, train_fn: Callable[[], T], servers: list[Any], key: str) -> T:
         served = ray.get([server.address.remote() for server in servers])
         environment = os.environ | self._plan.environment
-        with tempfile.TemporaryDirectory(prefix="pyps-worker-") as folder:
-            if self._guard:
-                authority = Path(folder) / "ca.crt"
-                authority.write_bytes(self._guard["ca.crt"])
-                environment |= {"PYPS_TLS_CA": str(authority), "PYPS_TOKEN": self._guard["token"].decode().strip()}
-            os.environ |= worker_environment(
-                environment,
-                index=self._index,
-                count=self._plan.num_workers,
-                data_addresses=[self._place(index, server["data"]) for index, server in enumerate(served)],
-                control_addresses=[server["control"] for server in served],
-                run_id=served[0]["run_id"] or self._plan.run_id,
-                key=key,
-            )
-            try:
-                result = train_fn()
-            except BaseException as error:
-                leave.leave_all(error)
-                raise
-            leave.leave_all()
-            return result
+        if self._guard:
+            environment["PYPS_TLS_CA"] = _in_memory(self._guard["ca.crt"])
+            environment["PYPS_TOKEN"] = self._guard["token"].decode()
+        os.environ |= worker_environment(
+            environment,
+            index=self._index,
+            count=self._plan.num_workers,
+            data_addresses=[self._place(index, server["data"]) for index, server in enumerate(served)],
+            control_addresses=[server["control"] for server in served],
+            run_id=served[0]["run_id"] or self._plan.run_id,
+            key=key,
+        )
+        try:
+            result = train_fn()
+        except BaseException as error:
+            leave.leave_all(error)
+            raise
+        leave.leave_all()
+        return result
 
     def _place(self, index: int, address: str) -> str:
         """Where a server is to be looked for: in its file, where this node sees that, else at its address."""

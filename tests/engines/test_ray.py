@@ -30,6 +30,7 @@ FOLDER = ROOT / "tests" / "engines"
 PAGE = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
 [FUNCTION] = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = re.findall(r"^pyps .*", "".join(PAGE.split("```")[1::2]), re.M)
+KEPT_IN_MEMORY = ("ca.crt", "ca.key", "operator", "server.crt", "server.key", "token")
 PLACES = ("--resources", "worker=1", "--server-resources", "server=1")
 
 
@@ -38,7 +39,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._environment = {"RAY_TMPDIR": str(folder), "RAY_DEDUP_LOGS": "0", "PATH": path}
+        places = {"RAY_TMPDIR": str(folder), "TMPDIR": str(folder), "PATH": path}
+        self._environment = {**places, "RAY_DEDUP_LOGS": "0"}
         self._process = subprocess.Popen(
             ["unshare", "-rn", sys.executable, str(FOLDER / "ray_cluster.py")],
             stdin=subprocess.PIPE,
@@ -84,7 +86,10 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.close()
+        # Of all that was killed.
+        left = [path for path in folder.glob("pyps-*/*") if path.name in KEPT_IN_MEMORY]
         shutil.rmtree(folder, ignore_errors=True)
+    assert not left
 
 
 def lives(folder: Path) -> set[int]:
