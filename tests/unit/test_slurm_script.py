@@ -16,6 +16,14 @@ from support import ROOT
 
 SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
 PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+# What the script calls, for one task of each step on this machine: servers end at scancel, by `exit $SERVED`.
+COMMANDS = {
+    "scontrol": "echo node0",
+    "squeue": "",
+    "scancel": "touch ended",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 SLURM_NTASKS=1 exec "$@"',
+    "pyps": """[ "$1" = certs ] || { echo "$@"; until [ -e ended ]; do sleep 0.02; done; exit $SERVED; }""",
+}
 
 
 def printed(*arguments: str) -> str:
@@ -44,6 +52,37 @@ def test_what_has_spaces_and_quotes_reaches_the_script_as_it_was_given() -> None
     ask = 'printf "%s\\n" "$folder" $resume "${server_flags[@]}" "${worker[@]}"'
     said = subprocess.run(["bash", "-c", f"{chosen}\n{ask}"], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == ["my runs/a'b", "--resume", "--stop-after", "updates=5", *worker]
+
+
+def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs the script in that folder, where `srun` and the like only look as if."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, script in COMMANDS.items():
+        (commands / name).write_text(f"#!/bin/bash\n{script}\n", encoding="utf-8")
+        (commands / name).chmod(0o700)
+    environment = {"PATH": f"{commands}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SERVED": str(served)}
+    return subprocess.run(
+        ["bash"],
+        input=printed(*arguments),
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path: Path) -> None:
+    name = "it's; touch PWNED; '$(touch PWNED)"
+    tell = """. "${PYPS_TLS_CA%/*}/environment" && echo "$PYPS_TLS_CA" """
+    done = run(tmp_path, "--folder", name, "--", "bash", "-c", tell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{tmp_path}/{name}/job-7.0/ca.crt" in done.stdout.splitlines()
+    [look] = re.findall("^Look inside: (.*) && pyps status$", done.stdout, re.M)
+    assert shlex.split(look) == [".", f"{tmp_path}/{name}/job-7.0/environment"]
+    assert not (tmp_path / "PWNED").exists()
 
 
 @pytest.mark.parametrize(
