@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,8 +185,10 @@ def test_a_job_begins_again_where_a_server_s_node_dies(cluster: Cluster, tmp_pat
 
 
 def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, "pyps slurm --workers 2 -- python train.py")
+    folder = "it's %j a\\b"
+    job = Job(cluster, tmp_path, f"pyps slurm --workers 2 --folder {shlex.quote(folder)} -- python train.py")
     job.wait_until_it_trains(workers=2)
     cluster.run("kill -9 $(pgrep -x pyps)", on="node1")
     assert job.wait() == ("FAILED", "1:0")
     assert "A server ended, and the run cannot go on without it" in job.output
+    assert all((tmp_path / folder / f"log-of-server-{index}.txt").stat().st_size for index in (0, 1))

@@ -75,7 +75,7 @@ def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.Complete
 
 
 def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path: Path) -> None:
-    name = "it's; touch PWNED; '$(touch PWNED)"
+    name = "it's %j a\\b; touch PWNED; '$(touch PWNED)"
     tell = """. "${PYPS_TLS_CA%/*}/environment" && echo "$PYPS_TLS_CA" """
     done = run(tmp_path, "--folder", name, "--", "bash", "-c", tell)
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,6 +83,7 @@ def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path: Path) 
     [look] = re.findall("^Look inside: (.*) && pyps status$", done.stdout, re.M)
     assert shlex.split(look) == [".", f"{tmp_path}/{name}/job-7.0/environment"]
     assert not (tmp_path / "PWNED").exists()
+    assert "--checkpoint-dir" in (tmp_path / name / "log-of-server-0.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
