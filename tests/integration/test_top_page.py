@@ -24,7 +24,7 @@ COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(enco
 
 @pytest.mark.parametrize("servers_token", ["", "observers-9c1f"])
 def test_the_page_is_for_who_shows_the_token_or_the_key(servers_token: str) -> None:
-    page = Page("true", host="127.0.0.1", port=1, read_token=lambda: servers_token)
+    page = Page("true", host="127.0.0.1", port=1, read_only=False, read_token=lambda: servers_token)
     assert bool(page._key) is not bool(servers_token)
     secret = servers_token or page._key
 
@@ -46,6 +46,32 @@ def test_the_page_is_for_who_shows_the_token_or_the_key(servers_token: str) -> N
             assert (cookie["httponly"], cookie["samesite"]) == (True, "Strict")
             assert secret not in cookie.value
             assert (await browser.get("/static/js/textual.js")).status == 200
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_another_page_asks_for_nothing_and_a_name_leads_only_to_what_reads(read_only: bool) -> None:
+    page = Page("true", host="127.0.0.1", port=1, read_only=read_only, read_token=str)
+
+    async def story() -> None:
+        async with TestClient(TestServer(await page._make_app())) as browser:
+            await browser.get("/", params={"key": page._key})
+            own = f"127.0.0.1:{browser.port}"
+
+            async def status(path: str, origin: str, host: str = own) -> int:
+                return (await browser.get(path, headers={"Origin": origin, "Host": host})).status
+
+            for origin in ("http://127.0.0.1:19999", "https://foreign.example", "null", ""):
+                assert await status("/ws", origin) == 403, origin
+                assert await status("/", origin) == 403, origin
+                assert (await browser.post("/login", headers={"Origin": origin})).status == 403, origin
+            assert (await browser.ws_connect("/ws", origin=f"http://{own}")).closed is False
+            assert await status("/", f"http://{own}") == 200
+            assert await status("/", "http://localhost:9000", host="localhost:9000") == 200
+            by_name = 200 if read_only else 403
+            assert await status("/", "https://foreign.example", host="foreign.example") == by_name
+            assert await status("/", "http://foreign.example:1", host="foreign.example:1") == by_name
 
     asyncio.run(story())
 

@@ -73,6 +73,7 @@ def top(
             _in_a_browser(servers, token_file, read_only=read_only),
             host=place,
             port=PORT if port is None else port,
+            read_only=read_only,
             read_token=lambda: read_token(token_file),
         ).serve()
     elif sys.stdout.isatty() or _DRIVER in os.environ:

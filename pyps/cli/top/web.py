@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,6 +14,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from pyps.cli.control import fail
+from pyps.service.security import is_loopback_host
 
 # Each open page asks the servers for itself.
 VIEWS_MAX = 4
@@ -24,9 +26,9 @@ _POLICY = "default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; for
 class Page(Server):
     """Runs a command for each open page, for who has shown the servers' token, or the key where they have none."""
 
-    def __init__(self, command: str, *, host: str, port: int, read_token: Callable[[], str]):
+    def __init__(self, command: str, *, host: str, port: int, read_only: bool, read_token: Callable[[], str]):
         super().__init__(command, host, port, "pyps top", templates_path=Path(__file__).parent / "templates")
-        self._read_token = read_token
+        self._read_only, self._read_token = read_only, read_token
         self._key = "" if read_token() else secrets.token_urlsafe(16)
         # What a browser shows from then on, and no other page can make it show.
         self._session = secrets.token_urlsafe(32)
@@ -59,6 +61,7 @@ class Page(Server):
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        self._refuse_foreign(request)
         if request.path == "/login" or _same(request.cookies.get(self._cookie, ""), self._session):
             response = await handler(request)
         elif self._key and _same(request.query.get("key", ""), self._key):
@@ -70,6 +73,17 @@ class Page(Server):
         if not response.prepared:
             response.headers["Content-Security-Policy"] = _POLICY
         return response
+
+    def _refuse_foreign(self, request: web.Request) -> None:
+        """Refuses what another page asks for: one at another port of this machine has the cookie sent along."""
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != request.host:
+            raise web.HTTPForbidden(text=f"this page is not {request.host}'s own; a proxy has to pass Host on")
+        # A foreign name that was made to lead to this machine. What may change something listens on loopback only.
+        if not self._read_only and not is_loopback_host(re.sub(r":[0-9]*$", "", request.host)):
+            raise web.HTTPForbidden(
+                text="by that name the page only reads: ask for 127.0.0.1, or start it with --read-only"
+            )
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
         shown = str((await request.post()).get("token", ""))
