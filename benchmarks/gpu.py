@@ -21,7 +21,7 @@ from typing import Any
 import figures
 import round_worker
 import torch
-from measure import exit_on_sigterm, machine, percentile, spread, write_results
+from measure import exit_on_sigterm, machine, percentile, spread, wait_for_line, write_results
 from rich.console import Console
 from rich.table import Table
 from trial import GRPC, GRPC_BFLOAT16, LANE, LANE_BFLOAT16, SHARED_MEMORY, Failed, Server, Variant, Workers
@@ -117,7 +117,7 @@ def worker(size: Size, *, rounds: int) -> int:
     for parameter, gradient in zip(model.parameters(), source, strict=True):
         parameter.grad = gradient.clone()
     print("ready", flush=True)
-    round_worker.wait_for_line("go")
+    wait_for_line("go")
     latencies = timed(optimizer.step, rounds, warmup=size.warmup)
     verified = round_worker.verified(model, round(optimizer.global_step))
     print(json.dumps({**summary(latencies), "verified": verified}), flush=True)

@@ -26,6 +26,7 @@ from measure import (
     machine,
     machine_memory_bytes,
     memory_bytes,
+    wait_for_line,
     write_results,
 )
 from rich.console import Console
@@ -148,7 +149,7 @@ def worker(params: int) -> int:
         assert parameter.grad is not None
         parameter.grad.fill_(GRADIENT)
     print("ready", flush=True)
-    round_worker.wait_for_line("go")
+    wait_for_line("go")
     before, cpu_before = time.perf_counter(), cpu_seconds(os.getpid())
     optimizer.step()
     after, cpu_after = time.perf_counter(), cpu_seconds(os.getpid())

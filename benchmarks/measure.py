@@ -65,6 +65,12 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+def wait_for_line(line: str) -> None:
+    """Blocks until the driver says `line`: the barrier between warm-up, timing and the end."""
+    if sys.stdin.readline().strip() != line:
+        raise SystemExit(f"expected {line!r} from the driver")
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that at least `percent` of all do not exceed."""
     ordered = sorted(values)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import exit_on_sigterm, machine, spread, write_results
+from measure import exit_on_sigterm, machine, spread, wait_for_line, write_results
 from network import Link, unavailable
 from rich.console import Console
 from rich.table import Table
-from round_worker import EPSILON, LEARNING_RATE, Tensors, gradients, timed, verified, wait_for_line
+from round_worker import EPSILON, LEARNING_RATE, Tensors, gradients, timed, verified
 from trial import GRPC, LANE, Failed, Server, Variant, Workers
 from work import BIG
 

@@ -12,12 +12,11 @@ import json
 import math
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 
 import torch
-from measure import memory_bytes, pin, pinned_cores
+from measure import memory_bytes, pin, pinned_cores, wait_for_line
 
 from pyps_client import RemoteOptimizer
 
@@ -90,12 +89,6 @@ def verified(model: Tensors, updates: int) -> bool:
         math.isclose(value, expected(gradient, updates), rel_tol=5e-3)
         for value, gradient in ((first, 0.01), (last, -0.02))
     )
-
-
-def wait_for_line(line: str) -> None:
-    """Blocks until the driver says `line`: the barrier between warm-up, timing and the end."""
-    if sys.stdin.readline().strip() != line:
-        raise SystemExit(f"expected {line!r} from the driver")
 
 
 def main() -> None:
