@@ -46,9 +46,7 @@ class Peer:
 
     def python(self) -> str | None:
         """The Python to run it with; None where there is none."""
-        if named := os.environ.get(self.variable):
-            return named
-        return sys.executable if importlib.util.find_spec(self.module) else None
+        return python_with(self.module, self.variable)
 
 
 _SERVER = (("127.0.0.1", Link.server_address),)
@@ -104,6 +102,13 @@ PEERS = (
 )
 
 
+def python_with(module: str, variable: str) -> str | None:
+    """The Python that the variable names, or ours where that has the module; None where there is neither."""
+    if named := os.environ.get(variable):
+        return named
+    return sys.executable if importlib.util.find_spec(module) else None
+
+
 def available(folder: Path | None, *, over_link: bool = False) -> tuple[list[Peer], dict[str, str]]:
     """Peers that can be measured here, and why the others cannot."""
     if folder is None:
@@ -115,10 +120,14 @@ def available(folder: Path | None, *, over_link: bool = False) -> tuple[list[Pee
         elif not (folder / peer.script).exists():
             left_out[peer.name] = f"{peer.script} is not in {folder.name}"
         elif peer.python() is None:
-            left_out[peer.name] = f"{peer.module} is not installed; {peer.variable} may name a Python that has it"
+            left_out[peer.name] = lacking(peer.module, peer.variable)
         else:
             found.append(peer)
     return found, left_out
+
+
+def lacking(module: str, variable: str) -> str:
+    return f"{module} is not installed; {variable} may name a Python that has it"
 
 
 def run(folder: Path, peer: Peer, size: Size, num_workers: int, *, link: Link | None = None) -> dict[str, Any]:

@@ -8,6 +8,10 @@ long. Server and workers have a network namespace each, and a link each to a swi
 cannot make them, all meet on loopback. A run lasts until the mean loss of the last batches is the stated one and some
 more batches are done, or 15 seconds: all of them take seven minutes.
 
+torchft and Hivemind train under the Pythons that PEERS_PYTHON_TORCHFT and PEERS_PYTHON_HIVEMIND name, and are left out
+where neither that is set nor ours has them; one environment with torch==2.13.0, torchft==0.2.0 and hivemind==1.1.12 is
+enough for both.
+
 What it shows is what is left of the speed of one process, and of its progress a batch, when two train together. What
 it does not: how fast this model trains. Two workers, a server and the switch share this machine's cores, a batch is
 small, and 15 seconds are the beginning of a training only: it says nothing of where one ends.
@@ -33,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import peers
 import rounds
 from measure import exit_on_sigterm, machine, write_results
 from network import INTERFACE, Switch, unavailable
@@ -43,6 +48,8 @@ from training_worker import ALONE, SUBJECTS, TASKS, Subject, Task
 from trial import START_SECONDS, Failed, Server, Variant
 from work import Size
 
+# Ways with a process beside the workers' that all find first.
+SERVED = ("rpc", "torchft")
 SCRIPT = Path(__file__).with_name("training_worker.py")
 WORKERS = 2
 LOOPBACK = "loopback"
@@ -64,10 +71,15 @@ def main() -> int:
         console.print(f"training: on loopback instead of links, since {reason}", highlight=False)
         cases = ",".join(dict.fromkeys(LOOPBACK + case[len(case.partition(":")[0]) :] for case in cases.split(",")))
     task = TASKS["170 thousand" if options.quick else "25 million"]
-    wanted = tuple(options.only.split(","))
+    wanted = {name: subject for name, subject in SUBJECTS.items() if name.startswith(tuple(options.only.split(",")))}
+    left_out = {name: peers.lacking(of.module, variable(of)) for name, of in wanted.items() if python(of) is None}
+    for name, reason in left_out.items():
+        console.print(f"{name} is left out: {reason}", highlight=False)
+    told = {name: versions(of) for name, of in wanted.items() if of.module and name not in left_out}
     rows: list[Row] = []
     facts: dict[str, Any] = {"quick": options.quick, "transport": options.transport}
     facts |= {"params": task.params, "loss": task.loss, "seconds": task.seconds}
+    facts |= {"left_out": left_out, "peer_versions": told}
     for turn in range(1 if options.quick else options.repeats):
         for number, case in enumerate(cases.split(",")):
             rate, _, factor = case.partition(":")
@@ -76,9 +88,9 @@ def main() -> int:
                 measure = partial(measured, link=link, slowed=slowed, transport=options.transport)
                 chosen: dict[str, rounds.Subject] = {
                     name: partial(measure, subject)
-                    for name, subject in SUBJECTS.items()
+                    for name, subject in wanted.items()
                     # Who is alone has no link, and nobody slow beside it.
-                    if name.startswith(wanted) and (subject is not ALONE or number == 0)
+                    if name not in left_out and (subject is not ALONE or number == 0)
                 }
                 for row in rounds.in_turn(chosen, task, WORKERS, turn):
                     rows.append({"rate": rate, "slowed": slowed} | row)
@@ -99,6 +111,24 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def variable(subject: Subject) -> str:
+    """The environment's, that names the Python of a peer."""
+    return f"PEERS_PYTHON_{subject.module.upper()}"
+
+
+def python(subject: Subject) -> str | None:
+    """The Python to train with; None where there is none."""
+    return peers.python_with(subject.module, variable(subject)) if subject.module else sys.executable
+
+
+def versions(subject: Subject) -> dict[str, str]:
+    """Of a peer and its torch."""
+    ask = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+    names = (subject.module, "torch")
+    told = subprocess.run([str(python(subject)), "-c", ask, *names], check=True, capture_output=True, text=True)
+    return dict(zip(names, told.stdout.split(), strict=True))
+
+
 def measured(
     subject: Subject, size: Size, num_workers: int, *, link: Switch | None, slowed: float, transport: str
 ) -> Row:
@@ -106,7 +136,8 @@ def measured(
     task, count = TASKS[size.name], 1 if subject is ALONE else num_workers
     environment = os.environ | dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE if link else "lo")
     environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, str(SCRIPT), "--task", task.name, "--subject", subject.name, "--count", str(count)]
+    served = subject.way in SERVED
+    command = [str(python(subject)), str(SCRIPT), "--task", task.name, "--subject", subject.name, "--count", str(count)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pyps-bench-")))
         if subject.way == "pyps":
@@ -115,15 +146,15 @@ def measured(
             environment |= Variant(subject.name, transport, subject.codec).environment
             environment |= server.environment | {"PYPS_WORKER_COUNT": str(count)}
         else:
-            # Where all find each other is at the first of them, which with torch RPC is the server.
-            first = (link.server_address if subject.way == "rpc" else link.worker_address) if link else "127.0.0.1"
+            # Where all find each other is at the first of them, which is a server where there is one.
+            first = (link.server_address if served else link.worker_address) if link else "127.0.0.1"
             command += ["--address", f"{first}:{free_port()}"]
         commands = [[*command, "--index", str(index)] for index in range(count)]
         if count > 1:
             commands[-1] += ["--slowed", str(slowed)]
         if link is not None:
             commands = [[*link.on_workers[index], *words] for index, words in enumerate(commands)]
-        if subject.way == "rpc":
+        if served:
             commands.append([*(link.on_server if link else ()), *command, "--serve"])
         began, steps = trained(commands, task, environment, folder / "workers.log", num_workers=count)
     return {"workers": count, **summary(task, began, steps)}
@@ -142,6 +173,8 @@ def trained(
                 stdout=writing,
                 stderr=errors,
                 env=environment | {"PYPS_WORKER_INDEX": str(index)},
+                # A peer of Hivemind has processes of its own, which are to end with it.
+                start_new_session=True,
             )
             for index, words in enumerate(commands)
         ]
@@ -176,7 +209,9 @@ def trained(
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.kill()
+        # Its group may still be there where it has died itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -7,25 +7,25 @@ done, and the batch's loss before it. No batch comes twice, so that this is the 
 from __future__ import annotations
 
 import argparse
+import functools
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import figures
 import torch
 import torch.distributed as dist
-from round_worker import wait_for_line
+from measure import wait_for_line
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from work import Size
-
-from pyps_client import RemoteOptimizer
 
 TOKENS = 512
 # How often the next token is the one that belongs to the last; else any is as likely.
@@ -67,6 +67,8 @@ class Subject:
     # How what travels is written.
     codec: str = "float32"
     overlap: str = "off"
+    # What its Python must have, where that may be another than ours.
+    module: str = ""
 
 
 ALONE = Subject(figures.ALONE, "alone")
@@ -82,6 +84,8 @@ SUBJECTS = {
         Subject("DDP gloo, float16", "ddp", codec="float16"),
         Subject("torch RPC async", "rpc", "async"),
         Subject("torch RPC hardsync", "rpc"),
+        Subject("torchft", "torchft", module="torchft"),
+        Subject("Hivemind", "hivemind", module="hivemind"),
     )
 }
 
@@ -93,6 +97,15 @@ class Place:
     index: int
     count: int
     address: str
+
+    @property
+    def host(self) -> str:
+        """This worker's own address, as the others reach it."""
+        host, _, port = self.address.partition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+            towards.connect((host, int(port)))
+            own: str = towards.getsockname()[0]
+        return own
 
 
 class Stepper(Protocol):
@@ -146,11 +159,14 @@ def text_of(task: Task, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def alone(model: nn.Module, subject: Subject, place: Place) -> Training:
-    return model, adam(model)
+    return model, adam(model.parameters())
 
 
 def pyps(model: nn.Module, subject: Subject, place: Place) -> Training:
     """Codec, transport and servers come through the environment."""
+    # Here, as others below: a peer's Python has none of it.
+    from pyps_client import RemoteOptimizer
+
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     return model, RemoteOptimizer(model, optimizer, overlap=subject.overlap)
 
@@ -160,7 +176,7 @@ def ddp(model: nn.Module, subject: Subject, place: Place) -> Training:
     parallel = DistributedDataParallel(model)
     if subject.codec == "float16":
         parallel.register_comm_hook(None, fp16_compress_hook)
-    return parallel, adam(model)
+    return parallel, adam(model.parameters())
 
 
 def through_rpc(model: nn.Module, subject: Subject, place: Place) -> Training:
@@ -168,17 +184,86 @@ def through_rpc(model: nn.Module, subject: Subject, place: Place) -> Training:
     return model, OnRpcServer(model)
 
 
+def through_torchft(model: nn.Module, subject: Subject, place: Place) -> Training:
+    """A replica group of one process, with a store of its own."""
+    import torchft
+
+    store = dist.TCPStore(place.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        # All start alike, and nobody comes back.
+        load_state_dict=None,
+        state_dict=None,
+        init_sync=False,
+        min_replica_size=place.count,
+        replica_id=f"worker-{place.index}",
+        rank=0,
+        world_size=1,
+        store_addr=place.host,
+        store_port=store.port,
+        hostname=place.host,
+        lighthouse_addr=f"http://{place.address}",
+    )
+    _kept.append(store)
+    optimizer = torchft.Optimizer(manager, adam(model.parameters()))
+    # Begins the quorum that the first backward pass averages in.
+    optimizer.zero_grad()
+    return torchft.DistributedDataParallel(manager, model), optimizer
+
+
+def serve_lighthouse(place: Place) -> None:
+    """Says who is in each of torchft's steps, until it is killed."""
+    from torchft.coordination import LighthouseServer
+
+    _kept.append(LighthouseServer(bind=place.address, min_replicas=place.count))
+    threading.Event().wait()
+
+
+def through_hivemind(model: nn.Module, subject: Subject, place: Place) -> Training:
+    """A peer, whose first tells the others its address by a store of torch's. An update is of a batch of each."""
+    import hivemind
+    from hivemind.optim.grad_averager import GradientAverager
+
+    host, _, port = place.address.partition(":")
+    store = dist.TCPStore(host, int(port), is_master=place.index == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    known = store.get("first").decode().split() if place.index else []
+    table = hivemind.DHT(initial_peers=known, start=True, host_maddrs=[f"/ip4/{place.host}/tcp/0"], use_relay=False)
+    if place.index == 0:
+        store.set("first", " ".join(map(str, table.get_visible_maddrs())))
+    # For a network without latency, and groups that are complete: by default each waits for seconds.
+    group = {"request_timeout": 0.5, "target_group_size": place.count}
+    optimizer = hivemind.Optimizer(
+        dht=table,
+        run_id="bench",
+        batch_size_per_step=1,
+        target_batch_size=place.count,
+        params=model.parameters(),
+        optimizer=adam,
+        matchmaking_time=1.0,
+        averager_opts=group,
+        grad_averager_factory=functools.partial(GradientAverager, **group),
+        tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5},
+    )
+    _kept.extend((store, table))
+    return model, optimizer
+
+
+# What the library's side of a way needs as long as its process lives.
+_kept: list[object] = []
+
 WAYS: dict[str, Callable[[nn.Module, Subject, Place], Training]] = {
     "alone": alone,
     "pyps": pyps,
     "ddp": ddp,
     "rpc": through_rpc,
+    "torchft": through_torchft,
+    "hivemind": through_hivemind,
 }
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Torch's own, by its fastest way on a processor."""
-    return torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return torch.optim.Adam(parameters, lr=LEARNING_RATE, fused=True)
 
 
 class RpcServer:
@@ -186,7 +271,7 @@ class RpcServer:
 
     def __init__(self, model: nn.Module, gradients_per_update: int):
         self._parameters = list(model.parameters())
-        self._optimizer = adam(model)
+        self._optimizer = adam(self._parameters)
         self._gradients_per_update = gradients_per_update
         self._lock = threading.Lock()
         self._pending = 0
@@ -290,12 +375,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--address", default="", help="host:port where the workers of torch find each other")
     parser.add_argument("--slowed", type=float, default=1.0, help="how many times as long its computing takes")
-    parser.add_argument("--serve", action="store_true", help="be the parameter server of torch RPC")
+    parser.add_argument(
+        "--serve", action="store_true", help="be the parameter server of torch RPC, or torchft's lighthouse"
+    )
     options = parser.parse_args()
     task, subject = TASKS[options.task], SUBJECTS[options.subject]
     place = Place(options.index, options.count, options.address)
     if options.serve:
-        serve_rpc(task, subject, place)
+        if subject.way == "rpc":
+            serve_rpc(task, subject, place)
+        else:
+            serve_lighthouse(place)
         return
     torch.set_num_threads(1)
     losses = trained(task, subject, place, slowed=options.slowed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -62,6 +63,31 @@ def test_every_way_to_train_takes_its_steps(name: str, start_server, start_pytho
     losses = [float(word) for word in training.output().splitlines()[-1].split()]
     assert len(losses) == 40
     assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("name", ["torchft", "Hivemind"])
+def test_two_workers_of_a_peer_train_under_its_own_python(name: str, benchmark: ModuleType) -> None:
+    task, subject = benchmark.TASKS["170 thousand"], benchmark.SUBJECTS[name]
+    if benchmark.python(subject) is None:
+        pytest.skip(benchmark.peers.lacking(subject.module, benchmark.variable(subject)))
+
+    row = benchmark.measured(subject, task, 2, link=None, slowed=1.0, transport="tcp")
+
+    assert set(benchmark.versions(subject)) == {subject.module, "torch"}
+    # How many depends on what else the machine does.
+    assert row["batches"] > 1
+    assert row["loss"] < 7
+
+
+def test_a_peer_trains_under_the_python_that_its_variable_names_or_is_left_out(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = replace(benchmark.SUBJECTS["torchft"], module="no_such_module")
+    assert benchmark.python(subject) is None
+
+    monkeypatch.setenv("PEERS_PYTHON_NO_SUCH_MODULE", "/peers/bin/python")
+
+    assert benchmark.python(subject) == "/peers/bin/python"
 
 
 def test_the_tasks_models_are_of_the_size_that_their_tables_say(benchmark: ModuleType) -> None:
