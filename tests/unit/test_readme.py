@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 from google.protobuf import json_format, message_factory
@@ -213,6 +215,21 @@ def test_the_answers_shown_are_messages_of_the_service() -> None:
     for method, answer in answers:
         # Fails at a field that the message does not have.
         json_format.Parse(answer, message_factory.GetMessageClass(methods[method].output_type)())
+
+
+def test_the_rounds_a_second_of_the_readme_are_those_measured() -> None:
+    measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["rounds"]["rows"]
+
+    def rounds_of(subject: str) -> float:
+        """The median of the runs with the large model and one worker."""
+        rows = [row for row in measured if (row["subject"], row["size"], row["workers"]) == (subject, "big", 1)]
+        return median(row["rounds_per_s"] for row in rows)
+
+    ours, theirs = rounds_of("pyps shared memory"), max(map(rounds_of, ("torch RPC auto", "torch RPC tcp")))
+    told = r"makes (\d+) rounds a second .*\n.* ([\d.]+) times the (\d+) of torch RPC.* makes (\d+)\.\n.* TLS it makes (\d+)\."
+    [figures] = re.findall(told, README)
+    tcp, tls = rounds_of("pyps lane float32"), rounds_of("pyps lane float32, TLS")
+    assert list(figures) == [f"{ours:.0f}", f"{ours / theirs:.1f}", f"{theirs:.0f}", f"{tcp:.0f}", f"{tls:.0f}"]
 
 
 def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
