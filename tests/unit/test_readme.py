@@ -226,7 +226,7 @@ def test_the_rounds_a_second_of_the_readme_are_those_measured() -> None:
         return median(row["rounds_per_s"] for row in rows)
 
     ours, theirs = rounds_of("pyps shared memory"), max(map(rounds_of, ("torch RPC auto", "torch RPC tcp")))
-    told = r"makes (\d+) rounds a second .*\n.* ([\d.]+) times the (\d+) of torch RPC.* makes (\d+)\.\n.* TLS it makes (\d+)\."
+    told = r"makes (\d+) rounds a second .*\n.* ([\d.]+) times the (\d+) of torch RPC.* makes (\d+)\.\n.*TLS.* (\d+)\."
     [figures] = re.findall(told, README)
     tcp, tls = rounds_of("pyps lane float32"), rounds_of("pyps lane float32, TLS")
     assert list(figures) == [f"{ours:.0f}", f"{ours / theirs:.1f}", f"{theirs:.0f}", f"{tcp:.0f}", f"{tls:.0f}"]
