@@ -1,4 +1,7 @@
-"""docs/torchrun.md: its commands are run as they stand, in a network of their own, and do what the page says."""
+"""docs/torchrun.md: its commands run in a network of their own, and do what the page says.
+
+They run as they stand, but for other scripts, counts and a folder, and for torchrun's `last_call_timeout` of a second.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ torchx = pytest.importorskip("torchx", reason="TorchX is not installed: make tes
 
 PAGE = (ROOT / "docs" / "torchrun.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
+[HEALTH] = re.findall(r"`(pyps health .*?)`", PAGE)
+[HELP] = re.findall(r"`(torchx run .*? --help)`", PAGE)
 SERVE, TORCHRUN, LOCAL, ELSEWHERE, BEFORE, TRAIN, AFTER, FOUND = BLOCKS
 ENTER = "import os, sys; os.execvp('nsenter', ['nsenter', *sys.argv[1:]])"
 # By itself torchrun waits half a minute for a node more.
@@ -123,6 +128,7 @@ def test_servers_are_found_again_in_a_file_after_they_moved(run: Run, tmp_path: 
     assert first.wait() == 0
     run(AFTER).wait_for_output("127.0.0.3:7610")
     assert "127.0.0.3" in run(FOUND).wait_for_output("ready")
+    assert run(HEALTH).wait() == 0
 
     worker.wait_for_output("server 0 (file:servers#0) is at 127.0.0.3:7610 now")
     run("pyps stop --servers file:servers").wait_for_output("has finished its run")
@@ -134,6 +140,14 @@ def test_torchx_trains_on_this_machine_and_its_servers_end_with_the_workers(run:
     assert job.wait() == 0
     assert job.output().count("epoch 19") == 2
     assert "Job finished: SUCCEEDED" in job.output()
+
+
+def test_torchx_lists_every_option_that_the_page_names(run: Run) -> None:
+    listed = run(HELP)
+    assert listed.wait() == 0
+    named = set(re.findall(r"--[a-z]+_[a-z_]+", PAGE))
+    assert named >= {"--max_restarts", "--checkpoint_dir"}
+    assert [option for option in sorted(named) if option not in listed.output()] == []
 
 
 def test_a_worker_of_torchx_that_fails_is_started_again_or_the_job_fails_and_ends(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -11,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from client_support import gradients_like, make_client, small_model
+from pyps_client import RemoteOptimizer
 from support import ROOT, PythonProcess, ServerThread, shell, status_of
 
 Start = Callable[..., PythonProcess]
@@ -98,6 +101,40 @@ def test_a_script_of_ones_own_trains_beside_another(
 
     assert [worker.wait() for worker in workers] == [0, 0]
     assert status_of(server).run_id == "mine"
+
+
+def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(
+    start_server: Callable[..., ServerThread],
+) -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    model, losses = torch.nn.Linear(4, 2), []
+    names = {"torch": torch, "model": model, "twin": torch.nn.Linear(4, 2), "first": True}
+    names["optimizer"] = RemoteOptimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), servers=start_server().data
+    )
+    names["four_batches"] = lambda: [(x, y)] * 4
+    names["evaluate"] = lambda twin: losses.append(float((twin(x) - y).square().mean().detach()))
+    with contextlib.closing(names["optimizer"]):
+        exec(blocks("trainers")[-2], names)
+    assert len(losses) == 100
+    assert losses[-1] < losses[0]
+
+
+def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Callable[..., ServerThread]) -> None:
+    loop = blocks("trainers")[-1]
+    servers = {name: start_server("--run-id", name) for name in ("maker", "judge")}
+    for server, port in zip(servers.values(), (7610, 7620), strict=True):
+        loop = loop.replace(f"127.0.0.1:{port}", server.data)
+    names = {"torch": torch, "RemoteOptimizer": RemoteOptimizer, "loader": [torch.randn(8, 4)] * 3}
+    names |= {"maker": torch.nn.Linear(3, 4), "judge": torch.nn.Linear(4, 1), "noise": lambda: torch.randn(8, 3)}
+    names |= {"ones": torch.ones(8, 1), "zeros": torch.zeros(8, 1)}
+    names["bce"] = torch.nn.functional.binary_cross_entropy_with_logits
+    try:
+        exec(loop, names)
+    finally:
+        for name in servers:
+            names[f"of_{name}"].close()
+    assert [status_of(server).version_max for server in servers.values()] == [3, 3]
 
 
 @pytest.mark.extended
