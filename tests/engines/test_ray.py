@@ -39,6 +39,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._folder = folder
         places = {"RAY_TMPDIR": str(folder), "TMPDIR": str(folder), "PATH": path}
         self._environment = {**places, "RAY_DEDUP_LOGS": "0"}
         self._process = subprocess.Popen(
@@ -64,6 +65,11 @@ class Cluster:
 
     def train(self, folder: Path, **options: object) -> PythonProcess:
         return self.start("python", str(FOLDER / "ray_script.py"), str(folder), repr(options))
+
+    def logs(self) -> str:
+        """What all actors printed: of the last lines a job shows those that Ray brings in time."""
+        paths = self._folder.glob("ray/session_2*/logs/worker-*.out")
+        return "".join(path.read_text(errors="replace") for path in paths)
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
@@ -201,7 +207,7 @@ def test_what_cannot_go_on_ends_in_words(cluster: Cluster, tmp_path: Path) -> No
         assert unkept.wait() == unseen.wait() == script.wait() == 1
         assert "JobError: server-0 died, and the run cannot go on without its shards" in unkept.output()
         assert f"where {kept}/server-0 holds no checkpoint: name a folder that all nodes see" in unseen.output()
-        assert script.output().count("python ended with status 3") == 2
+        assert cluster.logs().count("python ended with status 3") == 2
         assert "pyps: no worker finished; their last lines say why" in script.output()
 
 
@@ -219,12 +225,12 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Pa
             with cluster.start("env", *command) as shown:
                 assert shown.wait() == 0
                 assert told in shown.output()
-        began = time.monotonic()
         job.signal(how)
         assert job.wait() != 0
-        assert time.monotonic() - began < 15
+        # Of a server that ends late, or not well, the job says so.
+        assert "pyps: server-0" not in job.output()
         assert "Traceback" not in job.output()
-    wait_until(lambda: not living(tmp_path) and not serving(str(kept)), 15)
+    wait_until(lambda: not living(tmp_path) and not serving(str(kept)))
     assert list(kept.glob("server-0/*/manifest.json"))
 
 
