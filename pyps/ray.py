@@ -35,6 +35,8 @@ try:
 except ImportError as error:
     raise ImportError(f"pyps.ray needs Ray ({error}): pip install '.[ray]' in a clone of pyps") from error
 
+__all__ = ["run"]
+
 T = TypeVar("T")
 logger = logging.getLogger("pyps.ray")
 

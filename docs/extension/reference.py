@@ -11,6 +11,7 @@ from typing import Any
 import settings
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.autodoc.mock import mock
 from sphinx.util.docutils import SphinxDirective
 
 from pyps_client.launch import Launch
@@ -18,7 +19,11 @@ from pyps_client.torch.options import Options
 from pyps_wire import errors
 
 # Public names, each told where it comes first.
-MODULES = ("pyps_client", "pyps_client.torch", "pyps_client.data")
+MODULES = ("pyps_client", "pyps_client.torch", "pyps_client.data", "pyps.ray")
+# What they hold can be told without Ray.
+with mock(["ray"]):
+    for each in MODULES:
+        importlib.import_module(each)
 
 
 def names() -> str:

@@ -64,6 +64,8 @@ def _nothing_happens() -> Iterator[None]:
         for name in ("insecure_channel", "secure_channel", "server"):
             patches.enter_context(mock.patch.object(grpc, name, _reached))
         patches.enter_context(mock.patch.object(asyncio, "run", _close))
+        if launcher := sys.modules.get("pyps.ray"):
+            patches.enter_context(mock.patch.object(launcher, "Job", _reached))
         # A command says where its process logs, and how loudly.
         for place, name in ((logs, "configure"), (logging, "basicConfig"), (logging.Logger, "setLevel")):
             patches.enter_context(mock.patch.object(place, name))
