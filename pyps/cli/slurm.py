@@ -90,6 +90,9 @@ def slurm(
     if only_print:
         typer.echo(script, nl=False)
         return
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--folder is {folder}, but {there} is a file: name another")
     kept = Kept.of(resolved, folder, num_servers=servers)
     if resume:
         kept.check_servers()

@@ -86,6 +86,12 @@ def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path: Path) 
     assert "--checkpoint-dir" in (tmp_path / name / "log-of-server-0.txt").read_text(encoding="utf-8")
 
 
+def test_a_folder_s_name_may_begin_with_a_dash(tmp_path: Path) -> None:
+    done = run(tmp_path, "--folder", "./-dash", "--", "true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "-dash" / "log-of-server-0.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -123,3 +129,12 @@ def test_without_sbatch_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "/nowhere")
     done = CliRunner().invoke(app, ["slurm", "--", "python", "train.py"])
     assert "take the script by --print" in str(done.exception)
+
+
+@pytest.mark.parametrize("below", ["", "run/1"])
+def test_a_file_for_a_folder_is_refused_before_the_job_is_submitted(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = CliRunner().invoke(app, ["slurm", "--folder", str(file / below), "--", "python", "train.py"])
+    assert isinstance(done.exception, PypsError)
+    assert f"but {file} is a file" in str(done.exception)
