@@ -192,3 +192,12 @@ def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster: Cluster, tmp
     assert job.wait() == ("FAILED", "1:0")
     assert "A server ended, and the run cannot go on without it" in job.output
     assert all((tmp_path / folder / f"log-of-server-{index}.txt").stat().st_size for index in (0, 1))
+
+
+@pytest.mark.parametrize(("program", "end"), [("true", ("COMPLETED", "0:0")), ("nosuchprogram", ("FAILED", "127:0"))])
+def test_a_job_whose_workers_end_before_its_servers_begin_ends_too(
+    cluster: Cluster, tmp_path: Path, program: str, end: tuple[str, str]
+) -> None:
+    job = Job(cluster, tmp_path, f"pyps slurm --workers 2 -- {program}")
+    assert job.wait() == end
+    assert "last checkpoint" not in job.output

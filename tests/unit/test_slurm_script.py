@@ -16,13 +16,21 @@ from support import ROOT
 
 SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
 PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
-# What the script calls, for one task of each step on this machine: servers end at scancel, by `exit $SERVED`.
+# What the script calls, for one task of each step on this machine: a server ends at scancel, by `exit $SERVED`.
 COMMANDS = {
     "scontrol": "echo node0",
     "squeue": "",
     "scancel": "touch ended",
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 SLURM_NTASKS=1 exec "$@"',
-    "pyps": """[ "$1" = certs ] || { echo "$@"; until [ -e ended ]; do sleep 0.02; done; exit $SERVED; }""",
+    "pyps": """
+        [ "$1" = certs ] && exit
+        echo "$@"
+        while [ $# != 0 ] && [ "$1" != --ready-file ]; do shift; done
+        sleep 0.2
+        rm -f ended
+        touch "$2"
+        for _ in {1..200}; do [ -e ended ] && exit $SERVED; sleep 0.02; done
+        exit 9""",
 }
 
 
@@ -90,6 +98,15 @@ def test_a_folder_s_name_may_begin_with_a_dash(tmp_path: Path) -> None:
     done = run(tmp_path, "--folder", "./-dash", "--", "true")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "-dash" / "log-of-server-0.txt").exists()
+
+
+@pytest.mark.parametrize(("served", "says"), [(0, False), (143, False), (1, True)])
+def test_workers_that_fail_at_once_wait_for_servers_to_begin_and_a_lost_checkpoint_is_told_of_alone(
+    tmp_path: Path, served: int, says: bool
+) -> None:
+    done = run(tmp_path, "--", "bash", "-c", "exit 3", served=served)
+    assert done.returncode == 3
+    assert ("ended without their last checkpoint" in done.stdout) == says
 
 
 @pytest.mark.parametrize(
