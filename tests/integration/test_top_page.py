@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import re
 import shlex
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from pyps.cli.top.web import Page
+from pyps.cli.top.web import VIEWS_MAX, Page
 from support import ROOT, PythonProcess, ServerThread, child_environment, shell
 
 COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
@@ -72,6 +75,43 @@ def test_another_page_asks_for_nothing_and_a_name_leads_only_to_what_reads(read_
             by_name = 200 if read_only else 403
             assert await status("/", "https://foreign.example", host="foreign.example") == by_name
             assert await status("/", "http://foreign.example:1", host="foreign.example:1") == by_name
+
+    asyncio.run(story())
+
+
+def test_a_view_that_nobody_sees_is_killed_and_its_place_taken_until_then() -> None:
+    # As a view that draws more than anybody reads, and does not listen.
+    script = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+told = f"{os.getpid()} {os.environ['COLUMNS']} {os.environ['ROWS']}".encode()
+os.write(1, b"__GANGLION__\\nD" + len(told).to_bytes(4, "big") + told)
+size = os.read(0, 5)[1:]
+told = os.read(0, int.from_bytes(size, "big"))
+while True:
+    os.write(1, b"D" + len(told).to_bytes(4, "big") + told)
+"""
+    command = f"exec {shlex.join([sys.executable, '-c', script])}"
+    page = Page(command, host="127.0.0.1", port=1, read_only=False, read_token=str)
+
+    async def story() -> None:
+        async with TestClient(TestServer(await page._make_app())) as browser:
+            await browser.get("/", params={"key": page._key})
+            for _ in range(VIEWS_MAX + 1):
+                view = await browser.ws_connect("/ws?width=3000&height=3000")
+                process, *size = (await view.receive_bytes(timeout=30)).split()
+                assert size == [b"500", b"200"]
+                await view.send_json(["resize", {"width": 3000, "height": 50}])
+                resized = json.loads(await view.receive_bytes(timeout=30))
+                assert (resized["width"], resized["height"]) == (500, 50)
+                # As where the connection is cut.
+                connection = view._response.connection
+                assert connection and connection.transport
+                connection.transport.abort()
+                deadline = time.monotonic() + 10
+                while psutil.pid_exists(int(process)) or page._num_views:
+                    assert time.monotonic() < deadline, "it goes on"
+                    await asyncio.sleep(0.02)
 
     asyncio.run(story())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import re
 import secrets
@@ -11,13 +13,16 @@ from pathlib import Path
 
 import aiohttp_jinja2
 from aiohttp import web
-from textual_serve.server import Server
+from textual_serve.app_service import AppService
+from textual_serve.server import Server, to_int
 
 from pyps.cli.control import fail
 from pyps.service.security import is_loopback_host
 
 # Each open page asks the servers for itself.
 VIEWS_MAX = 4
+# Columns and lines of the largest view: what it draws at once grows with them.
+SIZE_MAX = (500, 200)
 # What open pages get to end their commands in.
 STOP_SECONDS = 2.0
 _POLICY = "default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; form-action 'self'"
@@ -111,9 +116,51 @@ class Page(Server):
             raise web.HTTPServiceUnavailable(text=f"{VIEWS_MAX} pages are open, each of which asks the servers")
         self._num_views += 1
         try:
-            return await super().handle_websocket(request)
+            websocket = web.WebSocketResponse(heartbeat=15)
+            await websocket.prepare(request)
+            await self._show(websocket, *(to_int(request.query.get(name, ""), 80) for name in ("width", "height")))
         finally:
             self._num_views -= 1
+        await websocket.close()
+        return websocket
+
+    async def _show(self, websocket: web.WebSocketResponse, width: int, height: int) -> None:
+        """Runs the command until it ends or the page is gone; what nobody sees is killed, as it keeps nothing."""
+
+        async def close() -> None:
+            await websocket.close()
+
+        view = _View(
+            self.command,
+            write_bytes=websocket.send_bytes,
+            write_str=websocket.send_str,
+            close=close,
+            download_manager=self.download_manager,
+        )
+        process = await view._open_app_process(*_within(width, height))
+        both = [asyncio.create_task(each) for each in (view.run(), self._process_messages(websocket, view))]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            # Its end is seen once all that it wrote is read.
+            await process.communicate()
+
+
+class _View(AppService):
+    """A command that a page shows."""
+
+    async def set_terminal_size(self, width: int, height: int) -> None:
+        """Tells it how large the page is."""
+        await super().set_terminal_size(*_within(width, height))
+
+
+def _within(width: int, height: int) -> tuple[int, int]:
+    return min(max(width, 1), SIZE_MAX[0]), min(max(height, 1), SIZE_MAX[1])
 
 
 def _same(shown: str, wanted: str) -> bool:
