@@ -19,7 +19,8 @@ import psutil
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from pyps.cli.top.web import VIEWS_MAX, Page
+from pyps.cli.top.web import GUESS_SECONDS, VIEWS_MAX, Page
+from pyps_client.credentials import read_token
 from support import ROOT, PythonProcess, ServerThread, child_environment, shell
 
 COMMANDS = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
@@ -49,6 +50,40 @@ def test_the_page_is_for_who_shows_the_token_or_the_key(servers_token: str) -> N
             assert (cookie["httponly"], cookie["samesite"]) == (True, "Strict")
             assert secret not in cookie.value
             assert (await browser.get("/static/js/textual.js")).status == 200
+
+    asyncio.run(story())
+
+
+def test_what_is_no_form_or_no_token_is_refused_in_words_and_guesses_are_slow(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("observers-9c1f")
+    page = Page("true", host="127.0.0.1", port=1, read_only=False, read_token=lambda: read_token(token))
+    form = "application/x-www-form-urlencoded"
+
+    async def story() -> None:
+        async with TestClient(TestServer(await page._make_app())) as browser:
+
+            async def login(body: bytes, kind: str = form) -> tuple[int, str]:
+                answer = await browser.post("/login", data=body, headers={"Content-Type": kind})
+                return answer.status, await answer.text()
+
+            for body, kind in (
+                (b"token=\xff\xfe", form),
+                (b"token=x", f"{form}; charset=unheard-of"),
+                (b"token=x", "multipart/form-data"),
+                (b"token=x", "multipart/form-data; boundary=x"),
+            ):
+                assert await login(body, kind) == (400, "that is no form as the page sends it"), kind
+            before = time.monotonic()
+            answers = await asyncio.gather(*(login(f"token=guess-{index}".encode()) for index in range(3)))
+            assert time.monotonic() - before >= 3 * GUESS_SECONDS
+            assert all("That is not the token" in words for _, words in answers)
+            odd = {"Cookie": f"{page._cookie}=\udcff"}
+            assert (await browser.get("/", headers=odd)).status == 200
+            for spoil in (lambda: token.write_text(""), token.unlink):
+                spoil()
+                status, words = await login(b"token=observers-9c1f")
+                assert status == 403 and "cannot be read now" in words
 
     asyncio.run(story())
 

@@ -14,6 +14,7 @@ import typer
 
 from pyps.cli.control import ObserverTokenFile, Servers, change_token, control_addresses, fail, read_token
 from pyps.service.security import is_loopback_host
+from pyps_client import credentials
 
 PORT = 7614
 # What textual-serve tells the commands that it starts.
@@ -74,7 +75,7 @@ def top(
             host=place,
             port=PORT if port is None else port,
             read_only=read_only,
-            read_token=lambda: read_token(token_file),
+            read_token=lambda: credentials.read_token(token_file),
         ).serve()
     elif sys.stdout.isatty() or _DRIVER in os.environ:
         if _DRIVER in os.environ:
