@@ -483,5 +483,8 @@ def _check_ready_file(path: Path | None) -> None:
 def _write_whole(path: Path, text: str) -> None:
     """Writes a file that readers find either whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the ready file {path} cannot be written: {error.strerror}") from None

@@ -10,6 +10,7 @@ epoch                  the last epoch that a server with this folder served unde
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -19,8 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from pyps import logs
 from pyps.run_header import RestoredRun, Snapshot
@@ -267,25 +268,28 @@ def _described(path: Path) -> str:
     )
 
 
-def _take(path: Path) -> TextIO:
+def _take(path: Path) -> FileIO:
     """Makes the folder where it is missing and locks it; the lock ends with the returned file."""
-    try:
-        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        # No link is followed: who may write in the folder must not make the server write elsewhere.
-        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-        file = os.fdopen(descriptor, "r+", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint folder {path} cannot be used: {error.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise CheckpointError(
-            f"the checkpoint folder {path} is in use by {owner}: give each server a folder of its own"
-        ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with contextlib.ExitStack() as undo:
+        try:
+            path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            # No link is followed: who may write in the folder must not make the server write elsewhere.
+            descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+            file = undo.enter_context(FileIO(descriptor, "r+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+            # What is in it is to be read, too.
+            next(path.iterdir(), None)
+        except BlockingIOError:
+            owner = file.read().decode(errors="replace").strip() or "another process"
+            raise CheckpointError(
+                f"the checkpoint folder {path} is in use by {owner}: give each server a folder of its own"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint folder {path} cannot be used: {error.strerror}; name one with room that this server "
+                "may read and write"
+            ) from None
+        undo.pop_all()
     return file

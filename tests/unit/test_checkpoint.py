@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,17 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be used: Not a directory"):
         CheckpointFolder(tmp_path / "file" / "inside")
+
+
+def test_a_disk_without_room_is_one_clear_error_and_leaves_the_folder_free(tmp_path: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+    try:
+        with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be used: File too large; name one with room"):
+            CheckpointFolder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    CheckpointFolder(tmp_path).close()
 
 
 def test_a_run_that_trains_by_pushes_is_not_resumed_under_a_coordinator(folder: CheckpointFolder) -> None:
