@@ -18,13 +18,20 @@ from pyps_wire.errors import BadRequest, ServerUnavailable
 FILE, NAME = "file:", "dns:"
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _NAME = re.compile(r"dns:(?P<count>[1-9][0-9]{0,3})@(?P<address>[^#@]+)")
-_OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]+)")
+# Far more than the addresses of all servers of a run.
+_FILE_BYTES_MAX = 2**20
+_OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]{1,4})")
 
 
 def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
     """The places of all servers that one text names, in their order. Raises BadRequest for what names none."""
-    if _OF_SEVERAL.fullmatch(servers):
-        return [servers]
+    if match := _OF_SEVERAL.fullmatch(servers):
+        if servers.startswith(FILE):
+            return [servers]
+        places, index = places_of(match["all"], port=port), int(match["index"])
+        if index >= len(places):
+            raise BadRequest(f"{servers!r} is none of its servers: they are counted from #0 to #{len(places) - 1}.")
+        return [places[index]]
     if servers.startswith(FILE):
         return [f"{servers}#{index}" for index in range(len(_read(servers, port)))]
     if servers.startswith(NAME):
@@ -66,17 +73,31 @@ def parse_address(address: str, default_port: int) -> str:
         raise BadRequest(
             f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
         )
-    port = int(match["port"] or default_port)
-    if not 1 <= port <= 65535:
-        raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
+    port = str(match["port"] or default_port).lstrip("0")
+    # A port of thousands of digits is no number to Python.
+    if len(port) > 5 or not 1 <= int(port or 0) <= 65535:
+        raise BadRequest(f"Server address {address!r} has port {port or 0}; expected 1 to 65535.")
+    try:
+        match["host"].encode("idna")
+    except UnicodeError:
+        raise BadRequest(
+            f"Server address {address!r} has no host: each part of a name, between dots, has 1 to 63 characters."
+        ) from None
     return f"{match['host']}:{port}"
 
 
-def _read(file: str, port: int) -> list[str]:
+def _read(place: str, port: int) -> list[str]:
     """The addresses in a file, one a line; empty lines and what follows a # count for nothing."""
-    path = Path(file.removeprefix(FILE))
+    path = Path(place.removeprefix(FILE))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # What is no file never ends, or never begins.
+        if path.exists() and not path.is_file():
+            raise BadRequest(f"{path}, which is to name the servers, is no file.")
+        with path.open("rb") as file:
+            content = file.read(_FILE_BYTES_MAX + 1)
+        if len(content) > _FILE_BYTES_MAX:
+            raise BadRequest(f"{path}, which is to name the servers, is larger than 1 MiB: it names none.")
+        lines = content.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise BadRequest(f"{path}, which is to name the servers, cannot be read: {reason}.") from None

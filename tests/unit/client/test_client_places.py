@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path: Path)
         (b"\xff", "cannot be read: it is no text"),
         (b"# none yet\n", "names no server: expected an address a line"),
         (b"a:1\nb:port\n", "'b:port' is malformed: expected host:port"),
+        (b"#" * 2**20 + b"\na:1", "is larger than 1 MiB: it names none"),
     ],
 )
 def test_a_file_of_no_use_is_refused(tmp_path: Path, written: bytes | None, message: str) -> None:
@@ -44,6 +46,36 @@ def test_a_file_of_no_use_is_refused(tmp_path: Path, written: bytes | None, mess
         file.write_bytes(written)
     with pytest.raises(BadRequest, match=message):
         parse_servers(f"file:{file}")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(BadRequest, match="is to name the servers, is no file"):
+            parse_servers(f"file:{path}")
+
+
+def test_a_file_of_another_systems_editor_is_read(tmp_path: Path) -> None:
+    (tmp_path / "servers").write_bytes(b"\xef\xbb\xbfa:1\r\nb:2\r\n")
+    places = parse_servers(f"file:{tmp_path}/servers")
+    assert [address_of(place) for place in places] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a..b:7610", "'a..b:7610' has no host: each part of a name, between dots, has 1 to 63 characters"),
+        (f"{'a' * 64}", "has no host"),
+        ("dns:2@a..b:7610", "has no host"),
+        ("dns:2@a..b:7610#1", "has no host"),
+        (f"host:{'1' * 5000}", "expected 1 to 65535"),
+        ("dns:1@localhost:7610#7", "is none of its servers: they are counted from #0 to #0"),
+        (f"dns:1@localhost:7610#{'7' * 5000}", "expected dns:COUNT@name:port"),
+    ],
+)
+def test_what_cannot_be_looked_up_is_refused(given: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        parse_servers(given)
 
 
 @pytest.mark.parametrize("given", ["dns:pyps:7610", "dns:0@pyps", "dns:two@pyps", "dns:2@", "dns:"])
