@@ -259,7 +259,7 @@ class Job:
     def _trained(self, index: int, ref: Any) -> None:
         self._training.discard(index)
         try:
-            self._results[index] = ray.get(ref)
+            self._results[index] = _get(ref)
         except ActorDiedError as error:
             logger.warning("%s is lost, %d go on: %s", worker_name(index, 1), len(self._training), _first_line(error))
             if not self._training and not self._results:
@@ -309,12 +309,14 @@ class Job:
         return problems
 
 
-def _get(address: Any) -> dict[str, Any]:
+def _get(ref: Any) -> Any:
     try:
-        return dict(ray.get(address))
+        return ray.get(ref)
     except RayTaskError as error:
         # Without the trace of a refusal in words.
-        raise error.cause if isinstance(error.cause, JobError) else error from None
+        if isinstance(error.cause, JobError):
+            raise error.cause from None
+        raise
 
 
 def _first_line(error: Exception) -> str:
@@ -444,7 +446,7 @@ class Worker:
     def __repr__(self) -> str:
         return worker_name(self._index, 1)
 
-    def train(self, train_fn: Callable[[], T], servers: list[Any], key: str) -> T:
+    def train(self, train_fn: Callable[[], T], servers: list[Any], key: str) -> T | None:
         served = ray.get([server.address.remote() for server in servers])
         environment = os.environ | self._plan.environment
         if self._guard:
@@ -463,7 +465,12 @@ class Worker:
             result = train_fn()
         except BaseException as error:
             leave.leave_all(error)
-            raise
+            if not isinstance(error, SystemExit):
+                raise
+            # To Ray the actor would have died.
+            if error.code not in (None, 0):
+                raise JobError(f"{self!r} ended by sys.exit({error.code!r})") from None
+            return None
         leave.leave_all()
         return result
 

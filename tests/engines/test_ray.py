@@ -191,6 +191,18 @@ def test_an_exception_of_a_worker_ends_the_job_and_reaches_the_caller(cluster: C
         assert re.search(r"worker left .*worker=worker-1 .*state=failed", job.output())
 
 
+def test_a_function_may_end_by_sys_exit(cluster: Cluster) -> None:
+    program = (
+        "import functools, sys, pyps.ray; "
+        "train = functools.partial(pyps.ray.run, resources={'worker': 1}, server_resources={'server': 1}); "
+        "print('returned', train(sys.exit)); train(functools.partial(sys.exit, 3))"
+    )
+    with cluster.start("python", "-c", program) as job:
+        assert job.wait() == 1
+        assert "returned [None]" in job.output()
+        assert re.search(r"^pyps\.launcher\.job\.JobError: worker-0 ended by sys\.exit\(3\)$", job.output(), re.M)
+
+
 def test_what_cannot_go_on_ends_in_words(cluster: Cluster, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     failing = ("python", "-c", "raise SystemExit(3)")
