@@ -100,6 +100,13 @@ def test_a_folder_s_name_may_begin_with_a_dash(tmp_path: Path) -> None:
     assert (tmp_path / "-dash" / "log-of-server-0.txt").exists()
 
 
+def test_keys_are_removed_once_the_servers_have_ended_whatever_the_workers_do(tmp_path: Path) -> None:
+    worker = "cd runs/pyps; until [ -e job-*/serving-0 ]; do sleep 0.02; done; touch ../../ended; sleep 1; ls"
+    done = run(tmp_path, "--", "bash", "-c", worker)
+    assert "log-of-server-0.txt" in done.stdout
+    assert "job-7.0\n" not in done.stdout
+
+
 @pytest.mark.parametrize(("served", "says"), [(0, False), (143, False), (1, True)])
 def test_workers_that_fail_at_once_wait_for_servers_to_begin_and_a_lost_checkpoint_is_told_of_alone(
     tmp_path: Path, served: int, says: bool
