@@ -96,6 +96,9 @@ def slurm(
     kept = Kept.of(resolved, folder, num_servers=servers)
     if resume:
         kept.check_servers()
+        if not kept.found:
+            # An earlier job may leave some until this one starts.
+            typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint it begins anew.", err=True)
     elif kept.found:
         raise ConfigError(f"{folder} holds a run already: continue it with --resume, or name another --folder")
     raise typer.Exit(_submit(script))

@@ -162,3 +162,10 @@ def test_a_file_for_a_folder_is_refused_before_the_job_is_submitted(tmp_path: Pa
     done = CliRunner().invoke(app, ["slurm", "--folder", str(file / below), "--", "python", "train.py"])
     assert isinstance(done.exception, PypsError)
     assert f"but {file} is a file" in str(done.exception)
+
+
+def test_a_folder_with_nothing_to_resume_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    arguments = ["--resume", "--folder", str(tmp_path / "none"), "--", "python", "train.py"]
+    done = CliRunner().invoke(app, ["slurm", *arguments])
+    assert f"There is nothing to resume in {tmp_path}/none yet" in done.stderr
