@@ -19,11 +19,11 @@ PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
 # What the script calls, for one task of each step on this machine: a server ends at scancel, by `exit $SERVED`.
 COMMANDS = {
     "scontrol": "echo node0",
-    "squeue": "",
+    "squeue": 'case "$*" in *--jobs=6*) echo 6 ;; esac',
     "scancel": "touch ended",
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 SLURM_NTASKS=1 exec "$@"',
     "pyps": """
-        [ "$1" = certs ] && exit
+        [ "$1" = certs ] && exec touch "$4/server.key"
         echo "$@"
         while [ $# != 0 ] && [ "$1" != --ready-file ]; do shift; done
         sleep 0.2
@@ -101,10 +101,17 @@ def test_a_folder_s_name_may_begin_with_a_dash(tmp_path: Path) -> None:
 
 
 def test_keys_are_removed_once_the_servers_have_ended_whatever_the_workers_do(tmp_path: Path) -> None:
-    worker = "cd runs/pyps; until [ -e job-*/serving-0 ]; do sleep 0.02; done; touch ../../ended; sleep 1; ls"
+    worker = "cd runs/pyps/job-*; until [ -e serving-0 ]; do sleep 0.02; done; ls; touch ../../../ended; sleep 1; ls"
     done = run(tmp_path, "--", "bash", "-c", worker)
-    assert "log-of-server-0.txt" in done.stdout
-    assert "job-7.0\n" not in done.stdout
+    assert [done.stdout.count(f"{name}\n") for name in ("environment", "worker.token", "server.key")] == [2, 1, 1]
+
+
+def test_keys_of_jobs_that_slurm_no_longer_has_go_with_the_folder_s_next(tmp_path: Path) -> None:
+    for name in ("job-5.0", "job-6.0", "job-7.0", "job-results"):
+        (tmp_path / "runs" / "pyps" / name).mkdir(parents=True)
+        (tmp_path / "runs" / "pyps" / name / "environment").touch()
+    assert run(tmp_path, "--", "true").returncode == 0
+    assert {path.name for path in tmp_path.glob("runs/pyps/job-*")} == {"job-6.0", "job-results"}
 
 
 @pytest.mark.parametrize(("served", "says"), [(0, False), (143, False), (1, True)])
