@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from textual.pilot import Pilot
@@ -20,6 +22,9 @@ from client_support import addresses, gradients_like, make_client, small_model
 from pyps.cli.top.asking import ask_on
 from pyps.cli.top.screen import Top
 from pyps.launcher.ports import free_port
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.inspector_pb2_grpc import InspectorServicer, add_InspectorServicer_to_server
+from pyps_wire.work_pb2 import WorkProgress
 from support import ServerProcess, ServerThread, shell, status_of
 from wire_worker import WireWorker
 
@@ -38,6 +43,13 @@ async def see(pilot: Pilot[None], *words: str, gone: str = "") -> None:
     while not all(word in text_of(pilot.app) for word in words) or (gone and gone in text_of(pilot.app)):
         assert time.monotonic() < deadline, f"{words} did not come, or {gone!r} stayed:\n{text_of(pilot.app)}"
         await pilot.pause(0.05)
+
+
+async def change(pilot: Pilot[None], key: str, value: str, *answer: str) -> None:
+    """Asks by a key for another value, once the question is there."""
+    await pilot.press(key)
+    await see(pilot, "Escape leaves all as it is")
+    await pilot.press(*value, "enter", *answer)
 
 
 def watch(app: Top, story: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (130, 32)) -> None:
@@ -105,19 +117,20 @@ def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(star
 
         async def story(pilot: Pilot[None]) -> None:
             await see(pilot, "protocol", "rate", gone="read-only")
-            await pilot.press("p", *"hardsync", "enter")
+            await change(pilot, "p", "hardsync")
             await see(pilot, "Change the protocol of 2 servers from async to hardsync?")
             await pilot.press("enter", "n")
             await see(pilot, "worker ▲", gone="Change the protocol")
-            await pilot.press("p", "escape", "r", *"fast", "enter")
+            await pilot.press("p", "escape")
+            await change(pilot, "r", "fast")
             await see(pilot, "'fast' is no learning rate; expected a number above 0")
             await pilot.press("escape")
             assert {status_of(server).protocol for server in servers} == {"async"}
-            await pilot.press("p", *"sometimes", "enter", "y")
+            await change(pilot, "p", "sometimes", "y")
             await see(pilot, "not changed", "'sometimes' is unknown")
-            await pilot.press("p", *"hardsync", "enter", "y")
+            await change(pilot, "p", "hardsync", "y")
             await see(pilot, f"{servers[1].control}: hardsync")
-            await pilot.press("r", *"0.125", "enter", "y")
+            await change(pilot, "r", "0.125", "y")
             await see(pilot, "rate 0.125")
             assert {status_of(server).protocol for server in servers} == {"hardsync"}
 
@@ -199,6 +212,78 @@ def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_
         await see(pilot, "answers again")
 
     watch(top(*servers), story)
+
+
+class OddServer(InspectorServicer):
+    """Tells of a run with one worker what it was made to tell."""
+
+    def __init__(self, *, events: Sequence[pb.Event] = (), worker: pb.WorkerInfo | None = None, **status: Any) -> None:
+        self.status = pb.Status(**{"num_servers": 1, "uptime_seconds": 1.0, **status})
+        self.workers, self.events = [worker or pb.WorkerInfo(worker_id="worker-0", state="alive")], events
+
+    def GetStatus(self, request: Any, context: Any) -> pb.Status:
+        return self.status
+
+    def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersReply:
+        return pb.ListWorkersReply(workers=self.workers)
+
+    def ListEvents(self, request: Any, context: Any) -> pb.ListEventsReply:
+        return pb.ListEventsReply(events=self.events)
+
+    def GetWork(self, request: Any, context: Any) -> WorkProgress:
+        return WorkProgress()
+
+    def GetStaleness(self, request: Any, context: Any) -> pb.StalenessHistogram:
+        return pb.StalenessHistogram()
+
+    def GetMemory(self, request: Any, context: Any) -> pb.Memory:
+        return pb.Memory()
+
+    def Configure(self, request: Any, context: Any) -> pb.ConfigureReply:
+        return pb.ConfigureReply()
+
+
+@contextlib.contextmanager
+def serving(odd: OddServer) -> Iterator[str]:
+    """The address of such a server."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_InspectorServicer_to_server(odd, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server: Start) -> None:
+    good = start_server("--run-id=of-the-good-one")
+    for odd in (
+        OddServer(state=99),
+        OddServer(uptime_seconds=float("inf")),
+        OddServer(events=[pb.Event(number=1, age_seconds=1e300)]),
+    ):
+
+        async def story(pilot: Pilot[None]) -> None:
+            await see(pilot, "of-the-good-one", "1 of 2 servers do not answer")
+            await pilot.press("3")
+            await see(pilot, "cannot be shown")
+
+        with serving(odd) as address:
+            watch(Top([address, good.control], None, interval_seconds=0.2), story)
+
+    async def together(pilot: Pilot[None]) -> None:
+        await see(pilot, "what servers tell cannot be shown together")
+
+    worker = pb.WorkerInfo(worker_id="worker-0", tally=pb.Tally(pushes_applied=2**64 - 1))
+    with serving(OddServer(worker=worker)) as first, serving(OddServer(worker=worker)) as second:
+        watch(Top([first, second], None, interval_seconds=0.2), together)
+
+    async def without_rates(pilot: Pilot[None]) -> None:
+        await see(pilot, "worker-0", "rate", gone="read-only")
+        await pilot.press("r")
+        await see(pilot, "Escape leaves all as it is")
+
+    with serving(OddServer()) as address:
+        watch(Top([address], None, interval_seconds=0.2), without_rates)
 
 
 def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pyps.cli import status as told
 from pyps.cli.control import not_asked
+from pyps.cli.top.asking import Answer
 from pyps.cli.top.history import BANDS, History, Point
 from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes, in_seconds
@@ -25,6 +26,27 @@ COLUMNS = ("worker", "state", "steps", "steps/s", "loss", "staleness", "step los
 _WORDS = ("worker", "state", "waits for")
 _STATES = {"alive": "green", "finished": "dim", "expired": "bold red", "failed": "bold red"}
 _BARS = " ▁▂▃▄▅▆▇█"
+# What drawing raises for numbers that no server counts, and for words of a newer one.
+ODD = (ArithmeticError, LookupError, OSError, ValueError)
+
+
+def drawable(address: str, heard: Answer | str) -> Answer | str:
+    """What was heard of a server, or the words for why it cannot be drawn."""
+    if isinstance(heard, str):
+        return heard
+    alone = History([address])
+    try:
+        for _ in range(2):
+            # Once more, for what is made of the difference.
+            alone.take(address, heard)
+            alone.tick()
+        headline(alone, paused=False)
+        workers(alone, sorted_by=COLUMNS[0], reverse=False)
+        for picture in (figures, servers, waits, portions, events):
+            picture(alone)
+    except ODD as error:
+        return f"what {address} tells cannot be shown: {error}"
+    return heard
 
 
 def headline(history: History, *, paused: bool) -> Text:
@@ -158,7 +180,8 @@ def trend(values: Iterable[float], width: int) -> str:
     """The last of the values as bars, the largest of them as the highest."""
     last = list(values)[-width:]
     largest = max(last, default=0.0)
-    return "".join(_BARS[round(8 * value / largest)] if 0 < value <= largest < float("inf") else " " for value in last)
+    shares = [value / largest if 0 < value <= largest < float("inf") else 0.0 for value in last]
+    return "".join(_BARS[round(8 * share)] for share in shares)
 
 
 def harmless_lines(lines: Iterable[str], style: str = "") -> Text:

@@ -11,6 +11,7 @@ from threading import Event, Thread
 from typing import Any, ClassVar
 
 from rich.console import RenderableType
+from rich.text import Text
 from textual import events, work
 from textual.app import App, ComposeResult, RenderResult
 from textual.binding import Binding, BindingType
@@ -96,7 +97,7 @@ class Top(App[None]):
         """Begins to ask."""
         settings = {"interval_seconds": self._interval_seconds, "go_on": self._go_on, "closed": self._enough}
         for address in self._addresses:
-            arguments = (address, self._token_file, lambda *heard: self._heard.put(heard))
+            arguments = (address, self._token_file, self._hear)
             Thread(target=ask_on, args=arguments, kwargs=settings, daemon=True).start()
         self.set_interval(self._interval_seconds, self._look)
         self._draw()
@@ -113,6 +114,10 @@ class Top(App[None]):
     def on_tabbed_content_tab_activated(self) -> None:
         """Draws the tab that is shown from now on."""
         self._draw()
+
+    def _hear(self, address: str, heard: Answer | str) -> None:
+        """Takes what was heard of a server, on the thread that asked it."""
+        self._heard.put((address, pictures.drawable(address, heard)))
 
     def _look(self) -> None:
         """Takes what has been heard since the last look, and draws it."""
@@ -134,7 +139,13 @@ class Top(App[None]):
         if not self.query("#events-shown") or not self.query("#headline"):
             # A question lies over it, or the program ends and its screen is being emptied.
             return
-        history, tab = self.history, self.query_one(TabbedContent).active or TABS[0]
+        try:
+            self._draw_all(self.history, self.query_one(TabbedContent).active or TABS[0])
+        except pictures.ODD as error:
+            # Each answer by itself can be drawn.
+            self._show("headline", Text(f"what servers tell cannot be shown together: {error}", "bold red"))
+
+    def _draw_all(self, history: History, tab: str) -> None:
         self._show("headline", pictures.headline(history, paused=not self._go_on.is_set()))
         self._show("figures", pictures.figures(history))
         self.query_one(Stream).refresh()
@@ -185,7 +196,7 @@ class Top(App[None]):
     @work
     async def action_rate(self) -> None:
         """Asks for another learning rate."""
-        await self._change("learning rate", lambda status: f"{status.learning_rates[0].base:g}", _rate)
+        await self._change("learning rate", _present_rate, _rate)
 
     async def _change(self, name: str, present: Callable[[pb.Status], str], fields: Callable[[str], Any]) -> None:
         """Changes all servers, once that was said twice; none while one of them cannot be asked."""
@@ -270,6 +281,10 @@ class Change(ModalScreen[dict[str, Any] | None]):
         """Answers, once it is known with what."""
         if self._wanted:
             self.dismiss(self._wanted)
+
+
+def _present_rate(status: pb.Status) -> str:
+    return f"{status.learning_rates[0].base:g}" if status.learning_rates else ""
 
 
 def _rate(text: str) -> dict[str, float]:
