@@ -17,6 +17,7 @@ import grpc
 import psutil
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from client_support import addresses, gradients_like, make_client, small_model
 from pyps.cli.top.asking import ask_on
@@ -48,7 +49,7 @@ async def see(pilot: Pilot[None], *words: str, gone: str = "") -> None:
 async def change(pilot: Pilot[None], key: str, value: str, *answer: str) -> None:
     """Asks by a key for another value, once the question is there."""
     await pilot.press(key)
-    await see(pilot, "Escape leaves all as it is")
+    await see(pilot, "all as it is)")
     await pilot.press(*value, "enter", *answer)
 
 
@@ -280,10 +281,19 @@ def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server: Start) ->
     async def without_rates(pilot: Pilot[None]) -> None:
         await see(pilot, "worker-0", "rate", gone="read-only")
         await pilot.press("r")
-        await see(pilot, "Escape leaves all as it is")
+        await see(pilot, "all as it is)")
 
     with serving(OddServer()) as address:
         watch(Top([address], None, interval_seconds=0.2), without_rates)
+
+    async def of_no_protocol(pilot: Pilot[None]) -> None:
+        await see(pilot, "worker-0", "protocol", gone="read-only")
+        await pilot.press("p")
+        await see(pilot, "all as it is)")
+        assert pilot.app.screen.query_one(Input).value == "async?]0;mine?"
+
+    with serving(OddServer(protocol="async\x1b]0;mine\x07")) as address:
+        watch(Top([address], None, interval_seconds=0.2), of_no_protocol)
 
 
 def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(

@@ -24,6 +24,7 @@ from pyps.cli.control import not_asked
 from pyps.cli.top import pictures
 from pyps.cli.top.asking import INTERVAL_SECONDS, Answer, ask_on, configure
 from pyps.cli.top.history import History, Point
+from pyps.cli.work_tables import harmless
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
 
@@ -262,7 +263,7 @@ class Change(ModalScreen[dict[str, Any] | None]):
         """Shows the present value, to be written over."""
         with Vertical():
             yield Static(f"Change {self._what} to: (Enter goes on, Escape leaves all as it is)", markup=False)
-            yield Input(self._present)
+            yield Input(harmless(self._present).plain)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Asks whether it is meant."""
