@@ -296,6 +296,22 @@ def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server: Start) ->
         watch(Top([address], None, interval_seconds=0.2), of_no_protocol)
 
 
+def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are() -> None:
+    odd = OddServer()
+    odd.workers = [pb.WorkerInfo(worker_id=f"worker-{index:04}", clock=index) for index in range(500)]
+
+    async def story(pilot: Pilot[None]) -> None:
+        await see(pilot, "worker-0000")
+        assert "worker-0001" in text_of(pilot.app)
+        await pilot.press("s", "s")
+        await see(pilot, "steps ▼", "worker-0499", gone="worker-0000")
+        await pilot.press("1", "end")
+        await see(pilot, "worker-0300", "300 more: s and S say which come first", gone="worker-0299")
+
+    with serving(odd) as address:
+        watch(Top([address], None, interval_seconds=0.2), story)
+
+
 def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
     start_server_process: Callable[..., ServerProcess],
 ) -> None:

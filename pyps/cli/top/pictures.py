@@ -26,6 +26,8 @@ COLUMNS = ("worker", "state", "steps", "steps/s", "loss", "staleness", "step los
 _WORDS = ("worker", "state", "waits for")
 _STATES = {"alive": "green", "finished": "dim", "expired": "bold red", "failed": "bold red"}
 _BARS = " ▁▂▃▄▅▆▇█"
+# Of a table that is drawn each second.
+ROWS_MAX = 200
 # What drawing raises for numbers that no server counts, and for words of a newer one.
 ODD = (ArithmeticError, LookupError, OSError, ValueError)
 
@@ -101,19 +103,20 @@ def stream(points: Sequence[Point], *, width: int, height: int) -> Text:
     return picture
 
 
-def workers(history: History, *, sorted_by: str, reverse: bool) -> Table:
-    """The workers, a row each; where numbers are sorted, the largest first."""
+def workers(history: History, *, sorted_by: str, reverse: bool) -> RenderableType:
+    """The workers, a row each up to ROWS_MAX; where numbers are sorted, the largest first."""
     falls = (sorted_by not in _WORDS) is not reverse
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for title in COLUMNS:
         mark = (" ▼" if falls else " ▲") if title == sorted_by else ""
         table.add_column(title + mark, no_wrap=True, justify="left" if title in _WORDS else "right")
     rows = sorted(_rows(history), key=lambda row: row[COLUMNS.index(sorted_by)][0], reverse=falls)
-    for row in rows:
+    for row in rows[:ROWS_MAX]:
         shown = [harmless(words) for _, words in row]
         shown[1].stylize(_STATES.get(shown[1].plain, ""))
         table.add_row(*shown)
-    return table
+    hidden = len(rows) - ROWS_MAX
+    return Group(table, f"{hidden:,} more: s and S say which come first") if hidden > 0 else table
 
 
 def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
