@@ -151,6 +151,12 @@ while True:
     asyncio.run(story())
 
 
+def test_the_address_of_an_ipv6_host_is_one() -> None:
+    with PythonProcess("-m", "pyps", "top", "--web", "--host", "::1", "--port", "0") as served:
+        assert "at http://[::1]:" in served.wait_for_output("until Ctrl-C")
+        assert served.terminate() == 0
+
+
 def test_beyond_loopback_the_page_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[Page] = []
     monkeypatch.setattr(Page, "serve", lambda page: pages.append(page))

@@ -17,6 +17,7 @@ from textual_serve.app_service import AppService
 from textual_serve.server import Server, to_int
 
 from pyps.cli.control import fail
+from pyps.service.hosting import address_of
 from pyps.service.security import is_loopback_host
 from pyps_wire.errors import PypsError
 
@@ -54,7 +55,7 @@ class Page(Server):
             fail(f"--host {self.host} and --port {self.port} cannot be listened on ({error.strerror}): choose others")
         self.port = listener.getsockname()[1]
         key = f"?key={self._key}" if self._key else ""
-        print(f"pyps top is at http://{self.host}:{self.port}/{key} until Ctrl-C", flush=True)
+        print(f"pyps top is at http://{address_of(host, self.port)}/{key} until Ctrl-C", flush=True)
         web.run_app(self._make_app(), sock=listener, print=None, shutdown_timeout=STOP_SECONDS)
 
     async def _make_app(self) -> web.Application:
