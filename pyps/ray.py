@@ -24,11 +24,13 @@ from pyps.config import ConfigError, ServerConfig, resolve, variable_name
 from pyps.launcher.environment import check_worker_variables, worker_environment, worker_name
 from pyps.launcher.job import JobError
 from pyps.launcher.process import ChildProcess
+from pyps.run import handshake
 from pyps.storage.folder import newest
 from pyps_client import leave
 
 try:
     import ray
+    from ray import cloudpickle
     from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -108,6 +110,17 @@ def run(
     for name, number, least in (("servers", servers, 1), ("workers", workers, 1), ("max_restarts", max_restarts, -1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ConfigError(f"{name} is {number!r}; expected a whole number, {least} or more")
+    if not callable(train_fn):
+        raise ConfigError(f"train_fn is {train_fn!r}; expected a function, which is called without arguments")
+    try:
+        cloudpickle.dumps(train_fn)
+    except Exception as error:
+        raise ConfigError(f"train_fn holds what cannot be sent to workers: {_first_line(error)}") from None
+    handshake.check_name(run_id, what="run_id")
+    if run_id != run_id.strip():
+        raise ConfigError(f"run_id is {run_id!r}; expected a name without spaces around it")
+    if checkpoint_dir is not None and not (isinstance(checkpoint_dir, str | os.PathLike) and str(checkpoint_dir)):
+        raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder's path")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume needs a folder to resume from: give checkpoint_dir too")
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
@@ -149,6 +162,8 @@ def run(
 
 
 def _bundle(name: str, resources: Mapping[str, float] | None) -> dict[str, float]:
+    if not isinstance(resources, Mapping | None):
+        raise ConfigError(f"{name} is {resources!r}; expected names and numbers, as in {{'GPU': 1}}")
     bundle = dict(resources or {"CPU": 1})
     for resource, amount in bundle.items():
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < float("inf"):

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +254,16 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Pa
         ({"workers": 0}, "workers is 0; expected a whole number, 1 or more"),
         ({"port": 7610}, "there is no setting 'port' for servers on Ray; there are batch_growth, "),
         ({"resources": {"GPU": "1"}}, "resources has '1' of 'GPU'; expected a number above 0, as in {'GPU': 1}"),
+        ({"resources": ["GPU"]}, "resources is ['GPU']; expected names and numbers, as in {'GPU': 1}"),
+        ({"train_fn": 5}, "train_fn is 5; expected a function"),
+        (
+            {"train_fn": partial(print, threading.Lock())},
+            "train_fn holds what cannot be sent to workers: cannot pickle",
+        ),
+        ({"run_id": "a b\n"}, "run_id is 'a b\\n', 4 characters long: give a name of at most"),
+        ({"run_id": "a b "}, "run_id is 'a b '; expected a name without spaces around it"),
+        ({"checkpoint_dir": ""}, "checkpoint_dir is ''; expected a folder's path"),
+        ({"checkpoint_dir": 5}, "checkpoint_dir is 5; expected a folder's path"),
         ({"resume": True}, "resume needs a folder to resume from: give checkpoint_dir too"),
         ({"protocol": "softsinc"}, "the flag --protocol cannot be used: protocol 'softsinc' is unknown"),
         ({"servers": 2, "protocol": "asgd:mutex=whole"}, "one server"),
@@ -261,7 +273,7 @@ def test_nonsense_is_refused_before_ray_is_asked(given: dict[str, Any], refusal:
     import pyps.ray
 
     with pytest.raises(PypsError, match=re.escape(refusal)):
-        pyps.ray.run(print, **given)
+        pyps.ray.run(**({"train_fn": print} | given))
 
 
 def test_the_command_refuses_what_is_no_bundle_and_a_machine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
