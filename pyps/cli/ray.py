@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 from pyps.cli.control import fail
 from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError
+from pyps.launcher.job import JobError
 from pyps.launcher.process import ChildProcess
 from pyps_wire.errors import PypsError
 
@@ -88,13 +90,18 @@ class Command:
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         ended = threading.Event()
-        child = ChildProcess(
-            self.command[0],
-            self.command,
-            environment=os.environ,
-            on_line=lambda name, line: print(line, flush=True),
-            on_end=lambda child: ended.set(),
-        )
+        try:
+            child = ChildProcess(
+                self.command[0],
+                self.command,
+                environment=os.environ,
+                on_line=lambda name, line: print(line, flush=True),
+                on_end=lambda child: ended.set(),
+            )
+        except OSError as error:
+            raise JobError(
+                f"{self.command[0]!r} cannot be started on {socket.gethostname()}: {error.strerror}"
+            ) from None
         ended.wait()
         if child.returncode:
             print(f"{self.command[0]} {child.how_it_ended()}", flush=True)

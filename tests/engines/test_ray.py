@@ -205,6 +205,14 @@ def test_a_function_may_end_by_sys_exit(cluster: Cluster) -> None:
         assert re.search(r"^pyps\.launcher\.job\.JobError: worker-0 ended by sys\.exit\(3\)$", job.output(), re.M)
 
 
+def test_a_program_that_is_not_there_ends_the_job_in_words(cluster: Cluster) -> None:
+    with cluster.start("pyps", "ray", *PLACES, "--", "nosuchprog") as job:
+        assert job.wait() == 1
+        assert re.search(
+            r"^pyps: 'nosuchprog' cannot be started on \S+: No such file or directory$", job.output(), re.M
+        )
+
+
 def test_what_cannot_go_on_ends_in_words(cluster: Cluster, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     failing = ("python", "-c", "raise SystemExit(3)")
