@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from client_support import addresses
 from support import DEADLINE_SECONDS, ROOT, PythonProcess, ServerProcess, status_of, wait_until, workers_of
@@ -179,7 +181,9 @@ def test_four_workers_train_and_one_is_killed_as_a_browser_shows_it_at_three_wid
         for _ in range(2):
             browser.see("worker-3")
         picture = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
-        assert picture.startswith(b"\x89PNG")
+        colours = Image.open(io.BytesIO(picture)).convert("RGB").getcolors(1 << 24)
+        most, total = max(count for count, _ in colours), sum(count for count, _ in colours)
+        assert len(colours) > 50 and most < 0.95 * total, "the page is empty"
         if PICTURES:
             (ROOT / PICTURES / f"top-{name}.png").write_bytes(picture)
 
