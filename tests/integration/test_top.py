@@ -23,10 +23,11 @@ from client_support import addresses, gradients_like, make_client, small_model
 from pyps.cli.top.asking import ask_on
 from pyps.cli.top.screen import Top
 from pyps.launcher.ports import free_port
+from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorServicer, add_InspectorServicer_to_server
 from pyps_wire.work_pb2 import WorkProgress
-from support import ServerProcess, ServerThread, shell, status_of
+from support import ServerProcess, ServerThread, replace_file, shell, status_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -213,6 +214,22 @@ def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_
         await see(pilot, "answers again")
 
     watch(top(*servers), story)
+
+
+def test_a_server_that_moved_is_found_again(start_server: Start, tmp_path: Path) -> None:
+    servers = tmp_path / "servers"
+    first = start_server("--run-id=before")
+    replace_file(servers, first.control)
+
+    async def story(pilot: Pilot[None]) -> None:
+        await see(pilot, "before")
+        await asyncio.to_thread(first.stop)
+        await see(pilot, "1 of 1 servers do not answer")
+        second = await asyncio.to_thread(start_server, "--run-id=after")
+        replace_file(servers, second.control)
+        await see(pilot, "after", gone="do not answer")
+
+    watch(Top(parse_servers(f"file:{servers}"), None, interval_seconds=0.2), story)
 
 
 class OddServer(InspectorServicer):

@@ -11,8 +11,10 @@ from typing import Any
 from pyps.cli import status
 from pyps.cli.control import Control, in_force, settled
 from pyps_client.credentials import read_token
+from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
+from pyps_wire.contract import CONTROL_PORT
 from pyps_wire.errors import BadRequest, NotAllowed, NotAuthenticated, PypsError
 
 # A round of questions costs a server about 3 ms of a core with few workers and 7 ms with 256: asked at this pace it
@@ -42,7 +44,7 @@ def ask_on(
     go_on: Event,
     closed: Event,
 ) -> None:
-    """Asks one server until it is closed, while it is to go on; tells each answer, or why there is none."""
+    """Asks one server, found anew after each failure, until it is closed; tells each answer, or why there is none."""
     newest, uptime_seconds = 0, 0.0
 
     def rest(num_workers: int) -> None:
@@ -52,7 +54,7 @@ def ask_on(
     while not closed.is_set():
         try:
             # Anew after each failure: gRPC would wait ever longer before it tries a connection again.
-            with Control(address, token=read_token(token_file)) as control:
+            with Control(address_of(address, port=CONTROL_PORT), token=read_token(token_file)) as control:
                 refusal = _refusal_of(control)
                 while not closed.is_set():
                     answer = _ask(control, address, refusal, after=newest)
@@ -73,7 +75,7 @@ def configure(addresses: Sequence[str], token_file: Path | None, request: pb.Con
     lines = []
     for address in addresses:
         try:
-            with Control(address, token=read_token(token_file)) as control:
+            with Control(address_of(address, port=CONTROL_PORT), token=read_token(token_file)) as control:
                 reply = control.call("Configure", request)
             warnings = "".join(f" It warns: {warning}." for warning in reply.warnings)
             lines.append(f"{address}: {in_force(reply)}{settled(reply)}.{warnings}")

@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.control import ObserverTokenFile, Servers, change_token, control_addresses, fail, read_token
+from pyps.cli.control import ObserverTokenFile, Servers, change_token, fail, read_token
 from pyps.service.security import is_loopback_host
 from pyps_client import credentials
+from pyps_client.launch import parse_servers
+from pyps_wire.contract import CONTROL_PORT
 
 PORT = 7614
 # What textual-serve tells the commands that it starts.
@@ -45,7 +47,7 @@ def top(
     browser shows the servers' token, or the key in the address that is printed where there is no token. Beyond loopback
     the page changes nothing, and is refused unless --insecure is said: it has no TLS.
     """
-    addresses = control_addresses(servers)
+    places = parse_servers(servers, port=CONTROL_PORT)
     place = "127.0.0.1" if host is None else host
     # Others would call from this machine, which may be the servers' own, where more is allowed than elsewhere.
     read_only = read_only or (web and not is_loopback_host(place))
@@ -81,7 +83,7 @@ def top(
         if _DRIVER in os.environ:
             # With the page's server: nobody would see this program any more, and it would go on asking.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        Top(addresses, token_file, read_only=read_only).run()
+        Top(places, token_file, read_only=read_only).run()
     else:
         fail("pyps top needs a terminal: `pyps status` writes to a pipe, and --web shows it in a browser", status=2)
 
