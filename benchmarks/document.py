@@ -28,6 +28,20 @@ from measure import spread
 TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("performance", "choose")]
 # What a complete document has the results of.
 BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge")
+# Whom the page that helps to choose compares in training.
+BESIDE = (
+    ALONE,
+    "DDP gloo",
+    "DDP gloo, float16",
+    "torchft",
+    "Hivemind",
+    "torch RPC hardsync",
+    "torch RPC async",
+    "pyps hardsync",
+    "pyps hardsync, overlapped in backward, bfloat16",
+    "pyps async",
+    "pyps async, overlapped, bfloat16",
+)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 _RENEWED = re.compile(r"(?<=<!-- )(against_\w+) -->\n.*?(?=<!-- end -->)", re.S)
 
@@ -73,7 +87,10 @@ def machine(results: Results) -> str:
     machines = dict.fromkeys(result["machine"] for result in results.values() if "machine" in result)
     dates = sorted({result["date"] for result in results.values() if "date" in result})
     lines = [f"* {text}" for text in machines]
-    if versions := results.get("rounds", {}).get("peer_versions"):
+    versions: dict[str, dict[str, str]] = {}
+    for result in results.values():
+        versions |= result.get("peer_versions", {})
+    if versions:
         told = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items())
         lines.append(f"* Peers: {told}")
     if runs := _runs(results):
@@ -219,27 +236,49 @@ def training_tables(results: Results) -> str:
     model = f"{told['params']:,} parameters; the loss to reach is {told['loss']:g}"
     parts = [f"{model}; pyps by `transport={told['transport']}`."]
     for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
-        slow = "" if slowed == 1 else f", the second worker {slowed:g} times as slow"
         cells = figures.training_cells(figures.of_training_case(found, rate, slowed), told["seconds"])
-        parts += [f"**{_link_name(rate)}{slow}**", _table(figures.TRAINING_HEADINGS, cells)]
+        parts += [f"**{_link_name(rate)}{_slowness(slowed)}**", _table(figures.TRAINING_HEADINGS, cells)]
     return "\n\n".join(parts)
 
 
-def training_told(results: Results, names: Sequence[str], *, slowed: bool) -> str:
-    """What some subjects made of each link, with all workers alike or one slowed."""
+def training_beside(results: Results) -> str:
+    """What whoever chooses compares, of each link and slowness: samples a second, and seconds to the stated loss."""
     found = figures.rows(results, "training")
-    cases = dict.fromkeys((row["rate"], row["slowed"]) for row in found if (row["slowed"] != 1) == slowed)
+    if not found:
+        return _missing(results, "training")
+    headings = ["", *(f"{_link_name(rate)}{_slowness(slowed)}" for rate, slowed in _training_cases(found))]
+    rows = [(name, *(_trained(results, name, *case) for case in _training_cases(found))) for name in BESIDE]
+    return _table(headings, rows)
+
+
+def against_hivemind(results: Results) -> str:
+    """The same where workers are alike, in a sentence."""
     parts = []
-    for rate, factor in cases:
-        of_case = figures.of_training_case(found, rate, factor)
-        cells = []
-        for name in names:
-            speed, seconds = (figures.median(of_case, name, column) for column in ("samples_per_s", "seconds_to_loss"))
-            if speed:
-                reached = f"{seconds:.1f} s" if seconds else f"not in {results['training']['seconds']:g} s"
-                cells.append(f"{name} {speed:.1f} ({reached})")
-        parts.append(f"{_link_name(rate)}: {', '.join(cells)}")
-    return f"Here, in samples a second (to the loss): {'; '.join(parts)}." if parts else "Not measured in this run."
+    for rate, slowed in _training_cases(figures.rows(results, "training")):
+        if slowed == 1 and _trained(results, "Hivemind", rate, slowed):
+            both = (f"{name} {_trained(results, name, rate, slowed)}" for name in ("Hivemind", "pyps hardsync"))
+            parts.append(f"{'; '.join(both)} over {_link_name(rate)}")
+    told = "; ".join(parts) or "not measured in this run"
+    return (
+        "Samples a second, and the time to a stated loss, of a transformer of 25 million parameters with two workers: "
+        f"{told} ([what was trained](performance.md#training-end-to-end))."
+    )
+
+
+def _training_cases(found: Iterable[figures.Row]) -> list[tuple[str, float]]:
+    return list(dict.fromkeys((row["rate"], row["slowed"]) for row in found if row["subject"] != ALONE))
+
+
+def _trained(results: Results, name: str, rate: str, slowed: float) -> str:
+    of_case = figures.of_training_case(figures.rows(results, "training"), rate, slowed)
+    speed, seconds = (figures.median(of_case, name, column) for column in ("samples_per_s", "seconds_to_loss"))
+    if not speed:
+        return ""
+    return f"{speed:.1f}, " + (f"{seconds:.1f} s" if seconds else f"not in {results['training']['seconds']:g} s")
+
+
+def _slowness(slowed: float) -> str:
+    return "" if slowed == 1 else f", the second worker {slowed:g} times as slow"
 
 
 def _link_name(rate: str) -> str:
@@ -382,23 +421,9 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "link_table": link_table,
     "overlap_table": overlap_table,
     "training_tables": training_tables,
-    "told_alone": partial(training_told, names=(ALONE, "pyps async", "DDP gloo", "torch RPC async"), slowed=False),
-    "told_alike": partial(training_told, names=("DDP gloo", "pyps hardsync"), slowed=False),
-    "told_halved": partial(
-        training_told,
-        names=(
-            "DDP gloo, float16",
-            "pyps hardsync, overlapped in backward, bfloat16",
-            "pyps async, overlapped, bfloat16",
-        ),
-        slowed=False,
-    ),
-    "told_slowed": partial(
-        training_told,
-        names=("DDP gloo", "pyps hardsync", "torch RPC hardsync", "pyps async", "torch RPC async"),
-        slowed=True,
-    ),
+    "training_beside": training_beside,
     "against_torch_rpc": partial(rounds_told, is_peer=figures.is_torch_rpc),
+    "against_hivemind": against_hivemind,
     "against_tensorflow": partial(rounds_told, is_peer=lambda name: name.startswith("TensorFlow")),
     "load_table": load_table,
     "huge_sentence": huge_sentence,
