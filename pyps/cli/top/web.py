@@ -54,8 +54,6 @@ class Page(Server):
         except OSError as error:
             fail(f"--host {self.host} and --port {self.port} cannot be listened on ({error.strerror}): choose others")
         self.port = listener.getsockname()[1]
-        key = f"?key={self._key}" if self._key else ""
-        print(f"pyps top is at http://{address_of(host, self.port)}/{key} until Ctrl-C", flush=True)
         web.run_app(self._make_app(), sock=listener, print=None, shutdown_timeout=STOP_SECONDS)
 
     async def _make_app(self) -> web.Application:
@@ -65,7 +63,9 @@ class Page(Server):
         return app
 
     async def on_startup(self, app: web.Application) -> None:
-        """Says nothing: it was said where the page is."""
+        """Says where the page is, now that a signal ends it well."""
+        key = f"?key={self._key}" if self._key else ""
+        print(f"pyps top is at http://{address_of(self.host.strip('[]'), self.port)}/{key} until Ctrl-C", flush=True)
 
     @web.middleware
     async def _guard(
