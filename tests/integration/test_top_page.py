@@ -67,11 +67,14 @@ def test_what_is_no_form_or_no_token_is_refused_in_words_and_guesses_are_slow(tm
                 answer = await browser.post("/login", data=body, headers={"Content-Type": kind})
                 return answer.status, await answer.text()
 
+            part = (
+                b"--x\r\nContent-Disposition: form-data; name=token\r\nContent-Transfer-Encoding: odd\r\n\r\nx\r\n--x--"
+            )
             for body, kind in (
                 (b"token=\xff\xfe", form),
                 (b"token=x", f"{form}; charset=unheard-of"),
                 (b"token=x", "multipart/form-data"),
-                (b"token=x", "multipart/form-data; boundary=x"),
+                (part, "multipart/form-data; boundary=x"),
             ):
                 assert await login(body, kind) == (400, "that is no form as the page sends it"), kind
             before = time.monotonic()

@@ -29,6 +29,7 @@ SIZE_MAX = (500, 200)
 GUESS_SECONDS = 1.0
 # What open pages get to end their commands in.
 STOP_SECONDS = 2.0
+_FORM = "application/x-www-form-urlencoded"
 _POLICY = "default-src 'self' 'unsafe-inline' data:; frame-ancestors 'none'; form-action 'self'"
 
 
@@ -97,8 +98,11 @@ class Page(Server):
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
         try:
+            # Of another kind aiohttp has more ways to fail than it names.
+            if request.content_type != _FORM:
+                raise ValueError
             shown = str((await request.post()).get("token", ""))
-        except (ValueError, LookupError):
+        except (ValueError, LookupError, ConnectionError, web.RequestPayloadError):
             raise web.HTTPBadRequest(text="that is no form as the page sends it") from None
         try:
             wanted = self._key or self._read_token()
