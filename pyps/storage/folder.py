@@ -122,7 +122,8 @@ class CheckpointFolder:
                 saved = self._write(snapshot)
             except CheckpointError as error:
                 if not self.failure:
-                    self._tell(str(error), True)
+                    # Here alone: the same failure may be told of an end.
+                    self._tell(f"{error}; the run goes on", True)
                 self.failure = str(error)
                 self.failures += 1
                 raise
@@ -195,7 +196,7 @@ class CheckpointFolder:
     def _failure(self, reason: str | None) -> str:
         kept = self._newest is not None and self._newest.exists()
         survivor = f"{self._newest} stays the newest" if kept else "there is none before it"
-        return f"no checkpoint could be written in {self.path}: {reason}; the run goes on, {survivor}"
+        return f"no checkpoint could be written in {self.path}: {reason}; {survivor}"
 
     def _remove_old(self) -> None:
         try:
