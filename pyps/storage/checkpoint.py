@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed") from None
     except OSError as error:
         raise CheckpointDamaged(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
         raise CheckpointDamaged(f"{file} is not what was written: its checksum differs")

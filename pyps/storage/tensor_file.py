@@ -96,7 +96,10 @@ class TensorReader:
         size = int.from_bytes(file.read(8), "little")
         if size > _HEADER_BYTES_MAX:
             raise ValueError(f"a header of {size} bytes")
-        header = json.loads(file.read(size))
+        try:
+            header = json.loads(file.read(size))
+        except RecursionError:
+            raise ValueError("a header that is nested too deeply") from None
         if not isinstance(header, dict):
             raise ValueError("a header that is no object")
         self._header = header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import logging
@@ -15,9 +16,10 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
+from pyps.storage.checkpoint import MANIFEST, Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder, newest
+from pyps.storage.tensor_file import TensorReader
 from shards import adagrad_shards, checkpoint_folder, make_shard, push, restored_run, waiting, write_checkpoint
 
 folder = checkpoint_folder
@@ -133,6 +135,15 @@ def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder:
 
 class PowerCut(BaseException):
     """The machine, or the process, is gone before a file operation."""
+
+
+def test_what_is_nested_too_deeply_is_damage_too(tmp_path: Path) -> None:
+    deep = b"[" * 200_000
+    (tmp_path / MANIFEST).write_bytes(deep)
+    with pytest.raises(CheckpointDamaged, match="is no JSON: maximum recursion depth"):
+        Checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        TensorReader(io.BytesIO(len(deep).to_bytes(8, "little") + deep))
 
 
 class CutDisk(Disk):
