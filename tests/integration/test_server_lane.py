@@ -149,9 +149,12 @@ def test_a_pull_that_is_refused_leaves_the_lane_and_a_push_ends_it(server: Serve
 
 
 def test_a_lane_takes_the_messages_of_its_own_worker_alone(server: ServerThread, worker: WireWorker) -> None:
-    with WireWorker(server.data, "b") as other, open_lane(other) as lane:
-        lane.send(PUSH, *apart(worker.push_request(1.0)))
-        assert lane.refusal().startswith("NotAllowed: the message is of worker 'a'")
+    pull = wire.PullRequest(sender=worker.sender, role=common.ROLE_WORKER)
+    with WireWorker(server.data, "b") as other:
+        for kind, header, payload in ((PUSH, *apart(worker.push_request(1.0))), (PULL, pull.SerializeToString(), b"")):
+            with open_lane(other) as lane:
+                lane.send(kind, header, payload)
+                assert lane.refusal().startswith("NotAllowed: the message is of worker 'a'")
     assert versions(server) == [0]
 
 
@@ -184,6 +187,10 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
         assert lane.receive() == (OPEN, b"", b"")
     assert refused(worker.sender, offer.ticket)
+    unused = worker.hello().lane.ticket
+    worker.sender.incarnation += 1
+    worker.hello()
+    assert refused(worker.sender, unused), "a later life shows an earlier one's"
     monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
     assert refused(worker.sender, worker.hello().lane.ticket)
     server.wait_for_output("callers at the lane showed what is not theirs, or was used count=")

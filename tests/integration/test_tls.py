@@ -169,6 +169,13 @@ def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, mad
         with make_client(server.data, run_id="mine", worker_id="late", transport="tcp", **own) as late:
             reference.check(late.pull())
 
+    # The CA of callers alone.
+    replace_file(folder / "ca.crt", (made / "sound" / "ca.crt").read_text(encoding="utf-8"))
+    trusted = {"tls_ca": str(made / "strange" / "ca.crt")}
+    strange = shown(made / "strange", mutual=True) | trusted
+    assert "has not signed it" in shell(*ask, status=1, **variables(strange))
+    assert "worker joined" in shell(*ask, **variables(former | trusted))
+
 
 def test_a_certificate_that_has_ended_does_not_take_the_place_of_a_good_one(
     start_server: Start, made: Path, tmp_path: Path
