@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from pyps.certificates import Authority
 from pyps.config import ConfigError, ServerConfig, resolve, variable_name
-from pyps.launcher.environment import check_worker_variables, worker_environment, worker_name
+from pyps.launcher.environment import START_SECONDS, check_worker_variables, worker_environment, worker_name
 from pyps.launcher.job import JobError
 from pyps.launcher.process import ChildProcess
 from pyps.run import handshake
@@ -42,8 +42,8 @@ __all__ = ["run"]
 T = TypeVar("T")
 logger = logging.getLogger("pyps.ray")
 
-# How long Ray may look for room, how often that is told, and how long a server may take to serve.
-PLACE_SECONDS, TELL_SECONDS, START_SECONDS = 1800.0, 10.0, 60.0
+# How long Ray may look for room, and how often that is told.
+PLACE_SECONDS, TELL_SECONDS = 1800.0, 10.0
 # How long workers whose nodes are gone are waited for once all others have finished.
 LOST_SECONDS = 60.0
 # What servers get beyond the time that they take for themselves.

@@ -15,6 +15,9 @@ from pyps.config import ConfigError, unknown_variables
 from pyps.units import counted
 from pyps_client import Launch, leave
 
+# How long servers may take to serve: they read a large checkpoint before.
+START_SECONDS = 600.0
+
 
 @dataclass(frozen=True)
 class JobSettings:
@@ -43,7 +46,7 @@ class JobSettings:
     # What somebody may do once the server of that name has died, in a sentence.
     after_a_death: Callable[[str], str] = lambda name: ""
     # How long a server may take to serve, and workers and servers to end after they were asked to.
-    start_seconds: float = 60.0
+    start_seconds: float = START_SECONDS
     worker_stop_seconds: float = 10.0
     server_stop_seconds: float = 30.0
     # How long the other processes of a replica that lost one may take to see it for themselves.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from pyps import logs
 from pyps.cli.run import PrefixedOutput, attention_only
 from pyps.launcher import ports
-from pyps.launcher.environment import Group, visible_gpus, worker_environment
+from pyps.launcher.environment import START_SECONDS, Group, JobSettings, visible_gpus, worker_environment
+from support import ROOT
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-11111111-2222-3333-4444-555555555555)
@@ -199,3 +201,10 @@ def test_the_start_block_is_routine_and_a_traceback_is_not(capsys: pytest.Captur
 
     assert shown_of("server-0", [*block, *error], capsys) == error
     assert shown_of("server-1", ["  a line of a server whose block comes later"], capsys)
+
+
+def test_servers_may_read_a_large_checkpoint_as_long_wherever_they_start() -> None:
+    pods = (ROOT / "deploy" / "kubernetes" / "common" / "pods.yaml").read_text(encoding="utf-8")
+    [(period, failures)] = re.findall(r"startupProbe: .*periodSeconds: (\d+),.*failureThreshold: (\d+)", pods)
+
+    assert int(period) * int(failures) == START_SECONDS == JobSettings(command=()).start_seconds
