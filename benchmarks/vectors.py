@@ -56,7 +56,6 @@ class Shard:
         self.torch_z = torch.from_numpy(self.z)
         self.torch_wide = torch.from_numpy(self.wide)
         self.torch_matrix = torch.from_numpy(self.matrix)
-        self.torch_scalars = torch.from_numpy(self.scalars)
         self.torch_vectors = list(self.torch_matrix)
         self.torch_x, self.torch_y = self.torch_vectors[:2]
 

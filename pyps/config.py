@@ -23,7 +23,7 @@ from pyps.core.bounds import Bounds
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
-from pyps_wire.contract import LANE_PORT
+from pyps_wire.contract import CONTROL_PORT, DATA_PORT, LANE_PORT, METRICS_PORT
 from pyps_wire.errors import BadRequest, PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
@@ -80,9 +80,11 @@ class ServerConfig:
     given: ClassVar[frozenset[str]] = frozenset()
 
     host: str = setting("127.0.0.1", "Address to listen on; beyond loopback TLS and a token are needed.")
-    port: int = setting(7610, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
-    control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
-    metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
+    port: int = setting(DATA_PORT, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
+    control_port: int = setting(
+        CONTROL_PORT, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535
+    )
+    metrics_port: int = setting(METRICS_PORT, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     lane_port: str = setting(
         "auto",
         f"Port of the lane, for large messages beside gRPC: a number (0 takes a free one), off, or auto: {LANE_PORT}, "
