@@ -339,7 +339,14 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
         worker.push(worker.push_request(1.0))
         worker.channel.close()
     process = psutil.Process(server.pid)
-    heard, closed, go_on = SimpleQueue[Any](), Event(), Event()
+    pauses: set[float | None] = set()
+
+    class Closed(Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.add(timeout)
+            return super().wait(timeout)
+
+    heard, closed, go_on = SimpleQueue[Any](), Closed(), Event()
     go_on.set()
 
     def used() -> float:
@@ -362,6 +369,8 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
     closed.set()
     # It asks once a second. What runs beside the tests makes some rounds dearer.
     assert min(costs) < 0.01
+    # More workers cost more, and it asks less often.
+    assert pauses == {len(workers) / 256}
 
 
 def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
