@@ -24,6 +24,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
+from pyps_wire.partition import Model, Tensor
 from support import DEADLINE_SECONDS, ServerThread, inspect, wait_until
 from wire_worker import WireWorker
 
@@ -401,6 +402,29 @@ def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
         server.wait_for_output("workers sent or took too little for too long count=1 newest=a")
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [0]
+
+
+def test_who_takes_no_answers_is_cut_and_what_it_held_is_free(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.WRITE_SECONDS", 0.2)
+    monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 1e12)
+    server = start_server()
+    # More than the system keeps for a connection.
+    model = Model((Tensor("layer.weight", (1_000_000,)),))
+    with WireWorker(server.data, model=model) as worker, ThreadPoolExecutor() as aside:
+        worker.join()
+        with open_lane(worker) as lane:
+
+            def send() -> None:
+                with contextlib.suppress(OSError):
+                    for _ in range(16):
+                        lane.send(EXCHANGE, *apart(worker.push_request(1.0)))
+
+            sending = aside.submit(send)
+            server.wait_for_output("workers sent or took too little for too long count=1 newest=a")
+            sending.result(DEADLINE_SECONDS)
+        wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
 
 
 def begin_push(server: ServerThread, worker: WireWorker, lane: RawLane) -> bytes:
