@@ -19,7 +19,7 @@ import psutil
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from pyps.cli.top.web import GUESS_SECONDS, VIEWS_MAX, Page
+from pyps.cli.top.web import GUESS_SECONDS, Page
 from pyps_client.credentials import read_token
 from support import ROOT, PythonProcess, ServerThread, child_environment, shell
 
@@ -117,7 +117,8 @@ def test_another_page_asks_for_nothing_and_a_name_leads_only_to_what_reads(read_
     asyncio.run(story())
 
 
-def test_a_view_that_nobody_sees_is_killed_and_its_place_taken_until_then() -> None:
+def test_a_view_that_nobody_sees_is_killed_and_its_place_taken_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps.cli.top.web.VIEWS_MAX", 1)
     # As a view that draws more than anybody reads, and does not listen.
     script = """
 import os, signal
@@ -135,10 +136,11 @@ while True:
     async def story() -> None:
         async with TestClient(TestServer(await page._make_app())) as browser:
             await browser.get("/", params={"key": page._key})
-            for _ in range(VIEWS_MAX + 1):
+            for _ in range(2):
                 view = await browser.ws_connect("/ws?width=3000&height=3000")
                 process, *size = (await view.receive_bytes(timeout=30)).split()
                 assert size == [b"500", b"200"]
+                assert (await browser.get("/ws")).status == 503
                 await view.send_json(["resize", {"width": 3000, "height": 50}])
                 resized = json.loads(await view.receive_bytes(timeout=30))
                 assert (resized["width"], resized["height"]) == (500, 50)
