@@ -346,7 +346,12 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
             pauses.add(timeout)
             return super().wait(timeout)
 
-    heard, closed, go_on = SimpleQueue[Any](), Closed(), Event()
+    class Going(Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            held.set()
+            return super().wait(timeout)
+
+    heard, closed, held, go_on = SimpleQueue[Any](), Closed(), Event(), Going()
     go_on.set()
 
     def used() -> float:
@@ -366,7 +371,11 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
         before = used()
         rounds(20)
         costs.append((used() - before) / 20)
+    go_on.clear()
+    held.clear()
+    assert held.wait(30), "it asks on while it is to hold everything still"
     closed.set()
+    go_on.set()
     # It asks once a second. What runs beside the tests makes some rounds dearer.
     assert min(costs) < 0.01
     # More workers cost more, and it asks less often.
