@@ -75,7 +75,7 @@ class Access:
             shown.append(f"a certificate of the role {needed.word} (`pyps certs worker NAME --role {needed.word}`)")
         if by_place:
             raise NotAllowed(
-                f"{name} changes the server and is taken from its own machine only: run it there"
+                f"{name} changes the server and is taken from its own machine only: {_place_of(self._host)}"
                 f"{', with ' if shown else ''}{' and '.join(shown)}, or give the server --operator-token-file"
             )
         raise NotAllowed(
@@ -99,6 +99,14 @@ class Access:
                 f"the server's {flags}"
             )
         return role
+
+
+def _place_of(host: str) -> str:
+    """What makes a call come from the machine of a server on `host`, as `is_own_machine` sees it."""
+    ip = _address(host)
+    if ip is None:
+        return "give the server an address as --host in place of a name, and run it there by that"
+    return f"run it there, by {'127.0.0.1' if ip.is_unspecified else host}"
 
 
 def _field_of(role: Role) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,14 @@ def test_the_address_that_a_server_is_bound_to_is_its_own_machine_s() -> None:
     everybody = Access(ServerConfig(host="192.0.2.2", insecure=True))
     assert everybody.admit(METRICS, None, peer="ipv4:192.0.2.2:5", subject="") is RULES
     assert everybody.admit(METRICS, None, peer="ipv4:192.0.2.3:5", subject="") is WORKS
+
+
+def test_who_is_refused_for_the_place_learns_which_address_the_server_takes_for_its_own() -> None:
+    for host, place in (
+        ("0.0.0.0", "run it there, by 127.0.0.1,"),
+        ("192.0.2.2", "run it there, by 192.0.2.2,"),
+        ("a-name", "an address as --host in place of a name"),
+    ):
+        access = Access(ServerConfig(host=host, insecure=True))
+        with pytest.raises(NotAllowed, match=re.escape(place)):
+            access.admit(f"/{INSPECTOR}/Stop", None, peer="ipv4:192.0.2.3:5", subject="")
