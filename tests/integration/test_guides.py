@@ -144,7 +144,7 @@ def test_two_machines_train_by_tls_and_a_token(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    making, serving, working = blocks("machines")[:3]
+    making, serving, working, stopping = blocks("machines")[:4]
     # The two machines are this one, by two names.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     subprocess.run(
@@ -164,3 +164,6 @@ def test_two_machines_train_by_tls_and_a_token(
 
     assert worker.wait() == 0
     assert "joined run digits" in worker.output()
+    for server in servers:
+        monkeypatch.setenv("PYPS_CONTROL", server.control)
+        subprocess.run(["bash", "-ec", stopping], check=True, capture_output=True)
