@@ -136,7 +136,7 @@ def install_process_hooks() -> None:
     """Makes this process a worker as `pyps run` starts one, before its first client is made.
 
     * An error of pyps that nobody catches ends it with one sentence; that one, any other and `sys.exit(1)` are told to
-      the servers as the worker's failure (`sys.excepthook`, `sys.exit`).
+      the servers as the worker's failure (`sys.excepthook`, `sys.exit`). No hook hears of `raise SystemExit(1)`.
     * SIGTERM, where it has no handler, unwinds it, so that the worker leaves and nobody waits out its lease.
     * The client's messages appear on stderr, until the program sets up logging of its own.
     * glibc's allocator keeps the blocks of large messages.
