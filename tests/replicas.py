@@ -14,13 +14,12 @@ import numpy as np
 
 from pyps.core.arrays import Floats
 from pyps.launcher.environment import Group, worker_environment
-from pyps.launcher.ports import free_port
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.blocks import place
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, inspect, wait_until, workers_of
+from support import AnyServer, PythonProcess, inspect, server_port, wait_until, workers_of
 from wire_worker import WireWorker
 
 Start = Callable[..., PythonProcess]
@@ -48,7 +47,7 @@ class ReplicaJob:
         # By replica and process.
         self.processes: dict[tuple[int, int], PythonProcess] = {}
         for index in range(replicas):
-            port = free_port()
+            port = server_port()
             for rank in range(parts):
                 told = worker_environment(
                     {},

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from pyps.cli import status as status_command
-from pyps.launcher.ports import free_port
 from pyps.run import handshake
 from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
@@ -24,7 +23,7 @@ from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2_grpc import WorkQueueStub
-from support import AnyServer, ServerThread, configure, inspect, shell, wait_until, workers_of
+from support import AnyServer, ServerThread, configure, inspect, server_port, shell, wait_until, workers_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -103,7 +102,7 @@ def test_status_can_be_read_in_80_columns_and_by_those_who_watch(
 
 
 def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server: Start, tmp_path: Path) -> None:
-    nobody, there = f"127.0.0.1:{free_port()}", start_server()
+    nobody, there = f"127.0.0.1:{server_port()}", start_server()
     output = shell("status", "--servers", nobody, status=1)
     assert output.splitlines() == [f"pyps: no server answers on {nobody}: check the address and that the server runs"]
     output = shell("status", "--servers", f"{there.control},{nobody}", status=1)

@@ -25,7 +25,6 @@ from client_support import (
     small_model,
     start_servers,
 )
-from pyps.launcher.ports import free_port
 from pyps_client import (
     LimitExceeded,
     ModelMismatch,
@@ -47,7 +46,7 @@ from pyps_client.lease import Lease
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import open_channel
-from support import AnyServer, PythonProcess, inspect, replace_file, wait_until
+from support import AnyServer, PythonProcess, inspect, replace_file, server_port, wait_until
 
 Start = Callable[..., AnyServer]
 
@@ -158,7 +157,7 @@ def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
 
 
 def test_a_worker_may_come_before_its_servers(start_server: Start) -> None:
-    port = free_port()
+    port = server_port()
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(make_client, f"127.0.0.1:{port}")
         start_server("--port", str(port))
@@ -168,7 +167,7 @@ def test_a_worker_may_come_before_its_servers(start_server: Start) -> None:
 
 
 def test_a_server_that_never_comes_is_named_with_the_seconds_waited() -> None:
-    port = free_port()
+    port = server_port()
     with pytest.raises(
         ServerUnavailable,
         match=rf"Waited \d+ s for server 0 \(127.0.0.1:{port}\): connection refused, nothing listens there. "

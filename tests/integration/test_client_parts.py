@@ -16,7 +16,6 @@ import pytest
 
 from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
-from pyps.launcher.ports import free_port
 from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lease
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.join import model_of_run
@@ -25,7 +24,7 @@ from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
-from support import AnyServer, ServerThread, wait_until, workers_of
+from support import AnyServer, ServerThread, server_port, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
 T = TypeVar("T")
@@ -299,7 +298,7 @@ def test_a_portion_is_a_replicas_and_its_processes_must_mean_the_same_data(start
 
 
 def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_server: Start, tmp_path: Path) -> None:
-    ports = [free_port(), free_port()]
+    ports = [server_port(), server_port()]
 
     def start(index: int, *flags: str) -> ServerThread:
         folder = str(tmp_path / f"server-{index}")

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from client_support import SGD, addresses, start_servers
-from pyps.launcher.ports import free_port
 from pyps_client import Client
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
-from support import AnyServer, ServerProcess, ServerThread, inspect, shell, wait_until
+from support import AnyServer, ServerProcess, ServerThread, inspect, server_port, shell, wait_until
 from training import train_on_portions
 
 StartServer = Callable[..., ServerThread]
@@ -85,7 +84,7 @@ def test_an_epoch_is_completed_by_a_server_that_came_back_from_its_checkpoint(
     start_server_process: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     folder = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.3")
-    flags = (*folder, "--port", str(free_port()))
+    flags = (*folder, "--port", str(server_port()))
     server = start_server_process(*flags)
     with ThreadPoolExecutor(1) as pool:
         trained = pool.submit(train_together, server, examples=200, epochs=3, portion_batches=2, step_seconds=0.03)

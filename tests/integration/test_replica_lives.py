@@ -15,14 +15,13 @@ import numpy.typing as npt
 import pytest
 
 from client_support import Clock, addresses, start_servers
-from pyps.launcher.ports import free_port
 from pyps_client import Launch, PypsError, ServerUnavailable, Session, lease
 from pyps_client.join import Handshake
 from pyps_client.transport.connection import Connection
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
-from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, wait_until, workers_of
+from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, server_port, wait_until, workers_of
 
 Start = Callable[..., ServerThread]
 StartProcess = Callable[..., ServerProcess]
@@ -132,7 +131,7 @@ def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
 
 @pytest.mark.usefixtures("nobody_hangs")
 def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server: Start) -> None:
-    port = free_port()
+    port = server_port()
     clock = Clock()
     first = start_server(*SHORT, clock=clock)
     told = f"{first.data},127.0.0.1:{port}"
@@ -169,7 +168,7 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_pro
 
 def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: Start) -> None:
     server = start_server()
-    told = f"{server.data},127.0.0.1:{free_port()}"
+    told = f"{server.data},127.0.0.1:{server_port()}"
     with pytest.raises(ServerUnavailable):
         session_of(told, start_wait_seconds=0.5).connect()
     assert "ServerUnavailable" in left_with(server, "plain")

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from pyps.cli.coordination.link import Link
-from pyps.launcher.ports import free_port
 from pyps_client import Client
 from pyps_client.launch import Launch
 from sandblaster import END_SECONDS, SandblasterJob, figures, planned_bytes, summary
-from support import AnyServer, PythonProcess, ServerThread, wait_until
+from support import AnyServer, PythonProcess, ServerThread, server_port, wait_until
 
 StartServer = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
@@ -280,7 +279,7 @@ def test_a_coordinator_without_workers_says_what_it_waited_for(
 def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = str(free_port())
+    port = str(server_port())
     server = start_server("--run-id", "blast", "--port", port)
     link = Link(Launch(servers=(server.data,), worker_id="coordinator"))
     with ThreadPoolExecutor(1) as pool, link:

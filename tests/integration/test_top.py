@@ -22,12 +22,11 @@ from textual.widgets import Input
 from client_support import addresses, gradients_like, make_client, small_model
 from pyps.cli.top.asking import ask_on
 from pyps.cli.top.screen import Top
-from pyps.launcher.ports import free_port
 from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorServicer, add_InspectorServicer_to_server
 from pyps_wire.work_pb2 import WorkProgress
-from support import ServerProcess, ServerThread, replace_file, shell, status_of
+from support import ServerProcess, ServerThread, replace_file, server_port, shell, status_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -195,7 +194,7 @@ def test_a_narrow_terminal_shows_every_key(start_server: Start) -> None:
 
 
 def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server: Start) -> None:
-    port = f"--control-port={free_port()}"
+    port = f"--control-port={server_port()}"
     servers = [start_server(), start_server(port)]
     with make_client(addresses(servers)) as client:
         client.push(gradients_like(small_model(), seed=0))

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps.launcher.ports import free_port
 from pyps_client import lease
 from pyps_client.credentials import Credentials
 from pyps_client.launch import Launch
@@ -21,7 +20,7 @@ from pyps_client.transport.connection import Connection, Servers
 from pyps_client.transport.in_process import InProcess
 from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.parameter_server_pb2 import HeartbeatRequest
-from support import DEADLINE_SECONDS, wait_until
+from support import DEADLINE_SECONDS, server_port, wait_until
 
 QUICK = RetryPolicy(0.05, "start_wait_seconds", pause_first_seconds=0.001, report_first_seconds=0)
 
@@ -220,7 +219,7 @@ def test_heartbeats_and_waits_agree_on_how_long_a_server_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lease, "SILENCE_SECONDS", 1.0)
-    launch = Launch(servers=(f"127.0.0.1:{free_port()}",))
+    launch = Launch(servers=(f"127.0.0.1:{server_port()}",))
     connection = Connection(0, launch=launch)
     beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
     beats.keep(connection, 0.05)
