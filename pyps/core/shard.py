@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from pyps import _kernels
 from pyps.core import recorder as events
 from pyps.core import verdict
-from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Pending, Refuse
+from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import FINITE, Finding, Gradient, require_rate, scan
@@ -124,7 +124,7 @@ class Shard:
 
         Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied here,
         ServerUnavailable where `memory` is attached no longer, LimitExceeded where it would wait and there is no room.
-        A push that is refused, in whichever way, changes no parameter and no slot.
+        A refused push changes no parameter, no slot and no rate.
         """
         # The scans take as long as an update. The payload cannot change, or is looked at again when it is applied.
         if finding is None:
@@ -147,11 +147,6 @@ class Shard:
                 if refusal is None:
                     receipt = receipt._replace(duplicate=True)
                 return Pushed(receipt, self._bring(reply, held_version, receipt, gradient.worker_id))
-            if gradient.provisional:
-                # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
-                gradient = gradient.decided(holds=not self.rate_is_set and not self._behaviour.schedule.terms)
-            elif gradient.learning_rate is not None or gradient.momentum is not None:
-                self.rate_is_set = True
             pushed = self._decide(gradient, roster, norm, reply, held_version)
             if not self._waiters.waiting:
                 return pushed
@@ -384,6 +379,10 @@ class Shard:
         self, gradient: Gradient, roster: Roster, norm: float | None, reply: Reply | None, held_version: int
     ) -> Pushed:
         behaviour, version = self._behaviour, self._version
+        arrived = gradient
+        if gradient.provisional:
+            # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
+            gradient = gradient.decided(holds=not self.rate_is_set and not behaviour.schedule.terms)
         aggregation = behaviour.aggregation.at(version)
         context = WeighingContext(gradient.worker_id, len(roster.workers), version, aggregation.split(roster))
         staleness = version - gradient.base_version
@@ -396,7 +395,7 @@ class Shard:
         if not weighing.accept and isinstance(decision, Apply | Park):
             decision = verdict.too_stale(contribution, policy=behaviour.staleness.name, version=version)
         if gradient.volatile and isinstance(decision, Park):
-            return self._decide_on_copy(gradient, roster, reply, held_version)
+            return self._decide_on_copy(arrived, roster, reply, held_version)
         learning_rate = self._learning_rate if gradient.learning_rate is None else gradient.learning_rate
         rate = self._rate(learning_rate)
         update_scale = 1.0
@@ -419,12 +418,8 @@ class Shard:
             except BaseException:
                 self._budget.give_back(waits_bytes)
                 raise
-        # Rate and momentum are the run's, not the gradient's: they hold even where the gradient is not needed.
-        self._learning_rate = learning_rate
-        if gradient.momentum is not None:
-            self.hyperparameters = MappingProxyType(
-                {**self.hyperparameters, self.rule.momentum_name: gradient.momentum}
-            )
+        if gradient.learning_rate is not None or gradient.momentum is not None:
+            self._take_rates(gradient, decision, provisional=arrived.provisional)
         update = None
         if isinstance(decision, Apply):
             brings = reply if receipt.version_after > held_version else None
@@ -441,6 +436,21 @@ class Shard:
         if reply is not None:
             brought = self._bring(reply, held_version, receipt, gradient.worker_id, written=update is not None)
         return Pushed(receipt, brought, update)
+
+    def _take_rates(self, gradient: Gradient, decision: Decision, *, provisional: bool) -> None:
+        """Puts a push's learning rate and momentum in force, unless it is refused.
+
+        They are the run's, not the gradient's: they hold even where the gradient is not needed.
+        """
+        if isinstance(decision, Refuse):
+            return
+        if gradient.learning_rate is not None:
+            self._learning_rate = gradient.learning_rate
+        if gradient.momentum is not None:
+            momentum = {self.rule.momentum_name: gradient.momentum}
+            self.hyperparameters = MappingProxyType({**self.hyperparameters, **momentum})
+        if not provisional:
+            self.rate_is_set = True
 
     def _decide_on_copy(self, gradient: Gradient, roster: Roster, reply: Reply | None, held_version: int) -> Pushed:
         """Decides on a gradient that has to wait, while its worker goes on writing where it lies."""

@@ -526,7 +526,8 @@ class ScheduleOwner:
             yield receipts
         finally:
             for worker_id in claimed:
-                if any(receipt.outcome is not Outcome.REJECTED for receipt in receipts):
+                # A rate holds though the protocol had no need of its gradient.
+                if any(r.outcome is not Outcome.REJECTED or r.reason is Reason.DROPPED for r in receipts):
                     events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
                 else:
                     self.release(worker_id)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from pyps.core.receipt import Outcome, Reason
-from pyps.core.recorder import Configured, Pushed
+from pyps.core.recorder import Configured, Event, Pushed
 from pyps.core.roster import Roster
 from pyps.core.schedule import BatchGrowth
+from pyps.core.shard_state import PendingBudget
+from pyps_wire.errors import BadRequest, LimitExceeded
 from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
@@ -32,6 +34,35 @@ def test_the_owners_rate_holds_though_its_gradient_is_not_needed_or_is_nothing()
     shard = make_shard([0.0])
     shard.push(nothing(learning_rate=0.5), roster=roster())
     assert shard.learning_rate == 0.5
+
+
+class FullDisk:
+    def record(self, event: Event) -> None:
+        raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("provisional", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"protocol": "hardsync", "version": 2}, None),
+        ({"policy": "drop:spread=0", "version": 2}, None),
+        ({"protocol": "hardsync", "budget": PendingBudget(3), "version": 1}, LimitExceeded),
+        ({"protocol": "sandblaster", "version": 1}, BadRequest),
+        ({"recorder": FullDisk(), "version": 1}, OSError),
+    ],
+)
+def test_a_push_that_is_refused_or_fails_sets_neither_rate_nor_momentum(setting, error, provisional) -> None:
+    """Nor does it set a rate on this shard alone, where provisional ones of others then hold no more."""
+    settings = {"learning_rate": 1.0, "momentum": 0.5}
+    shard = make_shard([0.0], rule="momentum", settings=settings, **setting)
+    rates = {"learning_rate": 7.0, "momentum": 0.75, "provisional": provisional}
+    if error is None:
+        assert push(shard, [1.0], base_version=1, workers=TWO, **rates).reason == Reason.STALE
+    else:
+        with pytest.raises(error):
+            push(shard, [1.0], workers=TWO, **rates)
+    assert (shard.learning_rate, shard.state().momentum, shard.rate_is_set) == (1.0, 0.5, False)
 
 
 def test_a_push_that_leaves_no_trace_or_is_retried_brings_no_rate() -> None:

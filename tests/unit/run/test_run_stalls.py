@@ -55,6 +55,11 @@ def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_unti
         driver.push("a", learning_rate=0.25, base_version=2)
     driver.run.leave("r", "b", 1, failed=False, message="")
     assert driver.push("a", learning_rate=0.25, base_version=2).rate == 0.25
+    # A rate holds, and has an owner, though the protocol has no need of its gradient.
+    backup = RunDriver("a", "b", protocol="backup:b=0")
+    backup.push("a")
+    assert backup.push("b", learning_rate=0.5).reason is Reason.DROPPED
+    assert backup.run.rounds.owner.worker_id == "b"
 
 
 def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_until_somebody_sets_one():
