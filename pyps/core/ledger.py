@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.core.roster import Roster
 
 RECEIPTS_PER_LIFE = 8
 LIVES_MAX = 1024
@@ -20,8 +21,8 @@ NAMES_PER_LIFE = 4
 # As CPython 3.11 has them: what a receipt takes beside its bytes, a life with its place in the table, a name with its
 # number.
 _RECEIPT_BYTES = 45
-_LIFE_BYTES = 310
-_NAME_BYTES = 130
+_LIFE_BYTES = 370
+_NAME_BYTES = 230
 
 
 class Forgotten(Enum):
@@ -52,8 +53,8 @@ class LedgerState:
     entries: tuple[LedgerEntry, ...] = ()
     # At or below it, no incarnation of any worker is new; -1 before a name was let go.
     forgotten_incarnation: int = -1
-    # By name, the largest incarnation among the lives that were let go.
-    forgotten: Mapping[str, int] = field(default_factory=dict)
+    # By name, the largest incarnation among the lives that were let go, and the largest sequence of that life.
+    forgotten: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     lives_max: int = LIVES_MAX
 
     def to_plain(self) -> tuple[dict[str, Any], bytes]:
@@ -83,7 +84,8 @@ class LedgerState:
             ]
         # The first ones kept no names.
         forgotten, lives_max = plain.get("forgotten", {}), plain.get("lives_max", LIVES_MAX)
-        return cls(tuple(entries), plain["forgotten_incarnation"], dict(forgotten), lives_max)
+        names = {name: (incarnation, sequence) for name, (incarnation, sequence) in forgotten.items()}
+        return cls(tuple(entries), plain["forgotten_incarnation"], names, lives_max)
 
 
 class Ledger:
@@ -93,15 +95,18 @@ class Ledger:
     stale, repeated. Pushes that left no trace (not finite, other epoch, finished) are judged anew when they come
     again: the verdict is the same, or the push was never applied and may be.
 
-    Memory is bounded, and what is let go is never mistaken for new, since sequences grow within a life and
-    incarnations with the lives of one name. Of a life, whatever lies at or below the largest sequence let go is
-    answered FORGOTTEN. Of a name, so is every life at or below the largest incarnation let go: a push that was
-    ever recorded is either held, or its life lies there. Names that were let go are bounded too: the one with the
-    smallest incarnation makes way, and that incarnation counts for all names from then on.
+    Memory is bounded, and a push whose receipt was let go is never mistaken for new, since sequences grow within a
+    life and incarnations with the lives of one name:
 
-    So many short lives of some names never make another name's first push look old; only those of more names than
-    the table holds can, and then only for lives that began before all of these. `lives_max` should be several
-    times the workers that push at once.
+    * Of a life that is held, sequences up to the largest one let go are FORGOTTEN.
+    * Of a life that was let go, sequences up to its largest are FORGOTTEN; later ones are new, and it is held again.
+    * Of a name, lives before the latest one let go are FORGOTTEN.
+    * Names that were let go are bounded too: the one with the smallest incarnation makes way, and up to that
+      incarnation the lives of all names that are not in the table are FORGOTTEN from then on.
+
+    The present lives of workers on the roster are let go last. So a crowd of other names, however many, makes no push
+    of a worker that is active look old, and no first push of a life that began after theirs. `lives_max` should be
+    several times the workers that push at once.
     """
 
     def __init__(
@@ -117,52 +122,53 @@ class Ledger:
         self._lives_max = lives_max or state.lives_max
         # The life heard of longest ago comes first.
         self._lives: OrderedDict[tuple[str, int], _Life] = OrderedDict()
-        self._forgotten: dict[str, int] = {}
+        # The latest life held of each name.
+        self._latest: dict[str, int] = {}
+        self._forgotten: dict[str, tuple[int, int]] = {}
         self._forgotten_incarnation = -1
-        # The size of all receipts.
+        # How many receipts there are, and their size. Read without the shard's lock.
+        self.num_receipts = 0
         self._packed_bytes = 0
         self.restore(state)
 
-    def __len__(self) -> int:
-        """Returns the number of receipts held."""
-        return sum(len(life.receipts) for life in self._lives.values())
-
     @property
     def num_bytes(self) -> int:
-        """About what it takes of the memory: to ask each of its objects would take longer than a push may wait."""
-        objects = len(self) * _RECEIPT_BYTES + len(self._lives) * _LIFE_BYTES + len(self._forgotten) * _NAME_BYTES
-        return self._packed_bytes + objects
+        """About how much memory it takes, by counts alone. Read without the shard's lock."""
+        lives, names = len(self._lives) * _LIFE_BYTES, len(self._forgotten) * _NAME_BYTES
+        return self._packed_bytes + self.num_receipts * _RECEIPT_BYTES + lives + names
 
     def lookup(self, worker_id: str, incarnation: int, sequence: int) -> Receipt | Forgotten | None:
         """Returns the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""
         life = self._lives.get((worker_id, incarnation))
         if life is None:
-            largest = max(self._forgotten.get(worker_id, -1), self._forgotten_incarnation)
-            return FORGOTTEN if incarnation <= largest else None
+            latest, largest = self._forgotten.get(worker_id, (-1, -1))
+            if incarnation == latest:
+                return FORGOTTEN if sequence <= largest else None
+            return FORGOTTEN if incarnation <= max(latest, self._forgotten_incarnation) else None
         key = _SEQUENCE.pack(sequence)
         place = bisect_left(life.receipts, key)
         if place < len(life.receipts) and life.receipts[place].startswith(key):
             return unpacked(life.receipts[place])
         return FORGOTTEN if sequence <= life.forgotten_sequence else None
 
-    def record(self, worker_id: str, incarnation: int, receipt: Receipt) -> None:
-        """Remembers the receipt of a push that `lookup` called new."""
+    def record(self, worker_id: str, incarnation: int, receipt: Receipt, *, roster: Roster) -> None:
+        """Remembers the receipt of a push that `lookup` called new; the lives of workers on the roster are kept."""
         key, data = (worker_id, incarnation), packed(receipt)
         life = self._lives.get(key)
         if life is None:
-            life = self._lives[key] = _Life()
+            life = self._lives[key] = self._begin(worker_id, incarnation)
         self._lives.move_to_end(key)
         insort(life.receipts, data)
+        self.num_receipts += 1
         self._packed_bytes += len(data)
         if len(life.receipts) > self._receipts_max:
             # Not the first recorded: pushes of one worker may overtake each other.
             first = life.receipts.pop(0)
             (life.forgotten_sequence,) = _SEQUENCE.unpack_from(first)
+            self.num_receipts -= 1
             self._packed_bytes -= len(first)
         if len(self._lives) > self._lives_max:
-            oldest, gone = self._lives.popitem(last=False)
-            self._packed_bytes -= sum(map(len, gone.receipts))
-            self._let_go(*oldest)
+            self._let_go_one(roster)
 
     def entries(self) -> LedgerState:
         """Returns all that is remembered."""
@@ -177,15 +183,39 @@ class Ledger:
             ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
             for entry in state.entries
         )
+        self._latest = {}
+        for worker_id, incarnation in sorted(self._lives):
+            self._latest[worker_id] = incarnation
         self._forgotten = dict(state.forgotten)
         self._forgotten_incarnation = state.forgotten_incarnation
+        self.num_receipts = sum(len(entry.receipts) for entry in state.entries)
         self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
-    def _let_go(self, worker_id: str, incarnation: int) -> None:
-        self._forgotten[worker_id] = max(incarnation, self._forgotten.get(worker_id, -1))
+    def _begin(self, worker_id: str, incarnation: int) -> _Life:
+        """Makes room for a life, which was let go before or is new."""
+        self._latest[worker_id] = max(incarnation, self._latest.get(worker_id, -1))
+        latest, largest = self._forgotten.get(worker_id, (-1, -1))
+        return _Life(largest if latest == incarnation else -1)
+
+    def _let_go_one(self, roster: Roster) -> None:
+        """Forgets the life heard of longest ago, other than the present lives of workers on the roster."""
+        for _ in range(len(self._lives)):
+            (worker_id, incarnation), life = self._lives.popitem(last=False)
+            if self._latest.get(worker_id) != incarnation or not roster.counts(worker_id):
+                break
+            # To the end: it is not looked at again before all others.
+            self._lives[worker_id, incarnation] = life
+        else:
+            (worker_id, incarnation), life = self._lives.popitem(last=False)
+        self.num_receipts -= len(life.receipts)
+        self._packed_bytes -= sum(map(len, life.receipts))
+        if self._latest.get(worker_id) == incarnation:
+            del self._latest[worker_id]
+        largest = _SEQUENCE.unpack_from(life.receipts[-1])[0]
+        self._forgotten[worker_id] = max((incarnation, largest), self._forgotten.get(worker_id, (-1, -1)))
         if len(self._forgotten) > NAMES_PER_LIFE * self._lives_max:
             earliest = min(self._forgotten, key=self._forgotten.__getitem__)
-            self._forgotten_incarnation = max(self._forgotten_incarnation, self._forgotten.pop(earliest))
+            self._forgotten_incarnation = max(self._forgotten_incarnation, self._forgotten.pop(earliest)[0])
 
 
 class _Life:

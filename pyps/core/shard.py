@@ -303,14 +303,12 @@ class Shard:
     @property
     def num_receipts(self) -> int:
         """The number of receipts that the ledger holds."""
-        with self._lock:
-            return len(self._ledger)
+        return self._ledger.num_receipts
 
     @property
     def ledger_bytes(self) -> int:
-        """About what the ledger takes of the memory."""
-        with self._lock:
-            return self._ledger.num_bytes
+        """About how much memory the ledger takes."""
+        return self._ledger.num_bytes
 
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
         """Returns the workers for whose gradients the present round waits, ascending."""
@@ -431,7 +429,7 @@ class Shard:
             self.pending_bytes = self._pending.num_bytes
         elif isinstance(decision, Acknowledge):
             self._examples += gradient.example_count
-        self._ledger.record(gradient.worker_id, gradient.incarnation, receipt)
+        self._ledger.record(gradient.worker_id, gradient.incarnation, receipt, roster=roster)
         brought = None
         if reply is not None:
             brought = self._bring(reply, held_version, receipt, gradient.worker_id, written=update is not None)

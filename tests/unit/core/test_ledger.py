@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from pyps.core.ledger import FORGOTTEN, Ledger, LedgerState, packed, unpacked
 from pyps.core.receipt import Outcome, Reason, Receipt
-from shards import gradient, make_shard, pull, restored, roster
+from pyps.core.roster import Roster
+from shards import gradient, make_shard, pull, push, restored, roster
+
+NOBODY = Roster()
 
 
 def receipt(sequence: int) -> Receipt:
@@ -28,7 +31,7 @@ def receipt(sequence: int) -> Receipt:
 def filled(sequences: Iterable[int], **limits: int) -> Ledger:
     ledger = Ledger(**limits)
     for sequence in sequences:
-        ledger.record("a", 1, receipt(sequence))
+        ledger.record("a", 1, receipt(sequence), roster=NOBODY)
     return ledger
 
 
@@ -42,6 +45,7 @@ def test_what_it_takes_is_known_well_enough_without_asking_each_object() -> None
                     f"worker-{life}",
                     10**18 + life,
                     Receipt(0, number, Outcome.APPLIED, number, number + 1, rate=number / 7, weight=number / 9),
+                    roster=NOBODY,
                 )
         taken = tracemalloc.get_traced_memory()[0]
     finally:
@@ -84,16 +88,19 @@ def test_a_push_that_was_overtaken_is_new_unless_by_too_many() -> None:
 def test_the_worker_that_was_silent_longest_is_let_go_and_a_later_life_of_it_is_new() -> None:
     ledger = Ledger(lives_max=2)
     for worker_id, sequence in [("a", 0), ("b", 0), ("a", 1), ("c", 0)]:
-        ledger.record(worker_id, 10, receipt(sequence))
+        ledger.record(worker_id, 10, receipt(sequence), roster=NOBODY)
     for again in (ledger, kept(ledger)):
         assert [again.lookup(w, 10, 0) for w in "abc"] == [receipt(0), FORGOTTEN, receipt(0)]
-        assert (again.lookup("b", 10, 7), again.lookup("b", 20, 0)) == (FORGOTTEN, None)
+        # Of a life that was let go, what is later than all that it pushed is new; what is not is forgotten for good.
+        assert [again.lookup("b", 10, 1), again.lookup("b", 9, 1), again.lookup("b", 20, 0)] == [None, FORGOTTEN, None]
+        again.record("b", 10, receipt(3), roster=NOBODY)
+        assert [again.lookup("b", 10, s) for s in (0, 1, 3)] == [FORGOTTEN, None, receipt(3)]
 
 
 def test_a_life_that_began_early_and_pushes_first_after_many_short_ones_is_new() -> None:
     ledger = Ledger(lives_max=2)
     for incarnation in range(100, 200):
-        ledger.record(f"short-{incarnation % 3}", incarnation, receipt(0))
+        ledger.record(f"short-{incarnation % 3}", incarnation, receipt(0), roster=NOBODY)
     assert ledger.lookup("early", 1, 0) is None
     assert ledger.lookup("short-0", 102, 0) is FORGOTTEN
 
@@ -101,7 +108,7 @@ def test_a_life_that_began_early_and_pushes_first_after_many_short_ones_is_new()
 def test_of_more_names_than_are_kept_the_earliest_makes_way_and_none_of_its_lives_is_new() -> None:
     ledger = Ledger(lives_max=2)
     for incarnation in range(100, 200):
-        ledger.record(f"name-{incarnation}", incarnation, receipt(0))
+        ledger.record(f"name-{incarnation}", incarnation, receipt(0), roster=NOBODY)
     state = ledger.entries()
     # Two are held, and eight names.
     assert len(state.forgotten) == 8
@@ -109,15 +116,37 @@ def test_of_more_names_than_are_kept_the_earliest_makes_way_and_none_of_its_live
     for again in (ledger, kept(ledger)):
         lookups = {i: again.lookup(f"name-{i}", i, 0) for i in range(100, 200)}
         assert lookups == {**dict.fromkeys(range(100, 198), FORGOTTEN), 198: receipt(0), 199: receipt(0)}
+        assert [again.lookup(f"name-{i}", i, 1) for i in (189, 190)] == [FORGOTTEN, None]
         assert [again.lookup("early", i, 0) for i in (189, 190)] == [FORGOTTEN, None]
+
+
+def test_no_crowd_of_names_makes_a_push_of_an_active_worker_look_old() -> None:
+    """Whatever their incarnations, and however many lives the worker itself has had."""
+    shard = make_shard([0.0], ledger=Ledger(lives_max=3))
+    active = roster("honest")
+    for incarnation in (1, 2, 3, 4):
+        assert push(shard, [1.0], worker_id="honest", incarnation=incarnation).outcome is Outcome.APPLIED
+    for number in range(100):
+        crowd = {"worker_id": f"name-{number}", "incarnation": 10**18 + number, "workers": active}
+        assert push(shard, [1.0], **crowd).outcome is Outcome.APPLIED
+    for again in (shard, restored(shard, shard.state())):
+        assert push(again, [1.0], worker_id="honest", incarnation=4, base_version=0, workers=active).duplicate
+        later = push(again, [1.0], worker_id="honest", incarnation=4, sequence=1, workers=active)
+        assert later.outcome is Outcome.APPLIED
+        assert push(again, [1.0], worker_id="honest", incarnation=2, workers=active).reason is Reason.FORGOTTEN
+    # Where all are active, the one that was silent longest is let go.
+    three = roster("a", "b", "c", "d")
+    for name in "abcd":
+        push(shard, [1.0], worker_id=name, incarnation=10**19, workers=three)
+    assert [push(shard, [1.0], worker_id=n, incarnation=10**19, workers=three).duplicate for n in "bcd"] == [True] * 3
 
 
 def test_memory_is_bounded_whatever_workers_come() -> None:
     ledger = Ledger(receipts_max=2, lives_max=3)
     for number in range(100):
-        ledger.record(f"worker-{number % 10}", number, receipt(number))
-        ledger.record(f"worker-{number % 10}", number, receipt(number + 1))
-    assert len(ledger) == 6
+        ledger.record(f"worker-{number % 10}", number, receipt(number), roster=NOBODY)
+        ledger.record(f"worker-{number % 10}", number, receipt(number + 1), roster=NOBODY)
+    assert ledger.num_receipts == 6
 
 
 def kept(ledger: Ledger) -> Ledger:
@@ -128,8 +157,10 @@ def kept(ledger: Ledger) -> Ledger:
 
 def test_a_ledger_comes_back_from_a_checkpoint_and_answers_as_before() -> None:
     ledger = filled(range(20))
-    ledger.record("b", 2, receipt(5)._replace(reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"))
-    ledger.record("b", 2, receipt(6)._replace(outcome=Outcome.PENDING, waiting_for=("a", "c")))
+    ledger.record(
+        "b", 2, receipt(5)._replace(reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"), roster=NOBODY
+    )
+    ledger.record("b", 2, receipt(6)._replace(outcome=Outcome.PENDING, waiting_for=("a", "c")), roster=NOBODY)
     again = kept(ledger)
     assert (again.entries(), again.num_bytes) == (ledger.entries(), ledger.num_bytes)
     for worker_id, incarnation in (("a", 1), ("b", 2)):
