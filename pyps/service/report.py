@@ -100,7 +100,11 @@ def shard_info(run: Run, shard: Shard, partition: Partition, *, with_checksum: b
     shard_range = partition.shard(shard.shard_id)
     part = partition.model.group_parts[shard_range.group]
     roster = run.roster.of_part(part)
-    version, checksum = shard.read(lambda version, values: (version, checksum_of(values) if with_checksum else ""))
+    version, checksum = shard.version, ""
+    if with_checksum:
+        # Pushes wait for the copy alone.
+        version, parameters = shard.read(lambda version, values: (version, values.copy()))
+        checksum = checksum_of(parameters)
     return pb.ShardInfo(
         shard_id=shard.shard_id,
         group=shard_range.group,

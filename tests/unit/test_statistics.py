@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from pyps.core.aggregation import Contribution, Part
@@ -9,8 +11,9 @@ from pyps.core.gradient import PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
+from pyps.service import report
 from pyps.statistics import RECENT_RECEIPTS_MAX, SHARDS_LISTED_MAX, WORKERS_MAX, Contacts, Statistics
-from shards import gradient, run_together
+from shards import gradient, pull, run_together, serving
 
 
 def receipt(outcome: Outcome = Outcome.APPLIED, **fields: Any) -> Receipt:
@@ -188,3 +191,36 @@ def test_the_step_lost_is_that_of_the_updates_made() -> None:
     assert (statistics.worker("a").step_lost, statistics.worker("b").step_lost) == (0.5, 1 - 1.25 / 2)
     assert (statistics.shard(0).step_lost, statistics.shard(1).step_lost) == (1 - 0.75 / 2, 0.0)
     assert statistics.total().rate_scale_mean == 1.75 / 3
+
+
+def test_status_memory_and_shards_are_reported_while_a_push_holds_their_shard(monkeypatch) -> None:
+    run = serving()
+    shard = run.shards[0]
+    partition = run.partition
+    assert partition is not None
+    held = SimpleNamespace(bytes_held=0, bytes_max=0, num_late=0)
+    host: Any = SimpleNamespace(run=run, budget=held, serializations=held, awaited=held)
+
+    def report_all() -> None:
+        report.status_of(run, report.Addresses("", "", ""), None)
+        report.memory_of(host, ())
+        report.shard_info(run, shard, partition, with_checksum=False)
+
+    shard.read(lambda version, parameters: run_together([report_all]))
+    # Of parameters that are read, the copy alone is made there.
+    monkeypatch.setattr(report, "checksum_of", lambda values: run_together([lambda: pull(shard)]) or "sum")
+    assert report.shard_info(run, shard, partition, with_checksum=True).checksum == "sum"
+
+
+def test_a_total_is_summed_shard_by_shard_so_that_pushes_are_counted_in_between() -> None:
+    statistics, holds = Statistics(), []
+
+    class Counted(nullcontext[None]):
+        def __enter__(self) -> None:
+            holds.append(sum(tally.applied for tally in statistics._shards.values()))
+
+    for shard_id in range(5):
+        push(statistics, receipt(shard_id=shard_id))
+    statistics._lock = Counted()  # type: ignore[assignment]
+    assert statistics.total().applied == 5
+    assert len(holds) > 5
