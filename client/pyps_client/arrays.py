@@ -65,6 +65,7 @@ class Client:
         """
         leave.install_where_asked()
         launch = Launch.from_environment(servers, **launch_options)
+        launch.require_one_process("Client")
         self._model = _model_of(tensors, shard_size)
         self._places = {tensor.name: (tensor, begin) for tensor, begin in _places(self._model)}
         self._codec = codec_of(launch.gradient_codec)

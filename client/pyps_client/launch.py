@@ -151,6 +151,14 @@ class Launch:
     codec = property(attrgetter("gradient_codec"))
     pull_codec = property(attrgetter("parameter_codec"))
 
+    def require_one_process(self, caller: str) -> None:
+        """Raise BadRequest in a process that holds a part of the model: `caller` needs the whole one."""
+        if self.parts > 1:
+            raise BadRequest(
+                f"{caller} needs the whole model in each process, and this process is one of the {self.parts} parts of "
+                f"{self.worker_id} (PYPS_PARTS, which `pyps run --parts` sets): start the workers without --parts."
+            )
+
     @property
     def way(self) -> Transport:
         """The transport itself."""

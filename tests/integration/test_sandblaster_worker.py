@@ -437,6 +437,20 @@ def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
             pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")
 
 
+def test_a_process_with_a_part_of_the_model_is_refused_and_told_to_start_without_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYPS_PARTS", "2")
+    monkeypatch.setenv("PYPS_WORKER_ID", "worker-0")
+    monkeypatch.setenv("PYPS_SERVERS", "127.0.0.1:1")
+    call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()}
+    words = r" needs the whole model in each process, and .* 2 parts of worker-0 .*: start the workers without --parts"
+    with pytest.raises(BadRequest, match=r"^sandblaster\(\)" + words):
+        pyps_client.sandblaster(**call)
+    with pytest.raises(BadRequest, match="^Client" + words):
+        pyps_client.Client({"weights": np.zeros(3)}, optimizer=("sgd", {"learning_rate": 0.1}))
+
+
 def test_what_would_make_the_loss_another_function_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

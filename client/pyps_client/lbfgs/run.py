@@ -95,6 +95,7 @@ def sandblaster(
         parameter_dtype=dtype_name(parameter_dtype),
         transport=transport,
     )
+    launch.require_one_process("sandblaster()")
     session = Worker(
         layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices
     )
