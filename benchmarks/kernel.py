@@ -41,7 +41,7 @@ from pyps import _kernels
 from pyps.core.arrays import aligned_copy, aligned_zeros
 from pyps.core.gradient import NATIVE
 from pyps.core.plan import Reply
-from pyps.core.rules import RULES, UpdateRule, WeightedGradient, validate
+from pyps.core.rules import RULES, UpdateRule, validate
 from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
@@ -171,23 +171,15 @@ def rule_pass(memory: Memory, rule: UpdateRule, way: Way) -> Contender:
         payloads: list[bytes | memoryview] = [*memory.payloads(way.codec, shard, way.num_gradients)]
         if way.received:
             payloads[0] = bytes(payloads[0])
-        gradients = [WeightedGradient(payload, way.codec, 1.0 / way.num_gradients) for payload in payloads]
+        gradients = [(payload, way.codec, 1.0 / way.num_gradients) for payload in payloads]
         slots = {name: memory.arrays[1 + index][shard] for index, name in enumerate(rule.slot_names)}
+        bound = rule.bind(memory.arrays[0][shard], slots, settings)
         reply = Reply(memory.replies[shard], REPLY_OFFSET, way.reply) if way.reply else None
 
         def call() -> None:
             if way.guard:
                 assert _kernels.first_non_finite(payloads[0], way.codec) == -1
-            rule.apply(
-                memory.arrays[0][shard],
-                slots,
-                gradients,
-                rate=RATE,
-                version=10,
-                hyperparameters=settings,
-                reply=reply,
-                guarded=way.volatile,
-            )
+            bound.apply(gradients, rate=RATE, version=10, reply=reply, guarded=way.volatile)
 
         return call
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,6 +18,21 @@
 namespace pyps {
 
 namespace py = pybind11;
+
+// A kernel over fewer numbers keeps the GIL: where another thread is busy, getting it back takes
+// longer than the kernel does, and the shard's lock is held meanwhile.
+constexpr std::size_t gil_release_count_min = 16'384;
+
+// Releases the GIL, for as long as it lives, around a kernel that reads so many numbers.
+class GilReleased {
+ public:
+  explicit GilReleased(std::size_t count) {
+    if (count >= gil_release_count_min) release_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> release_;
+};
 
 inline Codec to_codec(int number) {
   for (const CodecTraits& traits : codec_traits) {
@@ -235,13 +251,6 @@ class ReplyPlace {
   ReplyPlace& operator=(const ReplyPlace&) = delete;
 
   Reply view() const { return {.encoded = encoded_, .codec = codec_}; }
-
-  template <class Other>
-  void require_apart(const Other& other) const {
-    if (overlap(encoded_, size_, other.data(), other.size())) {
-      throw py::value_error("reply and " + other.name() + " overlap in memory");
-    }
-  }
 
  private:
   void open(py::handle buffer) {

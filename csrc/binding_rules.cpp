@@ -1,11 +1,13 @@
-// The update rules' part of the module pyps._kernels: one function for all of them.
+// The update rules' part of the module pyps._kernels: a rule bound to a shard's arrays.
 //
 // How settings, a schedule or a bias correction make the numbers of a rule's formula stands in
 // pyps/core/rules.py.
 
+#include <pybind11/stl.h>
+
 #include <cmath>
 #include <deque>
-#include <map>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -37,7 +39,7 @@ class GradientList {
   Gradients view(bool guarded) const {
     return {.first = weighted_.data(), .num = weighted_.size(), .guarded = guarded};
   }
-  const std::deque<Bytes>& payloads() const { return payloads_; }
+  std::size_t size() const { return weighted_.size(); }
 
  private:
   void add(py::handle item, std::size_t count) {
@@ -75,8 +77,11 @@ class WrittenArrays {
     for (const Floats& array : arrays_) array.require_apart(other);
   }
 
-  const std::vector<Floats>& all() const { return arrays_; }
-  float* const* pointers() const { return pointers_.data(); }
+  std::vector<float*> pointers(std::size_t start) const {
+    std::vector<float*> moved = pointers_;
+    for (float*& array : moved) array += start;
+    return moved;
+  }
   std::size_t count() const { return arrays_.front().count(); }
 
  private:
@@ -84,58 +89,87 @@ class WrittenArrays {
   std::vector<float*> pointers_;
 };
 
-const Rule& find_rule(const std::string& name) {
+std::vector<std::string> names_in(const char* list) {
+  std::vector<std::string> names;
+  std::istringstream words(list);
+  for (std::string name; std::getline(words >> std::ws, name, ',');) names.push_back(name);
+  return names;
+}
+
+std::size_t index_of(const std::string& rule_name) {
   const Kernels& table = kernels();
   std::string known;
   for (std::size_t i = 0; i < table.num_rules; ++i) {
-    if (name == table.rules[i].name) return table.rules[i];
+    if (rule_name == table.rules[i].name) return i;
     known += (known.empty() ? "" : ", ") + std::string(table.rules[i].name);
   }
-  throw py::value_error("rule is '" + name + "'; expected one of: " + known);
+  throw py::value_error("rule is '" + rule_name + "'; expected one of: " + known);
 }
 
-// Calls `take(value, name)` for each name of a list such as "rate, eps", in its order. There may be
-// others in `by_name`.
-template <class Take>
-void take_named(const char* list, const py::dict& by_name, Take take) {
-  // For good: to make the names anew takes longer than a small update.
-  static auto* const known = new std::map<const char*, std::vector<py::str>>;
-  const auto [entry, fresh] = known->try_emplace(list);
-  std::vector<py::str>& names = entry->second;
-  if (fresh) {
-    std::istringstream words(list);
-    for (std::string name; std::getline(words >> std::ws, name, ',');) names.emplace_back(name);
+// A rule bound to the arrays of one shard. They are checked here, and not again for each update.
+class ShardKernel {
+ public:
+  ShardKernel(const std::string& rule_name, py::handle parameters, const py::dict& slots)
+      : rule_index_(index_of(rule_name)), numbers_(names_in(rule().numbers)) {
+    arrays_.add(parameters, "parameters");
+    for (const std::string& name : names_in(rule().slots)) {
+      if (!slots.contains(name.c_str())) {
+        throw py::value_error(name + " is missing; the rule takes " + rule().slots);
+      }
+      arrays_.add(slots[name.c_str()], name.c_str());
+    }
   }
-  for (const py::str& name : names) {
-    const char* text = PyUnicode_AsUTF8(name.ptr());
-    const py::handle value = PyDict_GetItem(by_name.ptr(), name.ptr());
-    if (!value) throw py::value_error(std::string(text) + " is missing; the rule takes " + list);
-    take(value, text);
-  }
-}
 
-std::size_t apply(const std::string& rule_name, py::handle parameters, const py::dict& slots,
-                  py::handle gradient_list, const py::dict& numbers, py::handle reply,
-                  bool guarded) {
-  const Rule& rule = find_rule(rule_name);
-  WrittenArrays arrays;
-  arrays.add(parameters, "parameters");
-  take_named(rule.slots, slots, [&](auto slot, auto name) { arrays.add(slot, name); });
-  const GradientList gradients(gradient_list, arrays.count());
-  const ReplyPlace place(reply, arrays.count());
-  for (const Floats& array : arrays.all()) place.require_apart(array);
-  for (const Bytes& payload : gradients.payloads()) {
-    arrays.require_apart(payload);
-    place.require_apart(payload);
+  const std::vector<std::string>& numbers() const { return numbers_; }
+
+  std::size_t apply(py::handle gradient_list, const py::tuple& numbers, py::handle reply,
+                    bool guarded, std::size_t start, std::optional<std::size_t> stop) const {
+    const std::size_t end = stop.value_or(arrays_.count());
+    if (start > end || end > arrays_.count()) {
+      throw py::value_error("the stretch " + std::to_string(start) + " to " + std::to_string(end) +
+                            " is none of " + std::to_string(arrays_.count()) + " parameters");
+    }
+    const std::size_t count = end - start;
+    const GradientList gradients(gradient_list, count);
+    const ReplyPlace place(reply, count);
+    const std::vector<float> values = values_of(numbers);
+    const std::vector<float*> arrays = arrays_.pointers(start);
+    const GilReleased without_gil(count * gradients.size());
+    return rule().update(arrays.data(), gradients.view(guarded), place.view(), count,
+                         values.data());
   }
-  std::vector<float> values;
-  take_named(rule.numbers, numbers, [&](auto number, auto name) {
-    values.push_back(to_float32(to_number<double>(number, rule.name, name), name));
-  });
-  py::gil_scoped_release release;
-  return rule.update(arrays.pointers(), gradients.view(guarded), place.view(), arrays.count(),
-                     values.data());
-}
+
+  void write(py::handle reply) const {
+    const ReplyPlace place(reply, arrays_.count());
+    const Reply target = place.view();
+    if (target.encoded == nullptr) {
+      throw py::type_error("reply is None; expected a tuple (buffer, offset, codec)");
+    }
+    const GilReleased without_gil(arrays_.count());
+    kernels().encode(target.encoded, arrays_.pointers(0)[0], target.codec, arrays_.count());
+  }
+
+ private:
+  // Of the instruction set in use, which tests switch.
+  const Rule& rule() const { return kernels().rules[rule_index_]; }
+
+  std::vector<float> values_of(const py::tuple& numbers) const {
+    if (numbers.size() != numbers_.size()) {
+      throw py::value_error(std::to_string(numbers.size()) + " numbers; " + rule().name +
+                            " takes " + rule().numbers);
+    }
+    std::vector<float> values(numbers_.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const char* name = numbers_[i].c_str();
+      values[i] = to_float32(to_number<double>(numbers[i], rule().name, name), name);
+    }
+    return values;
+  }
+
+  std::size_t rule_index_;
+  std::vector<std::string> numbers_;
+  WrittenArrays arrays_;
+};
 
 void bandwidth(const py::list& list, py::handle gradient) {
   if (list.size() < 1 || list.size() > 3) {
@@ -148,16 +182,21 @@ void bandwidth(const py::list& list, py::handle gradient) {
   arrays.require_apart(g);
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.bandwidth(arrays.pointers(), list.size(), g.data(), arrays.count());
+  table.bandwidth(arrays.pointers(0).data(), list.size(), g.data(), arrays.count());
 }
 
 }  // namespace
 
 void bind_rules(py::module_& module) {
   using py::arg;
-  module.def("apply", &apply, arg("rule"), arg("parameters"), arg("slots"), arg("gradients"),
-             arg("numbers"), arg("reply") = py::none(), arg("guarded") = false,
-             "Updates parameters and slots by the rule of that name.");
+  py::class_<ShardKernel>(module, "ShardKernel")
+      .def(py::init<const std::string&, py::handle, const py::dict&>(), arg("rule"),
+           arg("parameters"), arg("slots"))
+      .def_property_readonly("numbers", &ShardKernel::numbers)
+      .def("apply", &ShardKernel::apply, arg("gradients"), arg("numbers"),
+           arg("reply") = py::none(), arg("guarded") = false, arg("start") = 0,
+           arg("stop") = py::none())
+      .def("write", &ShardKernel::write, arg("reply"));
   module.def("bandwidth", &bandwidth, arg("arrays"), arg("gradient"),
              "Moves the memory that a rule over these arrays moves. For benchmarks.");
 }

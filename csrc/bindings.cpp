@@ -1,7 +1,8 @@
 // The module pyps._kernels. Only the files named binding* know Python.
 //
-// A binding checks its arguments, releases the GIL, calls, and does nothing else. It never converts
-// or copies what it was given: an array that does not fit is refused.
+// A binding checks its arguments, releases the GIL where the kernel takes long, calls it, and does
+// nothing else. It never converts or copies what it was given: an array that does not fit is
+// refused.
 
 #include "bindings.h"
 
@@ -42,7 +43,7 @@ std::ptrdiff_t first_non_finite(py::handle gradient, int codec_number) {
   const Bytes g(gradient, "gradient");
   const std::size_t count = g.count_of(codec);
   const Kernels& table = kernels();
-  py::gil_scoped_release release;
+  const GilReleased without_gil(count);
   return table.first_non_finite(g.data(), codec, count);
 }
 
@@ -53,7 +54,7 @@ void decode(py::handle gradient, int codec_number, py::handle out) {
   g.require_count(codec, values.count());
   values.require_apart(g);
   const Kernels& table = kernels();
-  py::gil_scoped_release release;
+  const GilReleased without_gil(values.count());
   table.decode(values.mutable_data(), g.data(), codec, values.count());
 }
 
@@ -64,7 +65,7 @@ py::bytes encode(py::handle values, int codec_number) {
   py::bytes encoded = new_bytes(v.count() * size_of(codec), &out);
   const Kernels& table = kernels();
   {
-    py::gil_scoped_release release;
+    const GilReleased without_gil(v.count());
     table.encode(out, v.data(), codec, v.count());
   }
   return encoded;
@@ -75,7 +76,7 @@ py::tuple summary(py::handle values) {
   const Kernels& table = kernels();
   Summary result;
   {
-    py::gil_scoped_release release;
+    const GilReleased without_gil(v.count());
     result = table.summary(v.data(), v.count());
   }
   return py::make_tuple(result.sum_of_squares, result.min, result.max);
@@ -165,7 +166,7 @@ py::bytes join_frame(const py::bytes& header, std::int64_t field_number, py::han
   std::memcpy(out, head.data(), head.size());
   const Kernels& table = kernels();
   {
-    py::gil_scoped_release release;
+    const GilReleased without_gil(v.count());
     table.encode(out + offset, v.data(), codec, v.count());
   }
   return message;
@@ -198,26 +199,13 @@ bool write_header(const py::bytes& frame, std::size_t room, const py::bytes& hea
   return true;
 }
 
-void encode_into(py::handle values, py::handle reply) {
-  const Floats v(values, "values", Access::read);
-  const ReplyPlace place(reply, v.count());
-  place.require_apart(v);
-  const Kernels& table = kernels();
-  const Reply target = place.view();
-  if (target.encoded == nullptr) {
-    throw py::type_error("reply is None; expected a tuple (buffer, offset, codec)");
-  }
-  py::gil_scoped_release release;
-  table.encode(target.encoded, v.data(), target.codec, v.count());
-}
-
 }  // namespace
 }  // namespace pyps
 
 PYBIND11_MODULE(_kernels, module) {
   namespace py = pybind11;
   using py::arg;
-  module.doc() = "The server's native kernels. Every call releases the GIL around its loop.";
+  module.doc() = "The server's native kernels.";
   py::dict codecs;
   for (const pyps::CodecTraits& traits : pyps::codec_traits) {
     codecs[traits.name] = static_cast<int>(traits.codec);
@@ -253,6 +241,4 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("new_frame", &pyps::new_frame, arg("room"), arg("field_number"), arg("count"),
              arg("codec"));
   module.def("write_header", &pyps::write_header, arg("frame"), arg("room"), arg("header"));
-  module.def("encode_into", &pyps::encode_into, arg("values"), arg("reply"),
-             "Writes the values, encoded, to where a reply is wanted.");
 }

@@ -1,4 +1,4 @@
-"""The server's native kernels (csrc/bindings.cpp). Every call releases the GIL around its loop.
+"""The server's native kernels (csrc/bindings.cpp). A call over 16,384 numbers or more releases the GIL.
 
 A gradient is any C-contiguous buffer: raw bytes at any offset, or an array of the codec's own type
 (float32 for FLOAT32, float16 for FLOAT16, uint16 for BFLOAT16). Arrays are one-dimensional, C-contiguous
@@ -40,21 +40,33 @@ Gradients = Sequence[tuple[Buffer, int, float]]
 # nobody else has seen; the offset there in bytes; the codec.
 Reply = tuple[Buffer, int, int]
 
-def apply(
-    rule: str,
-    parameters: Floats,
-    slots: dict[str, Floats],
-    gradients: Gradients,
-    numbers: dict[str, float],
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """Updates parameters and slots in place by the rule of that name in csrc/kernel_rules.h.
+class ShardKernel:
+    """A rule of csrc/kernel_rules.h bound to one shard's parameters and slots, found by their names.
 
-    Slots and the numbers of its formula are found by their names; there may be others. `guarded` is for payloads that
-    somebody may write to meanwhile: each block of 512 numbers is copied and looked at again, and left out of the sum
-    where it is not finite. Returns how many numbers were left out.
+    They are checked here, once: later calls trust that no payload and no reply overlaps them.
     """
+
+    # The names of the formula's numbers, in its order.
+    numbers: list[str]
+
+    def __init__(self, rule: str, parameters: Floats, slots: dict[str, Floats]) -> None: ...
+    def apply(
+        self,
+        gradients: Gradients,
+        numbers: tuple[float, ...],
+        reply: Reply | None = None,
+        guarded: bool = False,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> int:
+        """Update parameters and slots in place, from `start` to `stop`.
+
+        `guarded` is for payloads that somebody may write to meanwhile: each block of 512 numbers is copied and scanned
+        again, and left out of the sum where it is not finite. Return how many numbers were left out.
+        """
+
+    def write(self, reply: Reply) -> None:
+        """Write the parameters, encoded, to where a reply is wanted."""
 
 def first_non_finite(gradient: Buffer, codec: int) -> int:
     """Returns the index of the first NaN or infinity, -1 when there is none."""
@@ -105,9 +117,6 @@ def write_header(frame: bytes, room: int, header: bytes) -> bool:
 
     False, and nothing is written, where it does not fit: it is longer than the room, or one byte shorter.
     """
-
-def encode_into(values: Floats, reply: Reply) -> None:
-    """Writes the encoded values to where a reply is wanted."""
 
 # Arithmetic on vectors: in float64 in the order written, rounded once to what `z` is made of. `z` may be the same
 # array as others are; else it shares no memory with them. Sums over elements are float64, in one order on every

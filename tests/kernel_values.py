@@ -47,8 +47,9 @@ NUMBERS = {
 def apply(rule, parameters, *slots_and_gradients, reply=None, guarded=False, **numbers):
     """Calls the kernel of the rule, whose slots come in their order; numbers that are not given are those above."""
     *slots, gradients = slots_and_gradients
-    named = dict(zip(RULES[rule].slot_names, slots, strict=True))
-    return _kernels.apply(rule, parameters, named, gradients, NUMBERS | numbers, reply, guarded)
+    kernel = _kernels.ShardKernel(rule, parameters, dict(zip(RULES[rule].slot_names, slots, strict=True)))
+    values = NUMBERS | numbers
+    return kernel.apply(gradients, tuple(values[name] for name in kernel.numbers), reply, guarded)
 
 
 def decode_reference(payload, codec):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from client_support import RecordingSession
-from pyps.core.rules import RULES, WeightedGradient, validate
+from pyps.core.rules import RULES, validate
 from pyps.work import DataSpec, Ended, Leased, NothingNow, PassDone, WorkQueue
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
@@ -113,21 +113,16 @@ class SerialRule:
     """A rule's own run on one vector, without servers."""
 
     def __init__(self, settings: OptimizerSettings, parameters: np.ndarray) -> None:
-        self.rule = RULES[settings.rule]
-        self.hyperparameters = validate(self.rule, dict(settings.groups[0].hyperparameters))
+        rule = RULES[settings.rule]
+        self.hyperparameters = validate(rule, dict(settings.groups[0].hyperparameters))
         self.parameters = parameters
-        self.slots = self.rule.make_slots(len(parameters), self.hyperparameters)
-        self.version = 0
+        slots = rule.make_slots(len(parameters), self.hyperparameters)
+        self._rule = rule.bind(parameters, slots, self.hyperparameters)
+        self._version = 0
 
     def step(self, gradient: np.ndarray, rate: float) -> None:
-        gradients = [WeightedGradient(gradient.tobytes(), FLOAT32, 1.0)]
-        self.rule.apply(
-            *(self.parameters, self.slots, gradients),
-            rate=rate,
-            version=self.version,
-            hyperparameters=self.hyperparameters,
-        )
-        self.version += 1
+        self._rule.apply([(gradient.tobytes(), FLOAT32, 1.0)], rate=rate, version=self._version)
+        self._version += 1
 
 
 # For Sandblaster's workers.

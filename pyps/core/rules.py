@@ -1,8 +1,8 @@
-"""Update rules: what the gradients of an update do to the parameters and to the slots beside them.
+"""Update rules: how the gradients of an update change a shard's parameters and slots.
 
-A rule is a row of `RULES` here, which is data, and its formula in csrc/kernel_rules.h. In every rule g is the weighted
-sum of the update's gradients, alpha the rate, and, where weight decay is not zero, g += weight_decay * theta before all
-else: once per update, on the parameters as they are then.
+A rule is a row of `RULES` here and a formula in csrc/kernel_rules.h. In every rule g is the weighted sum of the
+update's gradients and alpha the rate. Where weight decay is not zero, g += weight_decay * theta comes first, once per
+update.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 
@@ -23,12 +24,8 @@ from pyps_wire.errors import UnsupportedOptimizer
 Slots = dict[str, Floats]
 
 
-class WeightedGradient(NamedTuple):
-    """One gradient of an update's sum: encoded numbers, their codec, and what they are multiplied by."""
-
-    payload: bytes | memoryview
-    codec: Codec
-    factor: float = 1.0
+# One gradient of an update's sum: encoded numbers, their codec, and the factor that multiplies them.
+WeightedGradient = tuple[bytes | memoryview, Codec, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +39,7 @@ class Hyperparameter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateRule:
-    """Turns gradients into an update, by the kernel of its name.
-
-    `apply` is called under a shard's lock, from many shards at once, once for every stretch of an update: a
-    rule holds no state but what is in the slots, and reads nothing outside the given stretch.
-    """
+    """An update's formula, by its name in csrc/kernel_rules.h, and what it takes. It holds no state of any shard."""
 
     name: str
     settings: Mapping[str, Hyperparameter]
@@ -63,40 +56,73 @@ class UpdateRule:
     derive: Callable[[dict[str, float], int], None] | None = None
 
     def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
-        """Returns the slots of a shard that has had no update."""
+        """Return the slots of a shard that has had no update."""
         slots = {name: aligned_zeros(length) for name in self.slot_names}
         for name, setting in self.first_values.items():
             slots[name].fill(hyperparameters[setting])
         return slots
 
+    def bind(self, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float]) -> BoundRule:
+        """Return the rule with a shard's arrays and settings, for its updates from now on."""
+        if self.without_momentum and hyperparameters[self.momentum_name] == 0.0:
+            return BoundRule(self.without_momentum, parameters, {}, hyperparameters)
+        return BoundRule(self, parameters, slots, hyperparameters)
+
+
+class BoundRule:
+    """A rule with the arrays and settings of one shard, which are checked here and not again for each update."""
+
+    def __init__(
+        self, rule: UpdateRule, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float]
+    ) -> None:
+        kernel = _kernels.ShardKernel(rule.name, parameters, slots)
+        self._parameters = parameters
+        self.length = parameters.size
+        self.adaptive = rule.adaptive
+        # Encodes the parameters to where a Reply says.
+        self.write = kernel.write
+        self._update = kernel.apply
+        self._settings = dict(hyperparameters)
+        self._derive = rule.derive
+        self._numbers = itemgetter(*kernel.numbers)
+
+    @cached_property
+    def adding(self) -> BoundRule:
+        """The rule that adds deltas at a rate of -1, whatever this one is."""
+        return BoundRule(SGD, self._parameters, {}, {"weight_decay": 0.0})
+
     def apply(
         self,
-        parameters: Floats,
-        slots: Slots,
         gradients: Sequence[WeightedGradient],
         *,
         rate: float,
         version: int,
-        hyperparameters: Mapping[str, float],
         reply: Reply | None = None,
         guarded: bool = False,
+        start: int = 0,
+        stop: int | None = None,
     ) -> int:
-        """Updates parameters and slots in place by g = f0 * g0 + f1 * g1 + ..., in float32, in this order.
+        """Update parameters and slots in place by g = f0 * g0 + f1 * g1 + ..., in float32, in this order.
 
-        `version` counts the shard's updates before this one. `rate` is the step size, in which schedules and
-        staleness are accounted for; the learning rate among the hyperparameters is not read. The new parameters
-        are also written to `reply`.
+        Called under the shard's lock.
 
-        Returns how many numbers of gradients were left out: none unless `guarded`, which is for payloads that
-        somebody may write to while they are read. Each block of such a gradient is copied and looked at again.
+        Args:
+            gradients: One at least, each as long as the updated part of the shard.
+            rate: The step size after schedules and staleness. The learning rate among the settings is not read.
+            version: How many updates the shard has had.
+            reply: Where to write the new parameters too.
+            guarded: Whether somebody may write to the payloads meanwhile. Each block of 512 numbers is then copied,
+                and left out of the sum where it is no longer finite.
+            start, stop: The part of the shard to update; all of it by default.
+
+        Returns:
+            How many numbers were left out.
         """
-        rule = self
-        if self.without_momentum and hyperparameters[self.momentum_name] == 0.0:
-            rule = self.without_momentum
-        numbers = {**hyperparameters, "rate": rate}
-        if rule.derive:
-            rule.derive(numbers, version)
-        return _kernels.apply(rule.name, parameters, slots, gradients, numbers, reply, guarded)
+        numbers = self._settings.copy()
+        numbers["rate"] = rate
+        if self._derive:
+            self._derive(numbers, version)
+        return self._update(gradients, self._numbers(numbers), reply, guarded, start, stop)
 
 
 # A share is rounded to float32 once, by the kernel: there 1 - 0.999 is no 0.001.

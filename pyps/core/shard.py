@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from pyps import _kernels
 from pyps.core import recorder as events
 from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
@@ -22,7 +21,7 @@ from pyps.core.roster import Roster
 from pyps.core.rules import UpdateRule, validate
 from pyps.core.shard_state import PendingBudget, ShardState, Waiter, Waiters, call_all, first_slots
 from pyps.core.staleness import WeighingContext
-from pyps.core.update import Target, Update, apply_update
+from pyps.core.update import Update, apply_update
 from pyps_wire.errors import BadRequest
 
 __all__ = ["Pushed", "Shard", "ShardState"]
@@ -97,6 +96,7 @@ class Shard:
         self._parameters = take(parameters)
         self._readable = read_only(self._parameters)
         self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
+        self._rule = rule.bind(self._parameters, self._slots, self.hyperparameters)
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = Pending(pending)
         # The size of the gradients that wait. Read without the lock.
@@ -223,7 +223,7 @@ class Shard:
                 self._recorder.record(events.Pulled(self.shard_id, worker_id, self._version))
             if self._version <= held_version:
                 return None
-            _kernels.encode_into(self._parameters, reply)
+            self._rule.write(reply)
             return self._version
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
@@ -447,6 +447,7 @@ class Shard:
         if gradient.momentum is not None:
             momentum = {self.rule.momentum_name: gradient.momentum}
             self.hyperparameters = MappingProxyType({**self.hyperparameters, **momentum})
+            self._rule = self.rule.bind(self._parameters, self._slots, self.hyperparameters)
         if not provisional:
             self.rate_is_set = True
 
@@ -467,7 +468,7 @@ class Shard:
         if reply is None or version <= held_version or receipt.min_version > version:
             return None
         if not written:
-            _kernels.encode_into(self._parameters, reply)
+            self._rule.write(reply)
         if self._recorder is not None:
             self._recorder.record(events.Pulled(self.shard_id, worker_id, version))
         return version
@@ -504,8 +505,9 @@ class Shard:
         self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None
     ) -> tuple[Update, int]:
         """Makes an update; returns it, and how many numbers were left out, as they were finite no more."""
-        target = Target(self._parameters, self._slots, self.rule, self.hyperparameters, rate, self._version)
-        left_out = apply_update(target, parts, update_scale=update_scale, reply=reply)
+        left_out = apply_update(
+            self._rule, parts, rate=rate, version=self._version, update_scale=update_scale, reply=reply
+        )
         self._version += 1
         for part in parts:
             self._examples += part.contribution.gradient.example_count

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
-from pyps.core.arrays import Floats
 from pyps.core.gradient import Extent, Gradient, PayloadKind
 from pyps.core.plan import Reply
-from pyps.core.rules import SGD, Slots, UpdateRule, WeightedGradient
+from pyps.core.rules import BoundRule, WeightedGradient
 from pyps.core.staleness import Weighing
-
-
-class Target(NamedTuple):
-    """What an update changes: a shard's parameters and slots, through one rule at one version.
-
-    `rate` is the step size before any gradient's staleness: the learning rate after schedules.
-    """
-
-    parameters: Floats
-    slots: Slots
-    rule: UpdateRule
-    hyperparameters: Mapping[str, float]
-    rate: float
-    version: int
 
 
 class Update(NamedTuple):
@@ -50,26 +34,53 @@ class Update(NamedTuple):
 
 
 def apply_update(
-    target: Target, parts: Sequence[Part], *, update_scale: float = 1.0, reply: Reply | None = None
+    rule: BoundRule,
+    parts: Sequence[Part],
+    *,
+    rate: float,
+    version: int,
+    update_scale: float = 1.0,
+    reply: Reply | None = None,
 ) -> int:
-    """Applies the parts as one update, in place; those that carry no numbers leave no trace.
+    """Apply the parts to the rule's shard as one update; parts without numbers leave no trace.
 
-    `update_scale` shortens the update as a whole, beside what each gradient's own staleness does to it. The new
-    parameters are written to `reply`, in the same pass over memory where one kernel's call makes the whole update.
+    Args:
+        rule: The shard's.
+        parts: Gradients and their shares.
+        rate: The step size before any staleness: the learning rate after schedules.
+        version: How many updates the shard has had.
+        update_scale: Shortens the update as a whole, in addition to each gradient's own staleness.
+        reply: Where to write the new parameters too.
 
-    Returns how many numbers of volatile gradients were left out, because they were no longer finite.
+    Returns:
+        How many numbers of volatile gradients were left out because they were no longer finite.
     """
     if len(parts) == 1 and parts[0].share == 1.0:
-        contribution = parts[0].contribution
-        if not contribution.gradient.extents and contribution.gradient.kind in _GRADIENTS:
-            return _apply_one(target, contribution, update_scale, reply)
-    if _whole_gradients(parts):
-        return _apply_whole(target, parts, update_scale, reply)
-    passes = list(_passes(target, parts, update_scale))
-    whole = len(passes) == 1 and passes[0].place == slice(0, target.parameters.size)
-    left_out = sum(step.make(reply if whole else None) for step in passes)
+        gradient, _, weighing = parts[0].contribution
+        if not gradient.extents and gradient.kind in _GRADIENTS:
+            # Most pushes. Equal, to the bit, to what the general path makes of it.
+            factor = weighing.weight
+            if rule.adaptive:
+                rate *= weighing.rate_scale * update_scale
+            else:
+                factor = factor * weighing.rate_scale * update_scale
+            numbers = [(gradient.payload, gradient.codec, factor)]
+            return rule.apply(numbers, rate=rate, version=version, reply=reply, guarded=gradient.volatile)
+    steps = list(_steps(rule, parts, rate, update_scale))
+    whole = len(steps) == 1 and (steps[0].start, steps[0].stop) == (0, rule.length)
+    left_out = 0
+    for step in steps:
+        left_out += step.rule.apply(
+            step.numbers,
+            rate=step.rate,
+            version=version,
+            reply=reply if whole else None,
+            guarded=step.guarded,
+            start=step.start,
+            stop=step.stop,
+        )
     if reply is not None and not whole:
-        _kernels.encode_into(target.parameters, reply)
+        rule.write(reply)
     return left_out
 
 
@@ -83,102 +94,37 @@ def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.
 _GRADIENTS = (PayloadKind.GRADIENT, 0)
 
 
-class _Pass(NamedTuple):
-    """One call of a rule: what it does to a stretch of the shard."""
+class _Step(NamedTuple):
+    """One call of a rule, for a part of the shard."""
 
-    target: Target
-    place: slice
+    rule: BoundRule
+    start: int
+    stop: int
     numbers: list[WeightedGradient]
-    step_scale: float
+    rate: float
     guarded: bool
 
-    def make(self, reply: Reply | None) -> int:
-        """Returns how many numbers were left out."""
-        target = self.target
-        return target.rule.apply(
-            target.parameters[self.place],
-            {name: slot[self.place] for name, slot in target.slots.items()},
-            self.numbers,
-            rate=target.rate * self.step_scale,
-            version=target.version,
-            hyperparameters=target.hyperparameters,
-            reply=reply,
-            guarded=self.guarded,
-        )
 
-
-def _whole_gradients(parts: Sequence[Part]) -> bool:
-    """Whether each of the parts, one at least, is a gradient of the whole shard."""
-    for part in parts:
-        gradient = part.contribution.gradient
-        if gradient.extents or gradient.kind not in _GRADIENTS:
-            return False
-    return bool(parts)
-
-
-def _apply_one(target: Target, contribution: Contribution, update_scale: float, reply: Reply | None) -> int:
-    """Makes the update of most pushes: one gradient's own. Equal, to the bit, to what `_apply_whole` makes of it."""
-    gradient, _, weighing = contribution
-    factor, rate = weighing.weight, target.rate
-    if target.rule.adaptive:
-        rate *= weighing.rate_scale * update_scale
-    else:
-        factor = factor * weighing.rate_scale * update_scale
-    return target.rule.apply(
-        target.parameters,
-        target.slots,
-        [WeightedGradient(gradient.payload, gradient.codec, factor)],
-        rate=rate,
-        version=target.version,
-        hyperparameters=target.hyperparameters,
-        reply=reply,
-        guarded=gradient.volatile,
-    )
-
-
-def _apply_whole(target: Target, parts: Sequence[Part], update_scale: float, reply: Reply | None) -> int:
-    """Makes the usual update: one call, which reads the received bytes as they are."""
-    rule = target.rule
-    factors, step_scale = _scaled(rule, parts, update_scale)
-    gradients = [part.contribution.gradient for part in parts]
-    return rule.apply(
-        target.parameters,
-        target.slots,
-        [WeightedGradient(g.payload, g.codec, factor) for g, factor in zip(gradients, factors, strict=True)],
-        rate=target.rate * step_scale,
-        version=target.version,
-        hyperparameters=target.hyperparameters,
-        reply=reply,
-        guarded=any(gradient.volatile for gradient in gradients),
-    )
-
-
-def _passes(target: Target, parts: Sequence[Part], update_scale: float) -> Iterator[_Pass]:
-    """Yields the calls that make the update, in order: gradients first, then deltas."""
+def _steps(rule: BoundRule, parts: Sequence[Part], rate: float, update_scale: float) -> Iterator[_Step]:
+    """Yield the calls that make the update, in order: gradients first, then deltas."""
     gradients = [part for part in parts if part.contribution.gradient.kind in _GRADIENTS]
     if gradients:
-        yield from _passes_of(target, gradients, update_scale)
+        yield from _steps_of(rule, gradients, rate, update_scale)
     if len(gradients) == len(parts):
         return
     deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
     if deltas:
         # Deltas of locally trained parameters are added whatever the run's rule: the worker's own optimizer has set the
         # size of the step already, so no learning rate enters and no slot changes.
-        adding = target._replace(rule=SGD, rate=-1.0, hyperparameters={"weight_decay": 0.0})
-        yield from _passes_of(adding, deltas, update_scale)
+        yield from _steps_of(rule.adding, deltas, -1.0, update_scale)
 
 
-def _passes_of(target: Target, parts: Sequence[Part], update_scale: float) -> Iterator[_Pass]:
-    factors, step_scale = _scaled(target.rule, parts, update_scale)
+def _steps_of(rule: BoundRule, parts: Sequence[Part], rate: float, update_scale: float) -> Iterator[_Step]:
+    factors, step_scale = (_scaled_in_the_step if rule.adaptive else _scaled_in_the_sum)(parts, update_scale)
     gradients = [part.contribution.gradient for part in parts]
     guarded = any(gradient.volatile for gradient in gradients)
-    for place, numbers in _stretches(gradients, factors, target.parameters.size):
-        yield _Pass(target, place, numbers, step_scale, guarded)
-
-
-def _scaled(rule: UpdateRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
-    """Returns the factor of each gradient and of the step."""
-    return (_scaled_in_the_step if rule.adaptive else _scaled_in_the_sum)(parts, update_scale)
+    for start, stop, numbers in _stretches(gradients, factors, rule.length):
+        yield _Step(rule, start, stop, numbers, rate * step_scale, guarded)
 
 
 def _scaled_in_the_sum(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
@@ -209,18 +155,18 @@ def _weighed(parts: Sequence[Part]) -> list[tuple[float, Weighing]]:
 
 def _stretches(
     gradients: Sequence[Gradient], factors: Sequence[float], length: int
-) -> Iterator[tuple[slice, list[WeightedGradient]]]:
-    """Yields each stretch that is covered by the same gradients, at least one, with their numbers there."""
+) -> Iterator[tuple[int, int, list[WeightedGradient]]]:
+    """Yield start and stop of each part of the shard that the same gradients cover, one at least, and their numbers."""
     weighted = zip(gradients, factors, strict=True)
     if all(not gradient.extents for gradient in gradients):
-        yield slice(0, length), [WeightedGradient(g.payload, g.codec, factor) for g, factor in weighted]
+        yield 0, length, [(g.payload, g.codec, factor) for g, factor in weighted]
         return
     covers = [_Cover(gradient, factor, length) for gradient, factor in weighted]
     borders = {border for cover in covers for extent in cover.extents for border in (extent.offset, _end(extent))}
-    for start, end in pairwise(sorted(borders)):
-        numbers = [there for cover in covers if (there := cover.between(start, end)) is not None]
+    for start, stop in pairwise(sorted(borders)):
+        numbers = [there for cover in covers if (there := cover.between(start, stop)) is not None]
         if numbers:
-            yield slice(start, end), numbers
+            yield start, stop, numbers
 
 
 class _Cover:
@@ -246,7 +192,7 @@ class _Cover:
         first = self._before + start - self.extents[self._index].offset
         bytes_of = self._codec.bytes_of
         numbers = self._payload[bytes_of(first) : bytes_of(first + end - start)]
-        return WeightedGradient(numbers, self._codec, self._factor)
+        return numbers, self._codec, self._factor
 
 
 def _end(extent: Extent) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from pyps.core.arrays import Floats
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
-from pyps.core.rules import SGD, UpdateRule
+from pyps.core.rules import SGD, BoundRule, Slots, UpdateRule
 from pyps.core.shard import Shard
 from pyps.core.whole_model import WholeModel
 from pyps.simulation.server import ServerPlan
@@ -160,15 +161,21 @@ class Owners:
         self.inside -= 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WatchedRule(UpdateRule):
     """A rule that notes who is inside an update."""
 
     owners: Owners
 
-    def apply(self, *arguments: Any, **named: Any) -> int:
-        with self.owners:
-            return super().apply(*arguments, **named)
+    def bind(self, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float]) -> BoundRule:
+        owners = self.owners
+
+        class WatchedUpdates(BoundRule):
+            def apply(self, *arguments: Any, **named: Any) -> int:
+                with owners:
+                    return super().apply(*arguments, **named)
+
+        return WatchedUpdates(self, parameters, slots, hyperparameters)
 
 
 def test_no_update_meets_another_update_or_a_read() -> None:

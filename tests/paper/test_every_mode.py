@@ -16,7 +16,7 @@ import numpy as np
 from pyps.core.aggregation import PROTOCOLS
 from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.receipt import Outcome, Reason
-from pyps.core.rules import RULES, WeightedGradient, validate
+from pyps.core.rules import RULES, validate
 from pyps.core.shard import Shard
 from pyps.core.shard_state import ShardState
 from pyps.core.staleness import POLICIES
@@ -110,9 +110,9 @@ def serial_training(rule_name: str) -> tuple[bytes, ...]:
         held = {shard_id: values.copy() for shard_id, values in enumerate(parameters)}
         gradients = noisy(Step("a", number, held, {}, random)).gradients
         for shard_id, values in enumerate(parameters):
-            weighted = [WeightedGradient(gradients[shard_id].tobytes(), FLOAT32, 1.0)]
-            rate = settings["learning_rate"]
-            rule.apply(values, slots[shard_id], weighted, rate=rate, version=number, hyperparameters=settings)
+            bound = rule.bind(values, slots[shard_id], settings)
+            numbers = [(gradients[shard_id].tobytes(), FLOAT32, 1.0)]
+            bound.apply(numbers, rate=settings["learning_rate"], version=number)
     return tuple(values.tobytes() for values in parameters)
 
 

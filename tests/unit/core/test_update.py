@@ -14,7 +14,7 @@ from pyps.core.gradient import NATIVE, Extent, PayloadKind
 from pyps.core.plan import Reply
 from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
-from pyps.core.update import Target, apply_update
+from pyps.core.update import apply_update
 from pyps_wire.codecs import FLOAT16, FLOAT32
 from shards import floats, gradient
 
@@ -32,9 +32,10 @@ def updated(
     settings = {"learning_rate": learning_rate} | ({"eps": 0.0} if rule == "adagrad" else {})
     settled = validate(rule, settings)
     slots = RULES[rule].make_slots(length, settled)
-    target = Target(aligned_zeros(length), slots, RULES[rule], settled, rate=learning_rate, version=0)
-    apply_update(target, parts, update_scale=update_scale)
-    return target.parameters, slots
+    parameters = aligned_zeros(length)
+    bound = RULES[rule].bind(parameters, slots, settled)
+    apply_update(bound, parts, rate=learning_rate, version=0, update_scale=update_scale)
+    return parameters, slots
 
 
 def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_staleness() -> None:
@@ -122,10 +123,10 @@ def test_gradients_are_cut_at_each_others_borders() -> None:
 
 def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is() -> None:
     settled = validate("sgd", {"learning_rate": 1.0, "weight_decay": 0.5})
-    target = Target(floats(4.0, 4.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
+    parameters = floats(4.0, 4.0)
     first, second = part([1.0], extents=(Extent(0, 1),)), part([3.0], extents=(Extent(0, 1),))
-    apply_update(target, [first, second])
-    assert target.parameters.tolist() == [4.0 - (2.0 + 0.5 * 4.0), 4.0]
+    apply_update(RULES["sgd"].bind(parameters, {}, settled), [first, second], rate=1.0, version=0)
+    assert parameters.tolist() == [4.0 - (2.0 + 0.5 * 4.0), 4.0]
 
 
 FRONT = (Extent(0, 2),)
@@ -143,8 +144,9 @@ def test_a_reply_holds_what_the_whole_update_made() -> None:
     }
     settled = validate("sgd", {"learning_rate": 1.0})
     for (name, parts), codec in itertools.product(cases.items(), NATIVE):
-        target = Target(floats(7.0, 8.0, 9.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
+        parameters = floats(7.0, 8.0, 9.0)
+        rule = RULES["sgd"].bind(parameters, {}, settled)
         buffer = bytearray(3 + 4 * 3)
-        left_out = apply_update(target, parts, reply=Reply(buffer, 3, codec))
-        expected = _kernels.encode(target.parameters, codec)
+        left_out = apply_update(rule, parts, rate=1.0, version=0, reply=Reply(buffer, 3, codec))
+        expected = _kernels.encode(parameters, codec)
         assert (left_out, buffer[3 : 3 + len(expected)]) == (0, expected), (name, codec)
