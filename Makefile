@@ -16,7 +16,7 @@ TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose test-engines docs pictures screenshots clean
+.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose test-engines docs pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -105,9 +105,6 @@ docs: $(STAMP) ## Build the site of docs/ into out/site, with every link looked 
 	rm -rf out/site
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env --doctree-dir build/site docs out/site
 	@echo "out/site/index.html"
-
-screenshots: $(STAMP) ## Take docs/images/top-*.png anew, of four workers of which one is killed (needs chromium)
-	SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/engines/test_top_web.py $(PYTEST_FLAGS)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the programs of the system's packages that tests/engines drives, where this may be done: as root, on Debian.
 set -euo pipefail
-declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [promtool]=prometheus [chromium]=chromium [ip]=iproute2 [curl]=curl [kubectl]=kubernetes-client)
+declare -A packages=([slurmctld]=slurm-wlm [munged]=munge [promtool]=prometheus [ip]=iproute2 [curl]=curl [kubectl]=kubernetes-client)
 missing=()
 for program in "${!packages[@]}"; do
   PATH="$PATH:/usr/sbin" command -v "$program" >/dev/null || missing+=("$program")

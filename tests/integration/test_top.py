@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +33,7 @@ from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorServicer, add_InspectorServicer_to_server
 from pyps_wire.work_pb2 import WorkProgress
-from support import ServerProcess, ServerThread, replace_file, server_port, shell, status_of
+from support import ROOT, ServerProcess, ServerThread, child_environment, replace_file, server_port, shell, status_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -383,20 +390,44 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
 
 def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
-        (("--host", "0.0.0.0"), "--host says where the page of --web listens: give --web too"),
-        (("--port", "7614"), "--port says where the page of --web listens: give --web too"),
-        (("--port", "99999", "--web"), "less than or equal to 65535"),
         (("--servers", "a b"), "'a b' is malformed"),
-        (
-            ("--web", "--host", "0.0.0.0"),
-            "the page has no TLS: the token, or its key, would cross the network in the clear",
-        ),
         ((), "pyps top needs a terminal: `pyps status` writes to a pipe"),
     ):
         assert words in " ".join(shell("top", *arguments, status=2).split())
-    assert "cannot be listened on" in shell("top", "--web", "--host", "192.0.2.1", "--insecure", status=1)
-    for module, package in (("screen", "textual"), ("web", "textual_serve.server")):
-        monkeypatch.delitem(sys.modules, f"pyps.cli.top.{module}")
-        monkeypatch.setitem(sys.modules, package, None)
-        told = shell("top", *(["--web"] if module == "web" else []), status=2)
-        assert "which is not installed: pip install '.[top]' in a clone" in told
+    monkeypatch.delitem(sys.modules, "pyps.cli.top.screen")
+    monkeypatch.setitem(sys.modules, "textual", None)
+    assert "which is not installed: pip install '.[top]' in a clone" in shell("top", status=2)
+
+
+def test_the_command_of_the_page_shows_a_run_by_the_operators_token(start_server: Start, tmp_path: Path) -> None:
+    [command] = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
+    worker, operator = tmp_path / "worker", tmp_path / "operator"
+    worker.write_text("workers-9c1f", encoding="utf-8")
+    operator.write_text("operators-9c1f", encoding="utf-8")
+    server = start_server("--run-id", "mine", f"--token-file={worker}", f"--operator-token-file={operator}")
+    # The observer's token is not there: only --read-only would look for it.
+    tokens = {"PYPS_OBSERVER_TOKEN_FILE": f"{tmp_path}/none", "PYPS_OPERATOR_TOKEN_FILE": f"{operator}"}
+    arguments = [server.control if word == "first-host,second-host" else word for word in command.split()[1:]]
+    assert server.control in arguments
+    for flags, last in (((), b"rate"), (("--read-only",), b"")):
+        terminal, end = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 32, 130, 0, 0))
+        shown = subprocess.Popen(
+            [sys.executable, "-m", "pyps", *arguments, *flags],
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=child_environment({**tokens, "TERM": "xterm-256color"}),
+        )
+        os.close(end)
+        seen = b""
+        if last:
+            while not (b"mine" in seen and last in seen):
+                seen += os.read(terminal, 1 << 16)
+            os.write(terminal, b"q")
+        with contextlib.suppress(OSError):
+            # Until the program has closed its end.
+            while True:
+                seen += os.read(terminal, 1 << 16)
+        assert shown.wait(30) == (0 if last else 2), seen
+        os.close(terminal)

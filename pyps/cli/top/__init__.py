@@ -1,1 +1,1 @@
-"""`pyps top`: a run as it goes on, in a terminal or a browser."""
+"""`pyps top`: a live view of a run in the terminal."""

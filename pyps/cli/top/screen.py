@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rich.console import RenderableType
 from rich.text import Text
-from textual import events, work
+from textual import work
 from textual.app import App, ComposeResult, RenderResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, ScrollableContainer, Vertical
@@ -107,10 +107,6 @@ class Top(App[None]):
         """Ends asking."""
         self._enough.set()
         self._go_on.set()
-
-    def on_app_blur(self, event: events.AppBlur) -> None:
-        """Goes on as before: in a browser it starts without the focus, and would not say which keys there are."""
-        event.prevent_default()
 
     def on_tabbed_content_tab_activated(self) -> None:
         """Draws the tab that is shown from now on."""
