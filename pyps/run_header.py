@@ -9,7 +9,7 @@ from typing import Any
 
 from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard, ShardState
+from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps_wire.partition import Model, Tensor
 
@@ -69,7 +69,7 @@ class Snapshot:
     """What a checkpoint is made of: a run's head, and what it consists of, which goes on changing."""
 
     header: RunHeader
-    shards: Mapping[int, Shard]
+    shards: Mapping[int, Store]
     # A coordinator's vectors and the queue of portions; None where there are none.
     machine: VectorMachine | None = None
     work: Mapping[str, Any] | None = None

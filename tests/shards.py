@@ -28,8 +28,9 @@ from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
-from pyps.core.shard import Shard, ShardState
+from pyps.core.shard import Shard
 from pyps.core.staleness import Weighing
+from pyps.core.store import ShardState
 from pyps.run.handshake import Greeting, Opening
 from pyps.run.run import Run
 from pyps.run_header import RunHeader, Snapshot

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pyps.core import recorder as events
 from pyps.core import verdict
@@ -18,25 +19,13 @@ from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
-from pyps.core.rules import UpdateRule, validate
-from pyps.core.shard_state import PendingBudget, ShardState, Waiter, Waiters, call_all, first_slots
+from pyps.core.rules import Slots, UpdateRule, validate
 from pyps.core.staleness import WeighingContext
+from pyps.core.store import PendingBudget, Pushed, ShardState
 from pyps.core.update import Update, apply_update
-from pyps_wire.errors import BadRequest
-
-__all__ = ["Pushed", "Shard", "ShardState"]
+from pyps_wire.errors import BadRequest, WrongSize
 
 T = TypeVar("T")
-
-
-class Pushed(NamedTuple):
-    """What became of a push."""
-
-    receipt: Receipt
-    # The version whose parameters were written to its reply; None where none were.
-    version: int | None = None
-    # The update that it made; None for none.
-    update: Update | None = None
 
 
 class Shard:
@@ -84,23 +73,23 @@ class Shard:
         # Each shard's own, as the owner's first push does not reach all of them at once.
         self.rate_is_set = learning_rate is not None
         self._recorder = recorder
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # Guarded by _lock.
-        self._behaviour = behaviour
+        self.behaviour = behaviour
         moved = {} if momentum is None else {rule.momentum_name: momentum}
         self.hyperparameters: Mapping[str, float] = MappingProxyType(validate(rule, {**hyperparameters, **moved}))
-        self._learning_rate = self.hyperparameters["learning_rate"] if learning_rate is None else learning_rate
-        self._version = version
-        self._examples = examples
-        self._finished = False
+        self.learning_rate = self.hyperparameters["learning_rate"] if learning_rate is None else learning_rate
+        self.version = version
+        self.examples = examples
+        self.finished = False
         self._parameters = take(parameters)
         self._readable = read_only(self._parameters)
-        self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
+        self._slots = _first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
         self._rule = rule.bind(self._parameters, self._slots, self.hyperparameters)
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = Pending(pending)
-        # The size of the gradients that wait. Read without the lock.
-        self.pending_bytes = self._pending.num_bytes
+        # How many gradients wait, and their size. Read without the lock.
+        self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         self._budget = PendingBudget() if budget is None else budget
         self._budget.restore(self.pending_bytes)
         self._waiters = Waiters()
@@ -134,7 +123,7 @@ class Shard:
                 f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
                 " send the learning rate alone"
             )
-        norm = self._behaviour.clipping.norm_of(gradient) if self._behaviour.clip_norm else None
+        norm = self.behaviour.clipping.norm_of(gradient) if self.behaviour.clip_norm else None
         with self._lock:
             if memory is not None:
                 memory.require_attached()
@@ -150,7 +139,7 @@ class Shard:
             pushed = self._decide(gradient, roster, norm, reply, held_version)
             if not self._waiters.waiting:
                 return pushed
-            reached = self._waiters.take_reached(self._version)
+            reached = self._waiters.take_reached(self.version)
         call_all(reached)
         return pushed
 
@@ -163,9 +152,9 @@ class Shard:
         with self._lock:
             while (decision := self._completed(roster)) is not None:
                 if not updates and self._recorder is not None:
-                    self._recorder.record(events.Completed(self.shard_id, roster, self._version))
+                    self._recorder.record(events.Completed(self.shard_id, roster, self.version))
                 updates.append(self._update(decision))
-            reached = self._waiters.take_reached(self._version)
+            reached = self._waiters.take_reached(self.version)
         call_all(reached)
         return updates
 
@@ -187,18 +176,18 @@ class Shard:
             if self._recorder is not None:
                 self._recorder.record(
                     events.Configured(
-                        self.shard_id, behaviour, learning_rate, roster, self._version, finished=self._finished
+                        self.shard_id, behaviour, learning_rate, roster, self.version, finished=self.finished
                     )
                 )
             if behaviour is not None:
                 decision = self._settled(behaviour)
                 if decision is not None:
                     updates.append(self._update(decision))
-                self._behaviour = behaviour
+                self.behaviour = behaviour
             if learning_rate is not None:
-                self._learning_rate = learning_rate
+                self.learning_rate = learning_rate
                 self.rate_is_set = True
-            reached = self._waiters.take_reached(self._version)
+            reached = self._waiters.take_reached(self.version)
         call_all(reached)
         return updates
 
@@ -220,16 +209,16 @@ class Shard:
                 memory.require_attached()
             if worker_id is not None and self._recorder is not None:
                 # Whoever holds the newest has it from here on too.
-                self._recorder.record(events.Pulled(self.shard_id, worker_id, self._version))
-            if self._version <= held_version:
+                self._recorder.record(events.Pulled(self.shard_id, worker_id, self.version))
+            if self.version <= held_version:
                 return None
             self._rule.write(reply)
-            return self._version
+            return self.version
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
         """Records the pull of a version that was read before; False where the shard has moved on since."""
         with self._lock:
-            if self._version != version:
+            if self.version != version:
                 return False
             if worker_id is not None and self._recorder is not None:
                 self._recorder.record(events.Pulled(self.shard_id, worker_id, version))
@@ -241,7 +230,7 @@ class Shard:
         It is called under the lock: it must copy what it wants and not keep the array, which is read-only.
         """
         with self._lock:
-            return reader(self._version, self._readable)
+            return reader(self.version, self._readable)
 
     def rewrite(self, writer: Callable[[Floats], object]) -> None:
         """Lets `writer` write the parameters, all of them, as one update that no gradient brought about.
@@ -250,48 +239,17 @@ class Shard:
         """
         with self._lock:
             writer(self._parameters)
-            self._version += 1
-            reached = self._waiters.take_reached(self._version)
+            self.version += 1
+            reached = self._waiters.take_reached(self.version)
         call_all(reached)
-
-    @property
-    def version(self) -> int:
-        """The number of updates applied so far."""
-        return self._version
-
-    @property
-    def examples(self) -> int:
-        """The number of examples behind the applied gradients."""
-        return self._examples
-
-    @property
-    def learning_rate(self) -> float:
-        """The base rate: before schedule, batch growth and staleness."""
-        return self._learning_rate
 
     @property
     def next_rate(self) -> float:
         """The step size of the next update, before staleness."""
-        return self._learning_rate if self._behaviour.constant_rate else self._rate(self._learning_rate)
+        return self.learning_rate if self.behaviour.constant_rate else self._rate(self.learning_rate)
 
-    @property
-    def behaviour(self) -> Behaviour:
-        """What is in force now."""
-        return self._behaviour
-
-    @property
-    def finished(self) -> bool:
-        """Whether pushes are refused because the run has ended."""
-        return self._finished
-
-    @property
-    def num_pending(self) -> int:
-        """The number of gradients that wait."""
-        return len(self._pending)
-
-    @property
     def contributors(self) -> set[str]:
-        """The workers whose gradients wait."""
+        """Return the workers whose gradients wait for an update."""
         with self._lock:
             return set(self._pending.workers)
 
@@ -313,7 +271,7 @@ class Shard:
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
         """Returns the workers for whose gradients the present round waits, ascending."""
         with self._lock:
-            return self._behaviour.aggregation.at(self._version).waiting_for(self._pending, roster)
+            return self.behaviour.aggregation.at(self.version).waiting_for(self._pending, roster)
 
     def when_version(self, min_version: int, callback: Callable[[], None]) -> Callable[[], bool]:
         """Calls back once, as soon as the shard has that version, or is finished and never will.
@@ -324,7 +282,7 @@ class Shard:
         """
         waiter = Waiter(min_version, callback)
         with self._lock:
-            waits = self._version < min_version and not self._finished
+            waits = self.version < min_version and not self.finished
             if waits:
                 self._waiters.add(waiter)
         if not waits:
@@ -342,7 +300,7 @@ class Shard:
         Gradients that wait go on waiting: the run is over without them.
         """
         with self._lock:
-            self._finished = True
+            self.finished = True
             waiters = self._waiters.take_all()
         call_all(waiters)
 
@@ -350,13 +308,13 @@ class Shard:
         """Returns a copy of everything that a restored shard needs."""
         with self._lock:
             return ShardState(
-                version=self._version,
+                version=self.version,
                 parameters=aligned_copy(self._parameters),
                 slots={name: aligned_copy(slot) for name, slot in self._slots.items()},
                 ledger=self._ledger.entries(),
                 pending=tuple(self._pending),
-                examples=self._examples,
-                learning_rate=self._learning_rate,
+                examples=self.examples,
+                learning_rate=self.learning_rate,
                 momentum=self.hyperparameters.get(self.rule.momentum_name),
             )
 
@@ -366,17 +324,17 @@ class Shard:
         """Returns why a push cannot be used and leaves no trace, not even in the ledger; None where it may be."""
         if known is FORGOTTEN:
             return verdict.forgotten(gradient, shard_id=self.shard_id)
-        version, newest = self._version, gradient.newest_base_version or 0
-        usual = not self._finished and gradient.epoch == self.epoch and finding is FINITE
+        version, newest = self.version, gradient.newest_base_version or 0
+        usual = not self.finished and gradient.epoch == self.epoch and finding is FINITE
         if known is not None or (usual and 0 <= gradient.base_version <= version and newest <= version):
             return None
         of = {"shard_id": self.shard_id, "epoch": self.epoch, "version": version}
-        return verdict.unusable(gradient, finding, finished=self._finished, **of)
+        return verdict.unusable(gradient, finding, finished=self.finished, **of)
 
     def _decide(
         self, gradient: Gradient, roster: Roster, norm: float | None, reply: Reply | None, held_version: int
     ) -> Pushed:
-        behaviour, version = self._behaviour, self._version
+        behaviour, version = self.behaviour, self.version
         arrived = gradient
         if gradient.provisional:
             # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
@@ -394,7 +352,7 @@ class Shard:
             decision = verdict.too_stale(contribution, policy=behaviour.staleness.name, version=version)
         if gradient.volatile and isinstance(decision, Park):
             return self._decide_on_copy(arrived, roster, reply, held_version)
-        learning_rate = self._learning_rate if gradient.learning_rate is None else gradient.learning_rate
+        learning_rate = self.learning_rate if gradient.learning_rate is None else gradient.learning_rate
         rate = self._rate(learning_rate)
         update_scale = 1.0
         if behaviour.staleness.scales_updates and isinstance(decision, Apply):
@@ -426,9 +384,9 @@ class Shard:
                 receipt = verdict.telling(receipt, gradient, left_out=left_out)
         elif isinstance(decision, Park):
             self._pending.add(contribution)
-            self.pending_bytes = self._pending.num_bytes
+            self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         elif isinstance(decision, Acknowledge):
-            self._examples += gradient.example_count
+            self.examples += gradient.example_count
         self._ledger.record(gradient.worker_id, gradient.incarnation, receipt, roster=roster)
         brought = None
         if reply is not None:
@@ -443,7 +401,7 @@ class Shard:
         if isinstance(decision, Refuse):
             return
         if gradient.learning_rate is not None:
-            self._learning_rate = gradient.learning_rate
+            self.learning_rate = gradient.learning_rate
         if gradient.momentum is not None:
             momentum = {self.rule.momentum_name: gradient.momentum}
             self.hyperparameters = MappingProxyType({**self.hyperparameters, **momentum})
@@ -464,7 +422,7 @@ class Shard:
         self, reply: Reply | None, held_version: int, receipt: Receipt, worker_id: str, *, written: bool = False
     ) -> int | None:
         """Gives whoever pushed the parameters, unless its update has; returns their version, None where none came."""
-        version = self._version
+        version = self.version
         if reply is None or version <= held_version or receipt.min_version > version:
             return None
         if not written:
@@ -474,31 +432,31 @@ class Shard:
         return version
 
     def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
-        return verdict.rejection(refusal, gradient, self._version, roster, shard_id=self.shard_id, epoch=self.epoch)
+        return verdict.rejection(refusal, gradient, self.version, roster, shard_id=self.shard_id, epoch=self.epoch)
 
     def _completed(self, roster: Roster) -> Apply | None:
-        if self._finished or not self._pending:
+        if self.finished or not self._pending:
             return None
-        return self._behaviour.aggregation.at(self._version).complete(self._pending, self._version, roster)
+        return self.behaviour.aggregation.at(self.version).complete(self._pending, self.version, roster)
 
     def _settled(self, behaviour: Behaviour) -> Apply | None:
-        aggregation = self._behaviour.aggregation
-        if self._finished or not self._pending or behaviour.aggregation == aggregation:
+        aggregation = self.behaviour.aggregation
+        if self.finished or not self._pending or behaviour.aggregation == aggregation:
             return None
-        return aggregation.at(self._version).settle(self._pending)
+        return aggregation.at(self.version).settle(self._pending)
 
     def _rate(self, learning_rate: float) -> float:
-        behaviour = self._behaviour
+        behaviour = self.behaviour
         if behaviour.constant_rate:
             return learning_rate
-        return learning_rate * behaviour.rate_factor(self._version, self._examples)
+        return learning_rate * behaviour.rate_factor(self.version, self.examples)
 
     def _update_scale(self, parts: Sequence[Part]) -> float:
-        return self._behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
+        return self.behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
 
     def _update(self, decision: Apply) -> Update:
         """Makes an update that no push brought about."""
-        rate, update_scale = self._rate(self._learning_rate), self._update_scale(decision.parts)
+        rate, update_scale = self._rate(self.learning_rate), self._update_scale(decision.parts)
         return self._apply(decision.parts, rate=rate, update_scale=update_scale)[0]
 
     def _apply(
@@ -506,14 +464,14 @@ class Shard:
     ) -> tuple[Update, int]:
         """Makes an update; returns it, and how many numbers were left out, as they were finite no more."""
         left_out = apply_update(
-            self._rule, parts, rate=rate, version=self._version, update_scale=update_scale, reply=reply
+            self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply
         )
-        self._version += 1
+        self.version += 1
         for part in parts:
-            self._examples += part.contribution.gradient.example_count
+            self.examples += part.contribution.gradient.example_count
         if self._pending.waiting:
             self._forget_pending(parts)
-        update = Update(self._version, rate, update_scale, tuple(parts))
+        update = Update(self.version, rate, update_scale, tuple(parts))
         if self._recorder is not None:
             self._recorder.record(events.Updated(self.shard_id, update, self._readable))
         return update, left_out
@@ -521,5 +479,81 @@ class Shard:
     def _forget_pending(self, parts: Sequence[Part]) -> None:
         applied = {id(part.contribution) for part in parts}
         self._pending = Pending(waiting for waiting in self._pending if id(waiting) not in applied)
-        before, self.pending_bytes = self.pending_bytes, self._pending.num_bytes
+        before = self.pending_bytes
+        self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         self._budget.give_back(before - self.pending_bytes)
+
+
+def _first_slots(
+    rule: UpdateRule,
+    hyperparameters: Mapping[str, float],
+    restored: Mapping[str, Floats] | None,
+    *,
+    shard_id: int,
+    length: int,
+    take: Callable[[Floats], Floats],
+) -> Slots:
+    """Returns what `take` makes of the restored slots, or those of a shard that has had no update.
+
+    Raises BadRequest where they are another rule's, WrongSize where they are another shard's.
+    """
+    if restored is None:
+        return rule.make_slots(length, hyperparameters)
+    if set(restored) != set(rule.slot_names):
+        raise BadRequest(
+            f"shard {shard_id} was given the slots {sorted(restored)}; {rule.name} has {sorted(rule.slot_names)}"
+        )
+    for name, slot in restored.items():
+        if slot.size != length:
+            raise WrongSize(f"shard {shard_id}: the slot {name!r} has {slot.size} values for {length} parameters")
+    return {name: take(slot) for name, slot in restored.items()}
+
+
+Callback = Callable[[], None]
+
+
+# Compared by identity: two waits for one version are two waits.
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """One wait, called once at most, and never under the shard's lock."""
+
+    min_version: int
+    callback: Callback
+
+
+def call_all(waiters: Iterable[Waiter]) -> None:
+    """Calls them back. Not to be called under the shard's lock."""
+    for waiter in waiters:
+        waiter.callback()
+
+
+class Waiters:
+    """The waits for a shard's versions. Guarded by its shard's lock."""
+
+    def __init__(self) -> None:
+        # By version: a push looks at the versions waited for, of which there are few, not at all who wait.
+        self.waiting: dict[int, dict[Waiter, None]] = {}
+
+    def add(self, waiter: Waiter) -> None:
+        """Keeps the wait until it is taken or removed."""
+        self.waiting.setdefault(waiter.min_version, {})[waiter] = None
+
+    def remove(self, waiter: Waiter) -> bool:
+        """Forgets the wait; False where it was taken already."""
+        waiting = self.waiting.get(waiter.min_version, {})
+        if waiter not in waiting:
+            return False
+        del waiting[waiter]
+        if not waiting:
+            del self.waiting[waiter.min_version]
+        return True
+
+    def take_reached(self, version: int) -> list[Waiter]:
+        """Returns the waits that end at that version, and keeps the others."""
+        reached = [min_version for min_version in self.waiting if min_version <= version]
+        return [waiter for min_version in reached for waiter in self.waiting.pop(min_version)]
+
+    def take_all(self) -> list[Waiter]:
+        """Returns all waits."""
+        waiting, self.waiting = self.waiting, {}
+        return [waiter for of_version in waiting.values() for waiter in of_version]

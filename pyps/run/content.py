@@ -13,9 +13,8 @@ from pyps.core.election import Claim
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.core.vectors.machine import VectorMachine
-from pyps.core.whole_model import WholeModel
 from pyps.run_header import RunHeader
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Partition
@@ -32,9 +31,9 @@ class Content:
     partition: Partition
     server_index: int
     settings: RuleSettings
-    shards: Mapping[int, Shard]
-    # All of them under one mutex, for a protocol that asks for it.
-    whole: WholeModel
+    shards: Mapping[int, Store]
+    # Held for all shards of a push or a pull, where the protocol wants one mutex for the model.
+    mutex: Lock
     # What a coordinator keeps beside them.
     machine: VectorMachine
     # Who initialised it; None for a restored run.
@@ -60,11 +59,11 @@ class Content:
         return max((shard.version for shard in self.shards.values()), default=0)
 
     @property
-    def first(self) -> Shard:
+    def first(self) -> Store:
         """The shard with the lowest number, whose counts stand for the run's."""
         return self.shards[min(self.shards)]
 
-    def shard(self, shard_id: int) -> Shard:
+    def shard(self, shard_id: int) -> Store:
         """The shard of that number; BadRequest when it is not on this server."""
         shard = self.shards.get(shard_id)
         if shard is None:
@@ -91,7 +90,7 @@ class Content:
 class RunRecorder(Recorder, Protocol):
     """A shard's recorder that is told when a run's shards begin to serve."""
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Hears of the shards before anything happens to them."""
 
 
@@ -105,13 +104,13 @@ class Ending:
         # Guarded by _lock.
         self.over = False
 
-    def finish(self, shards: Iterable[Shard], reason: str) -> None:
+    def finish(self, shards: Iterable[Store], reason: str) -> None:
         """Ends the run now."""
         for shard in shards:
             shard.finish()
         self._end(reason)
 
-    def after_update(self, shard: Shard, *, examples: Callable[[], int], shards: Iterable[Shard]) -> None:
+    def after_update(self, shard: Store, *, examples: Callable[[], int], shards: Iterable[Store]) -> None:
         """Ends the run where the shard's last update was the last of the run."""
         condition = self.condition
         if condition is None:
@@ -123,7 +122,7 @@ class Ending:
         elif condition.unit == "examples" and (done := examples()) >= condition.limit:
             self.finish(shards, f"{done} examples are done")
 
-    def after_seconds(self, seconds: float, shards: Iterable[Shard]) -> None:
+    def after_seconds(self, seconds: float, shards: Iterable[Store]) -> None:
         """Ends the run where its time is over."""
         condition = self.condition
         if condition is not None and condition.unit == "seconds" and seconds >= condition.limit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from pyps.core import rules
@@ -18,10 +19,9 @@ from pyps.core.gradient import decoded
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard, ShardState
-from pyps.core.shard_state import PendingBudget
+from pyps.core.shard import Shard
+from pyps.core.store import PendingBudget, ShardState
 from pyps.core.vectors.machine import VectorMachine
-from pyps.core.whole_model import WholeModel
 from pyps.run.content import Content, listed
 from pyps.run.handshake import Opening
 from pyps.run_header import RestoredRun
@@ -190,9 +190,8 @@ class ContentFactory:
             state = states.pop(shard_range.shard_id)
             hyperparameters = settings.groups[shard_range.group]
             shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
-        whole = WholeModel(shards)
         machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
-        return Content(run_id, plan, server_index, settings, shards, whole, machine, founder, now)
+        return Content(run_id, plan, server_index, settings, shards, Lock(), machine, founder, now)
 
     def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
         return Shard(

@@ -14,7 +14,17 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
 from pyps.core.effects import Effects
 from pyps.core.gate import StepGate, Wake
-from pyps.core.gradient import NATIVE, Finding, Gradient, PayloadKind, made_native, require_fitting, require_rate, scan
+from pyps.core.gradient import (
+    NATIVE,
+    Finding,
+    Gradient,
+    PayloadKind,
+    made_native,
+    require_fitting,
+    require_possible_version,
+    require_rate,
+    scan,
+)
 from pyps.core.pacing import Free
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
@@ -22,8 +32,7 @@ from pyps.core.recorder import Recorder
 from pyps.core.registry import WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
-from pyps.core.shard import Pushed, Shard
-from pyps.core.shard_state import PendingBudget
+from pyps.core.store import PendingBudget, Pushed, Store
 from pyps.core.update import Update
 from pyps.run.content import Content
 from pyps.run.observers import Events
@@ -79,7 +88,7 @@ class RoundController:
         # Called for a worker that is gone, with whether it was lost rather than left by itself.
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update, with its shard; None where nothing depends on it.
-        self.on_update: Callable[[Shard], None] | None = None
+        self.on_update: Callable[[Store], None] | None = None
         # Held for one change, or one look at rounds, at a time; taken before any shard's lock.
         self._lock = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
@@ -97,7 +106,7 @@ class RoundController:
                 # Whoever pushed to a round before the server ended is likely to come back.
                 former: dict[int, set[str]] = {}
                 for shard_id, shard in content.shards.items():
-                    former.setdefault(content.parts[shard_id], set()).update(shard.contributors)
+                    former.setdefault(content.parts[shard_id], set()).update(shard.contributors())
                 # A replica pushes to each part of the model by one of its processes.
                 self._membership.await_workers(max(map(len, former.values()), default=0))
             self._renew_pacer(content)
@@ -150,7 +159,7 @@ class RoundController:
         return pushed
 
     def _push(
-        self, content: Content, shard: Shard, plan: PushPlan, gradient: Gradient, finding: Finding, *, began: float
+        self, content: Content, shard: Store, plan: PushPlan, gradient: Gradient, finding: Finding, *, began: float
     ) -> tuple[Roster, Pushed]:
         roster = self._hear(gradient, plan.secret, now=began)
         pushed = shard.push(
@@ -166,7 +175,11 @@ class RoundController:
     def push_whole(
         self, content: Content, plans: Sequence[PushPlan], *, finding: Finding | None = None
     ) -> list[Pushed]:
-        """Handles all parts of one push as one; see `WholeModel.push`."""
+        """Handles the parts of a push as one, under the model's mutex; returns the result of each, in order.
+
+        The parameters that they are answered with are one state of the model. Raises as `Shard.push`, and then has
+        applied none of them. A part that is refused leaves the others alone.
+        """
         shards = [content.shard(plan.shard_id) for plan in plans]
         began, roster = self._clock(), self._membership.roster
         native: list[PushPlan] = []
@@ -184,11 +197,26 @@ class RoundController:
         with self._claiming([plan.gradient for plan in plans]) as receipts:
             for plan in plans:
                 roster = self._hear(plan.gradient, plan.secret, now=began)
-            pushed = content.whole.push(native, roster=roster, finding=finding)
+            with content.mutex:
+                pushed = self._push_all(shards, native, roster, finding)
             receipts += [each.receipt for each in pushed]
         for shard, plan, each in zip(shards, plans, pushed, strict=True):
             self._answered(content, shard, plan, each, roster, began=began)
         return pushed
+
+    def _push_all(
+        self, shards: Sequence[Store], plans: Sequence[PushPlan], roster: Roster, finding: Finding | None
+    ) -> list[Pushed]:
+        for shard, plan in zip(shards, plans, strict=True):
+            if plan.gradient.epoch == shard.epoch:
+                require_possible_version(plan.gradient, shard_id=plan.shard_id, version=shard.version)
+        # All parts or none: a worker's memory that is detached later is read to the end.
+        if plans and plans[0].memory is not None:
+            plans[0].memory.require_attached()
+        return [
+            shard.push(plan.gradient, roster=roster, reply=plan.reply, held_version=plan.held_version, finding=finding)
+            for shard, plan in zip(shards, plans, strict=True)
+        ]
 
     def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
         """Lets whoever sends a learning rate or a momentum own the schedule; see `ScheduleOwner.claiming`."""
@@ -211,7 +239,7 @@ class RoundController:
         return roster
 
     def _answered(
-        self, content: Content, shard: Shard, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
+        self, content: Content, shard: Store, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
     ) -> None:
         gradient, (receipt, version, update), now = plan.gradient, pushed, self._clock()
         self._statistics.pushed(
@@ -442,17 +470,17 @@ class RoundController:
             self._renew_pacer(content)
         return Settled(gradients if new_protocol else 0, updates)
 
-    def _complete(self, content: Content, shard: Shard, roster: Roster) -> int:
+    def _complete(self, content: Content, shard: Store, roster: Roster) -> int:
         updates = shard.complete(content.roster_of(shard.shard_id, roster))
         self._updated(shard, updates)
         return len(updates)
 
-    def _updated(self, shard: Shard, updates: Sequence[Update]) -> None:
+    def _updated(self, shard: Store, updates: Sequence[Update]) -> None:
         if updates:
             self._statistics.updated(shard.shard_id, updates, now=self._clock())
             self._moved(shard, shard.version)
 
-    def _moved(self, shard: Shard, version: int) -> None:
+    def _moved(self, shard: Store, version: int) -> None:
         if self.steps.pacer is not None:
             self.at_gate(self.steps.advanced, version)
         if self.on_update is not None:
@@ -554,7 +582,7 @@ class Caveats:
         # Whether gradients came with a count of their examples, and whether some came without.
         self.counted = set[bool]()
 
-    def sentences(self, behaviour: Behaviour, shard: Shard | None, *, num_workers: int) -> tuple[str, ...]:
+    def sentences(self, behaviour: Behaviour, shard: Store | None, *, num_workers: int) -> tuple[str, ...]:
         """The warnings with so many workers, judging by one shard where there is one."""
         warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
         if behaviour.aggregation.weighs_examples and len(self.counted) == 2:

@@ -20,10 +20,9 @@ from pyps.core.plan import PushPlan
 from pyps.core.registry import WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Pushed, Shard
 from pyps.core.staleness import StalenessPolicy
+from pyps.core.store import Pushed, Store
 from pyps.core.vectors.machine import VectorMachine
-from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, RunRecorder
 from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, Welcome, is_measurement
@@ -308,7 +307,7 @@ class Run:
     def push_whole(
         self, plans: Sequence[PushPlan], *, run_id: str | None = None, finding: Finding | None = None
     ) -> list[Pushed]:
-        """Handles all parts of one push as one; see `WholeModel.push`."""
+        """Handles all parts of one push as one; see `RoundController.push_whole`."""
         return self.rounds.push_whole(self._serving(run_id), plans, finding=finding)
 
     def may_proceed(
@@ -362,7 +361,7 @@ class Run:
         *,
         observer: bool,
         shard_ids: Iterable[int],
-    ) -> list[Shard]:
+    ) -> list[Store]:
         """The shards that a caller may read, those named or all that it may; a worker's lease is renewed."""
         content = self._require_content()
         if observer:
@@ -468,7 +467,7 @@ class Run:
         return self._content.settings if self._content else self.told
 
     @property
-    def shards(self) -> Mapping[int, Shard]:
+    def shards(self) -> Mapping[int, Store]:
         """This server's shards by id; empty before initialisation."""
         return self._content.shards if self._content else {}
 
@@ -515,7 +514,7 @@ class Run:
         # A call that waits may ask after a shard of a run that was reset.
         return self.roster.of_part(0 if content is None else content.parts.get(shard_id, 0))
 
-    def shards_of(self, worker_id: str) -> Mapping[int, Shard]:
+    def shards_of(self, worker_id: str) -> Mapping[int, Store]:
         """This server's shards of the parts of the model that a worker holds; all where it did not name parts."""
         content = self._content
         member = self.membership.get(worker_id) if self.membership.parted else None
@@ -548,10 +547,10 @@ class Run:
         return self.rounds.behaviour.staleness
 
     @property
-    def whole(self) -> WholeModel | None:
-        """The shards under one mutex, where the protocol asks for that."""
+    def mutex(self) -> Lock | None:
+        """Held for all shards of a push or a pull, where the protocol wants one mutex for the model."""
         content = self._content
-        return content.whole if content is not None and self.aggregation.whole_model else None
+        return content.mutex if content is not None and self.aggregation.whole_model else None
 
     @property
     def machine(self) -> VectorMachine | None:
@@ -664,7 +663,7 @@ class Run:
             # A restored run may have reached its end already.
             self._look_for_the_end(self._ending, shard)
 
-    def _look_for_the_end(self, ending: Ending, shard: Shard) -> None:
+    def _look_for_the_end(self, ending: Ending, shard: Store) -> None:
         ending.after_update(shard, examples=lambda: self.examples, shards=self.shards.values())
 
     def _ended(self, reason: str) -> None:

@@ -14,8 +14,8 @@ from pyps.core.gradient import Extent, Gradient, require_few_extents
 from pyps.core.plan import PushPlan, Reply, SharedMemory
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Pushed
 from pyps.core.spec import spell_out
+from pyps.core.store import Pushed
 from pyps.run.handshake import SECRET_BYTES_MIN, Greeting, Opening, Pulse, Welcome
 from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common

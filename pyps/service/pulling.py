@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
 
-from pyps.core.shard import Shard
-from pyps.core.whole_model import WholeModel
+from pyps.core.store import Store
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
@@ -52,23 +52,23 @@ class PullStream:
 
     async def serve(self) -> None:
         """Sends what is wanted, waiting as long as the request says."""
-        whole = self._run.whole
+        mutex = self._run.mutex
         if self._request.HasField("portion"):
-            await self._serve_with_portion(whole)
-        elif whole is None:
+            await self._serve_with_portion(mutex)
+        elif mutex is None:
             await self._send_each()
         else:
             await self._waits.all()
-            await self._send_whole(whole)
+            await self._send_whole(mutex)
 
-    async def _serve_with_portion(self, whole: WholeModel | None) -> None:
+    async def _serve_with_portion(self, mutex: Lock | None) -> None:
         """Leases a portion, then sends what is newer: of that very moment where one mutex is held for the model.
 
         Whoever gets no portion gets no parameters either.
         """
         self._require_worker()
         call = LeaseCall(self._run, self._work, self._request.portion)
-        if whole is None:
+        if mutex is None:
             answer = await call.answer()
             await self._send([_lease_frame(answer)])
             if isinstance(answer, Leased):
@@ -81,7 +81,7 @@ class PullStream:
         async def within(ask: Ask) -> LeaseAnswer:
             with self._account.holding(num_bytes):
                 # Not on the loop: the mutex may be held by a push.
-                answer, frames[:] = await self._work.begin(partial(self._lease_and_take, whole, wanted, ask))
+                answer, frames[:] = await self._work.begin(partial(self._lease_and_take, mutex, wanted, ask))
             return answer
 
         answer = await call.answer(within)
@@ -115,22 +115,22 @@ class PullStream:
         self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes, shard_ids=shard_ids)
         return [frame]
 
-    async def _send_whole(self, whole: WholeModel) -> None:
+    async def _send_whole(self, mutex: Lock) -> None:
         """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
         wanted = self._all_wanted()
         num_bytes = sum(each.payload_bytes for each in wanted)
         work_bytes = num_bytes + sum(each.shard.pending_bytes for each in wanted)
         with self._account.holding(num_bytes):
-            await self._send(await self._work.compute(work_bytes, partial(self._take_whole, whole, wanted)))
+            await self._send(await self._work.compute(work_bytes, partial(self._take_whole, mutex, wanted)))
 
-    def _lease_and_take(self, whole: WholeModel, wanted: Sequence[Wanted], ask: Ask) -> tuple[LeaseAnswer, list[bytes]]:
+    def _lease_and_take(self, mutex: Lock, wanted: Sequence[Wanted], ask: Ask) -> tuple[LeaseAnswer, list[bytes]]:
         answers: list[LeaseAnswer] = []
 
         def leased() -> bool:
             answers.append(ask())
             return isinstance(answers[0], Leased)
 
-        frames = self._take_whole(whole, wanted, provided=leased)
+        frames = self._take_whole(mutex, wanted, provided=leased)
         return answers[0], frames
 
     def _require_worker(self) -> None:
@@ -143,16 +143,16 @@ class PullStream:
             )
 
     def _take_whole(
-        self, whole: WholeModel, wanted: Sequence[Wanted], *, provided: Callable[[], bool] = lambda: True
+        self, mutex: Lock, wanted: Sequence[Wanted], *, provided: Callable[[], bool] = lambda: True
     ) -> list[bytes]:
         """The messages of one state of the model; none where `provided`, which is asked in the same moment, says no."""
-        with whole.held():
+        with mutex:
             return [frame for each in wanted for frame in self._take(each)] if provided() else []
 
     def _all_wanted(self) -> list[Wanted]:
         return [self._wanted(shard) for shard in self._waits.shards]
 
-    def _wanted(self, shard: Shard) -> Wanted:
+    def _wanted(self, shard: Store) -> Wanted:
         shard_id, waits = shard.shard_id, self._waits
         of_round = waits.min_versions.get(shard_id, 0) > 0
         return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), of_round)

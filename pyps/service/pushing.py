@@ -8,7 +8,7 @@ from functools import partial
 import grpc.aio
 
 from pyps.core.gradient import EXTENTS_MAX
-from pyps.core.shard import Pushed, Shard
+from pyps.core.store import Pushed, Store
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, Call
@@ -37,7 +37,7 @@ class Message:
         self,
         request: wire.PushRequest,
         payload: memoryview,
-        shards: Mapping[int, Shard],
+        shards: Mapping[int, Store],
         *,
         exchanges: bool,
         received_bytes: int,
@@ -119,10 +119,10 @@ class Staging:
         _require_possible([*self.parts, message], num_shards=len(self._run.shards))
         self._account.hold(message.held_bytes)
         self.parts.append(message)
-        if self._run.whole is None:
+        if self._run.mutex is None:
             # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
             self.singly = message.push_id
-        if self._run.whole is None or len(self.parts) == message.num_shards:
+        if self._run.mutex is None or len(self.parts) == message.num_shards:
             yield
 
     def require_all(self) -> None:

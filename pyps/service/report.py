@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pyps import _kernels
 from pyps.core.arrays import Floats
 from pyps.core.membership import Member
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
@@ -95,7 +95,7 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
     ]
 
 
-def shard_info(run: Run, shard: Shard, partition: Partition, *, with_checksum: bool) -> pb.ShardInfo:
+def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: bool) -> pb.ShardInfo:
     """A shard and what was pushed to it."""
     shard_range = partition.shard(shard.shard_id)
     part = partition.model.group_parts[shard_range.group]
@@ -124,7 +124,7 @@ def shard_info(run: Run, shard: Shard, partition: Partition, *, with_checksum: b
     )
 
 
-def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Shard]) -> pb.TensorInfo:
+def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Store]) -> pb.TensorInfo:
     """A tensor, or one block of a tensor that is cut over parts, and what is held of it here.
 
     It is read piece by piece, holding one shard's lock at a time.
@@ -255,7 +255,7 @@ class _Part(NamedTuple):
     first_values: list[float]
 
 
-def _read(shard: Shard, piece: Piece) -> _Part:
+def _read(shard: Store, piece: Piece) -> _Part:
     def read(version: int, parameters: Floats) -> _Part:
         held = parameters[piece.shard_offset : piece.shard_offset + piece.length]
         return _Part(version, *_kernels.summary(held), held[:FIRST_VALUES].tolist())

@@ -12,7 +12,7 @@ import numpy as np
 from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps.core.plan import Reply
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.service.executor import INLINE_BYTES_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import FLOAT32, Codec
@@ -66,7 +66,7 @@ class ReplyFrame:
 class Wanted(NamedTuple):
     """What a pull wants of one shard."""
 
-    shard: Shard
+    shard: Store
     codec: Codec
     # The version that the caller holds; -1 for none.
     held_version: int = -1
@@ -102,10 +102,10 @@ class Serializations:
         self._recent_bytes_max = recent_bytes_max
         self._lock = Lock()
         # Guarded by _lock. What was made last stands last.
-        self._frames: OrderedDict[tuple[Shard, Codec], _Kept] = OrderedDict()
+        self._frames: OrderedDict[tuple[Store, Codec], _Kept] = OrderedDict()
         self._bytes = 0
         # Held while a frame is made; taken before the shard's own.
-        self._making: dict[tuple[Shard, Codec], Lock] = {}
+        self._making: dict[tuple[Store, Codec], Lock] = {}
 
     @property
     def bytes_held(self) -> int:
@@ -131,7 +131,7 @@ class Serializations:
             self._keep(wanted, *made)
             return made[1]
 
-    def tidy(self, shards: Mapping[int, Shard]) -> None:
+    def tidy(self, shards: Mapping[int, Store]) -> None:
         """Lets go what nobody will ask for: frames of shards that have moved on, or are no longer these."""
         with self._lock:
             for (shard, codec), kept in list(self._frames.items()):
@@ -154,7 +154,7 @@ class Serializations:
             while self._bytes > bytes_max:
                 self._drop(*next(iter(self._frames)))
 
-    def _drop(self, shard: Shard, codec: Codec) -> None:
+    def _drop(self, shard: Store, codec: Codec) -> None:
         kept = self._frames.pop((shard, codec), None)
         if kept is not None:
             self._bytes -= len(kept.frame)

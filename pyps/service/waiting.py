@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run.handshake import RunState
 from pyps.run.observers import Wait
 from pyps.run.run import Run
@@ -145,7 +145,7 @@ class VersionWait:
         for cancel in list(self._cancels):
             cancel()
 
-    async def next(self) -> Shard | None:
+    async def next(self) -> Store | None:
         """The next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
         while self._waiting:
             self._parking.look()
@@ -166,7 +166,7 @@ class VersionWait:
             while await self.next() is not None:
                 continue
 
-    def is_ready(self, shard: Shard) -> bool:
+    def is_ready(self, shard: Store) -> bool:
         """Whether a shard has nothing to wait for."""
         # A finished shard never gets a newer version: what it has is the answer.
         if shard.version >= self.min_versions.get(shard.shard_id, 0) or shard.finished:
@@ -185,7 +185,7 @@ class VersionWait:
             f"{shard.version}; {self._whom(shard)}"
         )
 
-    def _whom(self, shard: Shard) -> str:
+    def _whom(self, shard: Store) -> str:
         if others := self._others(shard):
             return f"its round waits for {names_in_words(others)}"
         alive = sorted(member.worker_id for member in self._run.membership.alive())
@@ -194,7 +194,7 @@ class VersionWait:
     def _waits_for(self) -> tuple[str, ...]:
         return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))
 
-    def _others(self, shard: Shard) -> list[str]:
+    def _others(self, shard: Store) -> list[str]:
         return [name for name in shard.waiting_for(self._run.roster_of(shard.shard_id)) if name != self.worker_id]
 
 

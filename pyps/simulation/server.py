@@ -170,7 +170,7 @@ class VirtualServer:
     def receive(self, gradients: Gradients, *, at: At, then: Answer) -> None:
         """Takes a push; its messages come one after the other, and each is answered when it has been handled."""
         seconds = self.plan.transfer_seconds
-        if self.run.whole is not None:
+        if self.run.mutex is not None:
             # The push is staged before the model is locked.
             handle = partial(self._handle_whole, gradients, then)
             self._after(len(gradients) * seconds, partial(self._queue, self.shard_ids, handle, at=at), at=at)

@@ -10,7 +10,7 @@ from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run.content import RunRecorder
 from pyps.simulation.event import Event, Kind, Scheduler
 from pyps.simulation.server import ServerPlan, VirtualServer
@@ -59,7 +59,7 @@ class Simulation:
         ]
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[Store]:
         """The run's shards, in the order of the parameters."""
         return list(self.server.shards.values())
 

@@ -32,7 +32,7 @@ from pyps import __version__
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
-from pyps.core.shard import Shard, ShardState
+from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps.core.vectors.program import Precision, VectorTable
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
@@ -353,7 +353,7 @@ class _Writer:
     def __init__(
         self,
         header: RunHeader,
-        shards: Mapping[int, Shard],
+        shards: Mapping[int, Store],
         files: Mapping[str, BinaryIO],
         disk: Disk,
         machine: VectorMachine | None,
@@ -378,7 +378,7 @@ class _Writer:
         """What the manifest says of a coordinator's vectors, once all shards are written."""
         return {} if self._vectors is None else {"vector_machine": self._vectors.entry()}
 
-    def add(self, shard_id: int, shard: Shard) -> dict[str, Any]:
+    def add(self, shard_id: int, shard: Store) -> dict[str, Any]:
         """Writes the next shard and returns its entry in the manifest."""
         state = shard.state()
         parameters = state.parameters

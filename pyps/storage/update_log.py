@@ -23,7 +23,7 @@ from pyps import logs
 from pyps.core.arrays import Floats
 from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Updated
 from pyps.core.roster import Roster
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run_header import RunHeader
 from pyps.storage.disk import FOLDER_MODE, create
 from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain, quick_checksum_of, update_to_plain
@@ -115,7 +115,7 @@ class ShardFiles:
         self._push: dict[str, Any] | None = None
         self._failed = False
 
-    def begin(self, header: RunHeader, shard: Shard) -> None:
+    def begin(self, header: RunHeader, shard: Store) -> None:
         """Writes the shard as it is. Raises OSError."""
         state = shard.state()
         values = {"parameters": state.parameters, **{f"slot {name}": slot for name, slot in state.slots.items()}}
@@ -252,11 +252,11 @@ class UpdateLog:
             raise UpdateLogError(f"the update log's folder {folder} cannot be used: {error.strerror}") from None
         self._folder = folder
         self._budget = Budget(payload_bytes_max) if log_gradients else None
-        self._shards: Mapping[int, Shard] = {}
+        self._shards: Mapping[int, Store] = {}
         # Each is used under its shard's lock only, once the shards serve.
         self._files: dict[int, ShardFiles] = {}
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Opens the files of each shard. To be called before the shards serve."""
         self.end()
         self._shards = dict(shards)

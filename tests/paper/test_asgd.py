@@ -20,10 +20,11 @@ from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
 from pyps.core.rules import SGD, BoundRule, Slots, UpdateRule
 from pyps.core.shard import Shard
-from pyps.core.whole_model import WholeModel
+from pyps.run.run import Run
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.worker import Computed, Step, fixed
-from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together
+from pyps_wire.partition import Model, Tensor
+from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together, serving
 from simulated import cluster, worker_plans
 
 # Long enough for threads to meet inside a kernel, which runs without the interpreter's lock.
@@ -54,11 +55,32 @@ def new_model() -> dict[int, Shard]:
     }
 
 
-def read_all(model: WholeModel, worker_id: str) -> list[tuple[int, str]]:
-    """The version and the digest of every shard, of one GET."""
+def new_run(ownership: Ownership) -> Run:
+    """A run of equal shards, whose mutex tells who holds it."""
 
-    with model.held():
-        pulled = [pull(shard, worker_id) for shard in model.shards.values()]
+    class Watched:
+        def __enter__(self) -> None:
+            mutex.acquire()
+            ownership(True)
+
+        def __exit__(self, *error: object) -> None:
+            ownership(False)
+            mutex.release()
+
+    model = Model(tuple(Tensor(f"{index}", (length,), group=index) for index, length in enumerate(LENGTHS)))
+    run = serving(*map(str, range(CLIENTS)), model=model, protocol="asgd")
+    content = run.rounds._content
+    assert content is not None
+    mutex = content.mutex
+    vars(content)["mutex"] = Watched()
+    return run
+
+
+def read_all(run: Run, worker_id: str) -> list[tuple[int, str]]:
+    """The version and the digest of every shard, of one GET."""
+    assert run.mutex is not None
+    with run.mutex:
+        pulled = [pull(shard, worker_id) for shard in run.shards.values()]
     return [(version, digest(parameters)) for version, parameters in pulled]
 
 
@@ -69,13 +91,13 @@ def values_of(client: int, sequence: int, length: int) -> np.ndarray:
 
 def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_model() -> None:
     ownership = Ownership()
-    model = WholeModel(new_model(), on_lock=ownership)
+    run = new_run(ownership)
     pushed: list[tuple[int, int, int]] = []
     seen: list[list[tuple[int, str]]] = []
 
     def client(index: int) -> None:
         for sequence in range(ROUNDS):
-            got = read_all(model, str(index))
+            got = read_all(run, str(index))
             seen.append(got)
             parts = [
                 PushPlan(
@@ -89,7 +111,7 @@ def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_
                 )
                 for shard_id, length in enumerate(LENGTHS)
             ]
-            receipts = [each.receipt for each in model.push(parts, roster=roster(*map(str, range(CLIENTS))))]
+            receipts = [each.receipt for each in run.push_whole(parts)]
             assert {receipt.outcome for receipt in receipts} == {Outcome.APPLIED}
             # A push moves all shards to one version.
             [version] = {receipt.version_after for receipt in receipts}

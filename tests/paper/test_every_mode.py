@@ -18,8 +18,8 @@ from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.rules import RULES, validate
 from pyps.core.shard import Shard
-from pyps.core.shard_state import ShardState
 from pyps.core.staleness import POLICIES
+from pyps.core.store import ShardState
 from pyps.simulation.worker import Computed, Step, WorkerPlan, lognormal
 from pyps_wire.codecs import FLOAT32
 from shards import digest, gradient, replay, roster

@@ -147,12 +147,12 @@ class Listener:
 
 def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held() -> None:
     run, listener, held = serving(protocol="asgd"), Listener(), list[bool]()
-    whole = run.whole
-    assert whole is not None
+    mutex = run.mutex
+    assert mutex is not None
 
     class Watching(Serializations):
         def take(self, wanted: Wanted, *, worker_id: str) -> bytes | None:
-            held.append(whole._mutex.locked())
+            held.append(mutex.locked())
             return super().take(wanted, worker_id=worker_id)
 
     async def scene() -> None:
@@ -169,7 +169,7 @@ def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held() -> Non
 def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex() -> None:
     run, listener = serving(protocol="asgd"), Listener()
     run.work.open(DataSpec("train", 6, 3), worker_id="a")
-    assert run.whole is not None
+    assert run.mutex is not None
     wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
     request = wire.PullRequest(
         sender=SENDER, role=common.ROLE_WORKER, wants=wants, portion=LeaseRequest(sender=SENDER), epoch=run.epoch
@@ -177,7 +177,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     request.codec = common.CODEC_FLOAT32
 
     async def scene() -> Leased:
-        with run.whole.held():
+        with run.mutex:
             pull = PullStream(run, work, ByteBudget(2**20), listener, request, serializations=Serializations())  # type: ignore[arg-type]
             late = asyncio.create_task(pull.serve())
             await asyncio.sleep(0)

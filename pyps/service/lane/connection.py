@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pyps import _kernels, logs
-from pyps.core.shard import Pushed
+from pyps.core.store import Pushed
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import WRITE_SECONDS, failure_of

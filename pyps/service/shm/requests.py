@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from functools import partial
+from threading import Lock
 from typing import Any, TypeAlias
 
 from pyps.core.gradient import Finding, Gradient, first_of, require_few_extents
 from pyps.core.plan import PushPlan
-from pyps.core.shard import Pushed, Shard
-from pyps.core.whole_model import WholeModel
+from pyps.core.store import Pushed, Store
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.service import convert
@@ -169,18 +169,18 @@ class Pull:
             attachment.require_laid_out(shard.shard_id, run.membership)
             self.num_bytes += 4 * shard.length + shard.pending_bytes
         # Whether nothing has to be waited for, neither a version nor the model's mutex.
-        self.at_once = run.whole is None and all(map(self.waits.is_ready, self.waits.shards))
+        self.at_once = run.mutex is None and all(map(self.waits.is_ready, self.waits.shards))
         # By shard, the versions that were written.
         self._versions: dict[int, int] = {}
 
     def stages(self) -> tuple[list[Job]]:
         """What is to be done, from any threads; under one mutex for the model, of one state of it."""
-        whole = self._run.whole
-        if whole is not None:
-            return ([partial(self._read_whole, whole)],)
+        mutex = self._run.mutex
+        if mutex is not None:
+            return ([partial(self._read_whole, mutex)],)
         return ([partial(self._read, shard) for shard in self.waits.shards],)
 
-    def _read(self, shard: Shard) -> None:
+    def _read(self, shard: Store) -> None:
         """Writes a shard's parameters where they are newer than those held; ServerUnavailable after the link's end."""
         shard_id, attachment = shard.shard_id, self._attachment
         version = shard.pull(
@@ -192,8 +192,8 @@ class Pull:
         if version is not None:
             self._versions[shard_id] = version
 
-    def _read_whole(self, whole: WholeModel) -> None:
-        with whole.held():
+    def _read_whole(self, mutex: Lock) -> None:
+        with mutex:
             for shard in self.waits.shards:
                 self._read(shard)
 
@@ -285,7 +285,7 @@ class Requests:
         return self._run.shards is attachment.content.shards
 
 
-def _together(gradient: Gradient, shard: Shard) -> bytes:
+def _together(gradient: Gradient, shard: Store) -> bytes:
     """The extents' numbers, one behind the other; the gradient's own check looks at the extents more closely."""
     numbers, extents, bytes_of = gradient.payload, gradient.extents, gradient.codec.bytes_of
     if sum(extent.length for extent in extents) > shard.length:

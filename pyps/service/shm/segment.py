@@ -16,7 +16,7 @@ from pyps import logs
 from pyps.core.gradient import NATIVE
 from pyps.core.membership import Membership
 from pyps.core.plan import Reply, SharedMemory
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.service import convert
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
@@ -189,7 +189,7 @@ class Content(NamedTuple):
     # Of the parts of the model that the worker holds: the plan itself where that is all of it.
     own: Partition
     server_index: int
-    shards: Mapping[int, Shard]
+    shards: Mapping[int, Store]
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Attachment:
                 f"{self.worker_id!r} ({self.incarnation}) of run {self.content.run_id!r}"
             )
 
-    def require_shards(self, shards: Mapping[int, Shard]) -> None:
+    def require_shards(self, shards: Mapping[int, Store]) -> None:
         """Refuses to serve other shards than the memory was laid out for: those that the run has now."""
         if shards is not self.content.shards:
             raise NotInitialized("the run was reset since this memory was attached: say Hello, then attach it anew")

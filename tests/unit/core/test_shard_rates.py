@@ -9,7 +9,7 @@ from pyps.core.receipt import Outcome, Reason
 from pyps.core.recorder import Configured, Event, Pushed
 from pyps.core.roster import Roster
 from pyps.core.schedule import BatchGrowth
-from pyps.core.shard_state import PendingBudget
+from pyps.core.store import PendingBudget
 from pyps_wire.errors import BadRequest, LimitExceeded
 from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 

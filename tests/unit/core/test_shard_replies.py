@@ -19,7 +19,7 @@ from pyps.core.plan import Reply
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
-from pyps.core.shard_state import PendingBudget
+from pyps.core.store import PendingBudget
 from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.errors import BadRequest
 from shards import Log, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster

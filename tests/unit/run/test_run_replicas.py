@@ -156,7 +156,7 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
     replicas = Replicas("a", "b", expected_workers="2")
     replicas.round("a", "b")
     replicas.round("a", version=1)
-    contributors = {worker_id for shard in replicas.run.shards.values() for worker_id in shard.contributors}
+    contributors = {worker_id for shard in replicas.run.shards.values() for worker_id in shard.contributors()}
     assert contributors == {"a/0", "a/1"}
 
     content = replicas.run._content

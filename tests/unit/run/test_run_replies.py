@@ -61,7 +61,7 @@ def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole() ->
         parts = [(0, gradient(ones())), (1, gradient(bad))]
         finding = first_of(run.scan(part, shard_id, run_id="r") for shard_id, part in parts)
         assert finding == Finding(1, 3)
-        if run.whole is not None:
+        if run.mutex is not None:
             pushed = run.push_whole([PushPlan(*part) for part in parts], run_id="r", finding=finding)
         else:
             pushed = [run.push(PushPlan(*part), run_id="r", finding=finding) for part in parts]

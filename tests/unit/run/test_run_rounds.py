@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 
 from pyps.core.behaviour import Behaviour
-from pyps.core.receipt import Outcome, Reason
+from pyps.core.plan import PushPlan
+from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest, LimitExceeded, ScheduleOwned, WaitTimedOut
-from shards import RunDriver
+from shards import RunDriver, gradient, pull, refusal, serving
 
 
 def test_a_round_that_waits_for_a_silent_worker_is_completed_at_its_lease_by_a_tick():
@@ -118,6 +120,32 @@ def test_bytes_that_wait_are_counted_until_they_are_an_update():
     account.bytes_max = 1024
     driver.run.configure(protocol="async")
     assert (account.bytes_held, driver.versions()) == (0, [1, 1])
+
+
+def test_a_push_under_one_mutex_is_applied_to_all_its_shards_or_fails_for_all_and_gives_the_mutex_back():
+    """Its owners, and reads under threads, are in tests/paper/test_asgd.py."""
+    run = serving(protocol="asgd")
+
+    def push_whole(*parts: tuple[list[float], int], sequence: int) -> list[Receipt]:
+        plans = [
+            PushPlan(shard_id, gradient(values, sequence=sequence, base_version=base_version))
+            for shard_id, (values, base_version) in enumerate(parts)
+        ]
+        return [pushed.receipt for pushed in run.push_whole(plans)]
+
+    for wrong, words in (
+        (([1.0] * 16, 5), "version 5 of shard 1, which is at version 0"),
+        (([1.0], 0), "4 bytes long"),
+    ):
+        assert words in refusal(push_whole, ([1.0] * 16, 0), wrong, sequence=1)
+        assert [shard.version for shard in run.shards.values()] == [0, 0]
+        assert run.mutex is not None and not run.mutex.locked()
+    receipts = push_whole(([1.0] * 16, 0), ([2.0] * 16, 0), sequence=2)
+    assert [(receipt.shard_id, receipt.version_after) for receipt in receipts] == [(0, 1), (1, 1)]
+    assert [pull(shard)[1][0] for shard in run.shards.values()] == [-1.0, -2.0]
+    # A part that is refused leaves the others alone.
+    receipts = push_whole(([np.nan] * 16, 1), ([1.0] * 16, 1), sequence=3)
+    assert [receipt.reason for receipt in receipts] == [Reason.NOT_FINITE, Reason.UNSPECIFIED]
 
 
 def test_a_change_is_checked_as_a_whole_before_anything_changes():

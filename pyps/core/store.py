@@ -1,0 +1,180 @@
+"""A store: a part of the model's parameters under one lock, as rounds, services, storage and the simulator know it.
+
+`Shard`, a dense vector, is one. Only what makes shards, or computes on dense vectors, names that class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple, Protocol, TypeVar
+
+from pyps.core.aggregation import Contribution
+from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import Finding, Gradient
+from pyps.core.ledger import LedgerState
+from pyps.core.plan import Reply, SharedMemory
+from pyps.core.receipt import Receipt
+from pyps.core.roster import Roster
+from pyps.core.rules import Slots
+from pyps.core.update import Update
+from pyps_wire.errors import LimitExceeded
+
+T = TypeVar("T")
+
+
+class Pushed(NamedTuple):
+    """The result of a push."""
+
+    receipt: Receipt
+    # The version of the parameters that were written to its reply; None where none were.
+    version: int | None = None
+    # The update that it made; None for none.
+    update: Update | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """A copy of everything in a shard, taken at one version."""
+
+    version: int
+    parameters: Floats
+    slots: Slots
+    ledger: LedgerState
+    # Gradients with a PENDING receipt, in order of arrival.
+    pending: tuple[Contribution, ...] = ()
+    # Examples behind the applied gradients.
+    examples: int = 0
+    # The base rate; None for the rule's own.
+    learning_rate: float | None = None
+    # The momentum; None where the rule has none.
+    momentum: float | None = None
+
+
+class Store(Protocol):
+    """Parameters with a version, updated by pushes. Every method may be called from any thread.
+
+    The fields may be read without the store's lock; only the store writes them.
+    """
+
+    shard_id: int
+    # The life of the run that the versions belong to.
+    epoch: int
+    # The number of parameters.
+    length: int
+    # The number of updates applied so far.
+    version: int
+    # The newest version that a checkpoint holds: what a killed server comes back with. Set by the checkpoint's writer.
+    durable_version: int
+    # The number of examples behind the applied gradients.
+    examples: int
+    behaviour: Behaviour
+    hyperparameters: Mapping[str, float]
+    # The base rate: before schedule, batch growth and staleness.
+    learning_rate: float
+    # Whether pushes are refused because the run has ended.
+    finished: bool
+    # How many gradients wait for an update, and the size of their payloads.
+    num_pending: int
+    pending_bytes: int
+
+    @property
+    def next_rate(self) -> float:
+        """The step size of the next update, before staleness."""
+
+    @property
+    def slots_bytes(self) -> int:
+        """The size of the optimizer's arrays."""
+
+    @property
+    def num_receipts(self) -> int:
+        """The number of receipts that the ledger holds."""
+
+    @property
+    def ledger_bytes(self) -> int:
+        """About how much memory the ledger takes."""
+
+    def push(
+        self,
+        gradient: Gradient,
+        *,
+        roster: Roster,
+        reply: Reply | None = None,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        finding: Finding | None = None,
+    ) -> Pushed:
+        """Handle a gradient; see `Shard.push`."""
+
+    def pull(
+        self,
+        reply: Reply,
+        *,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        worker_id: str | None = None,
+    ) -> int | None:
+        """Write the parameters to `reply` where they are newer; return their version, or None."""
+
+    def note_pull(self, version: int, *, worker_id: str | None) -> bool:
+        """Record the pull of a version that was read before; False where the store has moved on since."""
+
+    def read(self, reader: Callable[[int, Floats], T]) -> T:
+        """Return what `reader(version, parameters)` makes of the parameters, all of one version."""
+
+    def complete(self, roster: Roster) -> list[Update]:
+        """Make the updates that are due since the roster has changed, and return them."""
+
+    def configure(
+        self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
+    ) -> list[Update]:
+        """Replace the behaviour or the base rate from the next push on; return the updates made."""
+
+    def contributors(self) -> set[str]:
+        """Return the workers whose gradients wait for an update."""
+
+    def waiting_for(self, roster: Roster) -> tuple[str, ...]:
+        """Return the workers for whose gradients the present round waits, ascending."""
+
+    def when_version(self, min_version: int, callback: Callable[[], None]) -> Callable[[], bool]:
+        """Call back once, when the version is reached or never will be; return a function that cancels this."""
+
+    def finish(self) -> None:
+        """Refuse pushes from now on; reading goes on."""
+
+    def state(self) -> ShardState:
+        """Return a copy of everything that a restored store needs."""
+
+
+class PendingBudget:
+    """Counts the bytes of waiting gradients over all shards of a run. May be used from any thread, under any lock."""
+
+    def __init__(self, bytes_max: int = sys.maxsize):
+        self.bytes_max = bytes_max
+        self._lock = Lock()
+        # Guarded by _lock.
+        self.bytes_held = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Counts a gradient that is about to wait; LimitExceeded where it does not fit."""
+        with self._lock:
+            if self.bytes_held + num_bytes > self.bytes_max:
+                raise LimitExceeded(
+                    f"{num_bytes} bytes more would make {self.bytes_held + num_bytes} bytes of gradients that wait for "
+                    f"an update, this server keeps {self.bytes_max} at the most: raise --max-pending-bytes, or take "
+                    "a protocol that keeps fewer"
+                )
+            self.bytes_held += num_bytes
+
+    def restore(self, num_bytes: int) -> None:
+        """Counts gradients that waited before the server ended, whatever the bound is now."""
+        with self._lock:
+            self.bytes_held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Counts gradients that wait no longer."""
+        with self._lock:
+            self.bytes_held -= num_bytes
