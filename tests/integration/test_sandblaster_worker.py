@@ -336,21 +336,26 @@ def test_the_loss_of_a_few_portions_has_the_same_bits_in_every_version_of_python
 
 
 class Gate:
-    """A loss that stops, once, at the first batch of some worker until it is let through."""
+    """A loss that stops, once, at a batch of some worker until it is let through."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, batches_before: int = 0) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
+        self._batches_before = batches_before
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if not self.reached.is_set():
+        self._batches_before -= 1
+        if self._batches_before < 0 and not self.reached.is_set():
             self.reached.set()
             assert self.opened.wait(60)
         return functional.cross_entropy(outputs, targets)
 
 
-@pytest.mark.parametrize("per_stage", [1, 3])
-def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(hire: Callable[..., Job], per_stage: int) -> None:
-    gate = Gate()
+@pytest.mark.parametrize(("per_stage", "claimed"), [(1, 0), (3, 0), (3, 1)])
+def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(
+    hire: Callable[..., Job], per_stage: int, claimed: int
+) -> None:
+    # The first portion is computed, and kept for the stage of three, where the second one's first batch stops.
+    gate = Gate(batches_before=claimed * math.ceil(NUM_EXAMPLES // 5 / 4))
     job = hire(1, loss=gate)
     job.conductor.begin(portions=5, per_stage=per_stage)
     assert gate.reached.wait(60)
@@ -360,7 +365,7 @@ def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(hire: Call
     assert outcome.example_count == NUM_EXAMPLES
     assert len(outcome.stage_ids) == math.ceil(6 / per_stage)
     (result,) = job.end()
-    assert result.num_thrown_away >= 1
+    assert result.num_thrown_away == claimed + 1
     assert result.num_portions == 6
 
 

@@ -1,5 +1,6 @@
 """Portions of data for workers of Downpour: what they hand out, when they deliver, where they end."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -199,30 +200,31 @@ def test_a_worker_alone_never_mixes_epochs() -> None:
         assert all(sorted(train(worker, portions)) == list(range(50)) for _ in range(3))
 
 
-def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
+@pytest.mark.parametrize("num_batches", [4, 5])
+def test_an_iteration_that_was_broken_off_is_continued_by_the_next(num_batches: int, caplog) -> None:
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(40), worker, batch_size=4, portion_batches=2, shuffle=False)
-    for number, _ in enumerate(portions.epoch()):
-        worker.step()
-        if number == 3:
-            break
-    # Two portions were trained on, up to the very last step.
+    train(worker, itertools.islice(portions.epoch(), num_batches))
+    # Two portions were trained on, up to the very last step. A third that was begun goes back as a whole.
     seen = train(worker, portions.epoch())
     assert seen == list(range(16, 40))
     assert counted(work, 0) == list(range(40))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back() -> None:
     work = make_queue()
     worker = PortionWorker(work)
-    portions = Portions(range(16), worker, batch_size=4, portion_batches=2, shuffle=False)
-    loader = torch.utils.data.DataLoader(torch.arange(16), batch_sampler=portions, num_workers=2)
+    portions = Portions(range(15), worker, batch_size=4, portion_batches=2, shuffle=False)
+    loader = torch.utils.data.DataLoader(torch.arange(15), batch_sampler=portions, num_workers=2)
     for _ in portions.epoch(loader):
         worker.step()
         break
-    assert sorted(train(worker, portions.epoch(loader))) == list(range(16))
-    assert counted(work, 0) == list(range(16))
+    assert sorted(train(worker, portions.epoch(loader))) == list(range(15))
+    assert counted(work, 0) == list(range(15))
+    # Each batch goes with its own size, whatever the loader had fetched before; the last portion comes first.
+    assert [pushed.example_count for pushed in worker.session.pushes] == [4, 4, 3, 4, 4]
 
 
 def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
