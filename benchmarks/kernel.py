@@ -69,8 +69,8 @@ class Way(NamedTuple):
 
     def bytes_moved(self, num_arrays: int) -> int:
         """Bytes per parameter."""
-        gradients = self.codec.bytes_of(1) * (self.num_gradients + self.guard)
-        return 8 * num_arrays + gradients + (self.reply.bytes_of(1) if self.reply else 0)
+        gradients = self.codec.max_bytes(1) * (self.num_gradients + self.guard)
+        return 8 * num_arrays + gradients + (self.reply.max_bytes(1) if self.reply else 0)
 
 
 WAYS = {
@@ -134,7 +134,7 @@ class Memory:
         """Returns the shard's gradient and, behind it, others of the same length."""
         if codec not in self._encoded:
             self._encoded[codec] = [_kernels.encode(gradient, codec) for gradient in self.gradients]
-        size = self.sizes[shard] * codec.bytes_of(1)
+        size = self.sizes[shard] * codec.max_bytes(1)
         indices = [shard, *((shard + k) % self.num_whole for k in range(1, num))]
         return [memoryview(self._encoded[codec][index])[:size] for index in indices]
 

@@ -415,7 +415,7 @@ class Layout:
         offsets = []
         for size in self.model.group_sizes:
             offsets.append(self._end)
-            self._end += -(-codecs.codec_numbered(codec).bytes_of(size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._end += -(-codecs.codec_numbered(codec).max_bytes(size) // mmap.PAGESIZE) * mmap.PAGESIZE
         return local.LocalVectors(codec=codec, offsets=offsets)  # type: ignore[arg-type]
 
 

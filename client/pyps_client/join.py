@@ -444,7 +444,7 @@ def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec
 def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:
     """Refuses a server that takes no message as long as the model's shards, pushed or pulled in their codecs."""
     longest = max((shard.length for shard in partition.of_server(connection.index)), default=0)
-    needed = max(codec.bytes_of(longest) for codec in (*codecs, FLOAT32)) + _HEADER_BYTES_MAX
+    needed = max(codec.max_bytes(longest) for codec in (*codecs, FLOAT32)) + _HEADER_BYTES_MAX
     if 0 < reply.limits.message_bytes_max < needed:
         raise LimitExceeded(
             f"{connection.name} takes messages of {reply.limits.message_bytes_max} bytes, a shard of this model needs "

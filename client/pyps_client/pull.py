@@ -218,10 +218,10 @@ class Intake:
         place = self._places.get(shard_id)
         if place is None:
             raise self._unknown(shard_id)
-        if num_bytes != codec.bytes_of(place.size):
+        if num_bytes != codec.max_bytes(place.size) and not codec.fits(num_bytes, place.size):
             raise WrongSize(
                 f"{self._name} sent {num_bytes} bytes of parameters of shard {shard_id}; expected "
-                f"{codec.bytes_of(place.size)}."
+                f"{codec.max_bytes(place.size)}."
             )
         return codec, place
 
@@ -315,7 +315,7 @@ class IncomingPull:
         while self._waiting:
             asked = sorted(self._waiting)
             request = self._request(asked)
-            num_bytes = self.intake.codec.bytes_of(sum(self._held.shards[i].length for i in asked))
+            num_bytes = self.intake.codec.max_bytes(sum(self._held.shards[i].length for i in asked))
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
             timeout_seconds = waited_milliseconds / 1000 + call_seconds(num_bytes)
             before = len(self._changed)

@@ -295,7 +295,7 @@ class Cut:
         self.messages = list(self.request.exchange.shards)
         # About the bytes that travel, both ways.
         length = sum(shard.length for shard, _ in parts)
-        self.num_bytes = codec.bytes_of(length) + (0 if reply_codec is None else reply_codec.bytes_of(length))
+        self.num_bytes = codec.max_bytes(length) + (0 if reply_codec is None else reply_codec.max_bytes(length))
         self.timeout_seconds = call_seconds(self.num_bytes)
         self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
 

@@ -19,62 +19,69 @@ if TYPE_CHECKING:
 
 
 class Codec(int):
-    """How the numbers of a payload are written. As an integer it is its number in the contract, and so it travels."""
+    """How the numbers of a payload are written. As an integer it is its number in the contract."""
 
     name: str
-    # The bytes that so many numbers take. No function of ours for most: it is asked for every message.
-    bytes_of: Callable[[int], int]
-    # numpy's type of a number where each is written by itself, a word: its payloads may be cut at any number, and lie
-    # in shared memory. None where numbers share what is written, such as a scale.
+    # The most bytes that so many numbers take: for budgets and deadlines. What a payload takes is its own length.
+    # No method, since it is called for every message.
+    max_bytes: Callable[[int], int]
+    # numpy's type of a number where each is written alone, as a word of fixed size: only such a payload may be split at
+    # any number, and may lie in shared memory. None where numbers share what is written, such as a scale.
     dtype: np.dtype[Any] | None = None
     # Whether what an encoding loses goes into the next one of the same shard (error feedback). That state is the
     # sender's, one a shard: its place is `pyps_client.push.Pushes`, where a shard is then encoded once a push, since a
     # push may be sent again.
     stateful = False
 
-    def __new__(cls, number: int, name: str, bytes_of: Callable[[int], int]) -> Self:
+    def __new__(cls, number: int, name: str, max_bytes: Callable[[int], int]) -> Self:
         """`number`: that of the contract's Codec."""
         codec = super().__new__(cls, number)
-        codec.name, codec.bytes_of = name, bytes_of
+        codec.name, codec.max_bytes = name, max_bytes
         return codec
 
     def __repr__(self) -> str:
         return self.name
 
     def encode(self, values: NDArray[np.float32]) -> memoryview:
-        """The bytes of contiguous `values`. NaN stays NaN: servers look for it."""
+        """Return the bytes of contiguous values. NaN stays NaN: servers scan for it."""
         raise NotImplementedError
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        """Writes the numbers of `payload` into `place`, a contiguous array of as many. Every codec's fit float32.
+        """Write the numbers of the payload into a contiguous array of as many.
 
-        Raises BadRequest for bytes that it cannot read: any other error counts as a bug of the server.
+        Raises:
+            BadRequest: The bytes are none of so many numbers. Any other error counts as a bug of the server.
         """
         raise NotImplementedError
 
     def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:
-        """The numbers of `payload` as float32, only to be read."""
+        """Return the numbers of the payload as float32, only to be read."""
         place = np.empty(count, np.float32)
         self.decode_into(payload, place)
         return place
 
     def require_divisible(self) -> None:
-        """Raises BadRequest where a payload cannot be cut at any number."""
+        """Raise BadRequest where a payload cannot be split at any number."""
         if self.dtype is None:
             raise BadRequest(
-                f"{self.name} does not write each number by itself, so it can neither be cut nor lie in shared memory: "
-                "send it by gRPC or a lane"
+                f"{self.name} does not write each number by itself, so it can neither be split nor lie in shared "
+                "memory: send it by gRPC or a lane"
             )
 
+    def fits(self, num_bytes: int, count: int) -> bool:
+        """Whether a payload of so many bytes may hold so many numbers; `decode_into` decides where they vary."""
+        return num_bytes == self.max_bytes(count) or (self.dtype is None and num_bytes < self.max_bytes(count))
+
     def require_count(self, payload: Buffer, count: int) -> None:
-        """Raises WrongSize unless the payload is as long as so many numbers are."""
-        size, expected = memoryview(payload).nbytes, self.bytes_of(count)
-        if size != expected:
-            raise WrongSize(f"the payload is {size} bytes long; {count} parameters as {self.name} are {expected} bytes")
+        """Raise WrongSize where the payload's size rules out so many numbers."""
+        size = memoryview(payload).nbytes
+        if not self.fits(size, count):
+            expected = f"{'' if self.dtype else 'at most '}{self.max_bytes(count)} bytes"
+            raise WrongSize(f"the payload is {size} bytes long; {count} parameters as {self.name} are {expected}")
 
 
 class WordCodec(Codec):
-    """Each number by itself in numpy's own type, little-endian, without padding."""
+    """Each number alone in numpy's own type, little-endian, without padding."""
 
     dtype: np.dtype[Any]
 
@@ -85,18 +92,17 @@ class WordCodec(Codec):
         return codec
 
     def encode(self, values: NDArray[np.float32]) -> memoryview:
-        """As every codec's, rounded to nearest, ties to even. Under float32 they are the array's own, not a copy."""
+        """Round to nearest, ties to even. Under float32 the bytes are the array's own, not a copy."""
         if values.dtype != np.float32 or not values.flags.c_contiguous:
             raise BadRequest(f"encode takes a contiguous float32 array, not {values.dtype} {values.strides}")
         return self._words(values).reshape(-1).view(np.uint8).data
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        """As every codec's, in one pass without another copy."""
         self.require_count(payload, place.size)
         np.copyto(place, np.frombuffer(memoryview(payload), self.dtype))
 
     def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:
-        """As every codec's. Under float32 they are a view of its memory, at any alignment."""
+        """As every codec's. Under float32 the result is a view of the payload, at any alignment."""
         if self.dtype != np.float32:
             return super().decode(payload, count)
         self.require_count(payload, count)
@@ -122,7 +128,7 @@ class _Bfloat16(WordCodec):
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
         not_a_number = np.isnan(values)
         if not_a_number.any():
-            # Cutting a NaN's low bits may leave an infinity: set the quiet bit.
+            # Without its low bits a NaN may be an infinity: set the quiet bit.
             rounded = np.where(not_a_number, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
         return rounded.astype(np.uint16)
 
@@ -136,12 +142,12 @@ CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT1
 
 
 def codec_names() -> list[str]:
-    """Returns the names of all codecs of this end."""
+    """Return the names of all codecs of this end."""
     return [codec.name for codec in CODECS.values()]
 
 
 def codec_of(name: str) -> Codec:
-    """Returns the codec of that name."""
+    """Return the codec of that name."""
     for codec in CODECS.values():
         if codec.name == name:
             return codec
@@ -149,7 +155,7 @@ def codec_of(name: str) -> Codec:
 
 
 def codec_numbered(number: int) -> Codec:
-    """Returns the codec of that number, as it came in a message."""
+    """Return the codec of that number, as it came in a message."""
     if number not in CODECS:
         known = ", ".join(f"{codec.name} ({int(codec)})" for codec in CODECS.values())
         raise BadRequest(f"codec is {number}; expected {known}")

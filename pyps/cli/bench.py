@@ -87,7 +87,7 @@ class Rounds:
             "codec": self.codec,
             "rounds_per_second": rounds_per_second,
             # As many come back as go out.
-            "bytes_per_second_each_way": rounds_per_second * codec_of(self.codec).bytes_of(self.num_parameters),
+            "bytes_per_second_each_way": rounds_per_second * codec_of(self.codec).max_bytes(self.num_parameters),
             "p50_seconds": ordered[math.ceil(num_rounds * 0.50) - 1],
             "p99_seconds": ordered[math.ceil(num_rounds * 0.99) - 1],
             "rounds": num_rounds,

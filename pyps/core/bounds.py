@@ -55,15 +55,15 @@ class Bounds:
         if learning_rate < self.learning_rate_min:
             self._refuse("learning_rate", learning_rate, "below", "learning_rate_min")
 
-    def require_push(self, gradient: Gradient) -> None:
-        """Raises BadRequest for a push that lies outside, by what it is or by what it sets."""
+    def require_push(self, gradient: Gradient, shard_length: int) -> None:
+        """Raise BadRequest for a push that lies outside, by what it is or by what it sets."""
         if gradient.learning_rate is not None:
             self.require_rate(gradient.learning_rate)
         if gradient.momentum is not None:
             self._require("momentum", gradient.momentum, "momentum_max")
         self._require("example_count", gradient.example_count, "examples_max")
         if gradient.kind == PayloadKind.DELTA and self.delta_norm_max < math.inf:
-            self._require("the delta's norm", norm_of_payload(gradient), "delta_norm_max")
+            self._require("the delta's norm", norm_of_payload(gradient, shard_length), "delta_norm_max")
 
     def _require(self, what: str, value: float, bound: str) -> None:
         if value > getattr(self, bound):

@@ -81,6 +81,10 @@ class Gradient(NamedTuple):
         """Returns the gradient with a payload that nobody else can write; numbers may have changed since a scan."""
         return self._replace(payload=bytes(self.payload), volatile=False)
 
+    def count(self, shard_length: int) -> int:
+        """Return how many numbers the payload holds."""
+        return sum([length for _, length in self.extents]) if self.extents else shard_length
+
     def stretches(self, shard_length: int) -> tuple[Extent, ...]:
         """Returns the extents, or the whole shard as one."""
         return self.extents or (Extent(0, shard_length),)
@@ -158,8 +162,7 @@ def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Grad
     if gradient.codec in NATIVE or gradient.kind == PayloadKind.NOTHING:
         return gradient
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
-    count = sum(extent.length for extent in gradient.stretches(shard_length))
-    values, _ = decoded(gradient.payload, gradient.codec, count=count)
+    values, _ = decoded(gradient.payload, gradient.codec, count=gradient.count(shard_length))
     return gradient._replace(codec=FLOAT32, payload=FLOAT32.encode(values))
 
 
@@ -183,9 +186,9 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         count = shard_length
         if gradient.extents:
             _require_extents(gradient.extents, shard_length=shard_length)
-            count = sum(length for _, length in gradient.extents)
+            count = gradient.count(shard_length)
         # The usual case, for what is not a call.
-        if len(gradient.payload) != gradient.codec.bytes_of(count):
+        if len(gradient.payload) != gradient.codec.max_bytes(count):
             gradient.codec.require_count(gradient.payload, count)
     except BadRequest as error:
         where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"

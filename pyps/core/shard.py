@@ -123,7 +123,7 @@ class Shard:
                 f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
                 " send the learning rate alone"
             )
-        norm = self.behaviour.clipping.norm_of(gradient) if self.behaviour.clip_norm else None
+        norm = self.behaviour.clipping.norm_of(gradient, self.length) if self.behaviour.clip_norm else None
         with self._lock:
             if memory is not None:
                 memory.require_attached()
@@ -344,7 +344,7 @@ class Shard:
         staleness = version - gradient.base_version
         weighing = behaviour.staleness.weigh(staleness, context)
         if behaviour.clip_norm:
-            weighing = behaviour.clipping.clip(weighing, gradient, norm)
+            weighing = behaviour.clipping.clip(weighing, gradient, norm, self.length)
         contribution = Contribution(gradient, staleness, weighing)
         arrival = Arrival(contribution, self._pending, version, roster)
         decision = aggregation.decide(arrival)

@@ -190,8 +190,8 @@ class _Cover:
         if self._index == len(self.extents) or start < self.extents[self._index].offset:
             return None
         first = self._before + start - self.extents[self._index].offset
-        bytes_of = self._codec.bytes_of
-        numbers = self._payload[bytes_of(first) : bytes_of(first + end - start)]
+        max_bytes = self._codec.max_bytes
+        numbers = self._payload[max_bytes(first) : max_bytes(first + end - start)]
         return numbers, self._codec, self._factor
 
 

@@ -143,7 +143,7 @@ class RoundController:
         if finding is None:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
         if self._bounds is not None:
-            self._bounds.require_push(gradient)
+            self._bounds.require_push(gradient, shard.length)
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
         if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
@@ -188,7 +188,7 @@ class RoundController:
             require_fitting(plan.gradient, **where)
             native.append(plan._replace(gradient=made_native(plan.gradient, **where)))
             if self._bounds is not None:
-                self._bounds.require_push(native[-1].gradient)
+                self._bounds.require_push(native[-1].gradient, shard.length)
         if self.logged and any(plan.gradient.volatile for plan in native):
             native = [plan._replace(gradient=plan.gradient.private()) for plan in native]
             finding = _against(finding)
@@ -247,7 +247,7 @@ class RoundController:
             shard.shard_id,
             receipt,
             payload_bytes=len(gradient.payload),
-            answer_bytes=0 if version is None or plan.reply is None else plan.reply.codec.bytes_of(shard.length),
+            answer_bytes=0 if version is None or plan.reply is None else plan.reply.codec.max_bytes(shard.length),
             update=update,
             now=now,
             apply_seconds=now - began,

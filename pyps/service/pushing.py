@@ -61,7 +61,7 @@ class Message:
                 codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
                 self.frame = ReplyFrame(shard.length, codec, header_room=HEADER_ROOM)
                 reply, epoch = self.frame.reply, shard.epoch
-                self.held_bytes += reply.codec.bytes_of(shard.length)
+                self.held_bytes += reply.codec.max_bytes(shard.length)
         self.plan = convert.plan_from(request, payload, reply, epoch=epoch)
 
     @property

@@ -43,7 +43,7 @@ class ReplyFrame:
             self._frame, offset = _kernels.new_frame(header_room, PAYLOAD_FIELD, length, codec)
             self.reply = Reply(self._frame, offset, codec)
         else:
-            self.reply = Reply(bytearray(FLOAT32.bytes_of(length)), 0, FLOAT32)
+            self.reply = Reply(bytearray(FLOAT32.max_bytes(length)), 0, FLOAT32)
 
     def parts(self, header: wire.Parameters | wire.ExchangeReply) -> tuple[bytes, memoryview]:
         """The same message as its header and its parameters, where these lie."""
@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
     @property
     def payload_bytes(self) -> int:
         """The size of the shard's parameters as they are sent."""
-        return self.codec.bytes_of(self.shard.length)
+        return self.codec.max_bytes(self.shard.length)
 
     def frame(self, *, worker_id: str) -> tuple[int, bytes] | None:
         """The shard's version and message, None when the caller's version is as new. A worker's pull is recorded."""

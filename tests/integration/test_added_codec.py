@@ -9,34 +9,42 @@ import pytest
 
 from client_support import make_client
 from pyps.core.arrays import Floats
+from pyps.core.gradient import made_native
 from pyps_client import BadRequest, ServerUnavailable
 from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, Codec
 from pyps_wire.partition import Partition
+from shards import gradient as make_gradient
 from support import AnyServer
 
 Start = Callable[..., AnyServer]
 
 
 class ScaledBytes(Codec):
-    """A byte for each number and a float32 scale for each 64: such a payload cannot be cut anywhere."""
+    """A float32 scale for each 64 numbers and a byte for each number, none in a block of zeros: sizes vary."""
 
     def encode(self, values: Floats) -> memoryview:
-        scales = np.abs(self._blocks(values)).max(axis=1) / np.float32(127)
-        numbers = np.rint(self._blocks(values) / np.maximum(scales, np.float32(1e-30))[:, None]).astype(np.int8)
-        return memoryview(scales.tobytes() + numbers.reshape(-1)[: values.size].tobytes())
+        blocks = self._blocks(values)
+        scales = np.abs(blocks).max(axis=1) / np.float32(127)
+        numbers = np.rint(blocks[scales > 0] / scales[scales > 0, None]).astype(np.int8)
+        return memoryview(scales.tobytes() + numbers.tobytes())
 
     def decode_into(self, payload: bytes | memoryview, place: Floats) -> None:
         self.require_count(payload, place.size)
         num_scales = -(-place.size // 64)
         scales = np.frombuffer(payload, np.float32, num_scales)
-        place[:] = np.frombuffer(payload, np.int8, offset=4 * num_scales) * np.repeat(scales, 64)[: place.size]
+        numbers = np.frombuffer(payload, np.int8, offset=4 * num_scales)
+        if numbers.size != 64 * np.count_nonzero(scales):
+            raise BadRequest(f"{numbers.size} bytes for {np.count_nonzero(scales)} blocks of 64")
+        blocks = np.zeros((num_scales, 64), np.float32)
+        blocks[scales != 0] = numbers.reshape(-1, 64) * scales[scales != 0, None]
+        place[:] = blocks.reshape(-1)[: place.size]
 
     def _blocks(self, values: Floats) -> Floats:
         return np.pad(values, (0, -values.size % 64)).reshape(-1, 64)
 
 
-CODEC = ScaledBytes(4711, "scaled_bytes", lambda count: count + 4 * -(-count // 64))
+CODEC = ScaledBytes(4711, "scaled_bytes", lambda count: 68 * -(-count // 64))
 # The second of its five shards has a piece of both.
 TENSORS = {name: np.asarray(np.random.default_rng(1).standard_normal(size), np.float32) for name, size in
            (("first", 1500), ("second", 2700))}  # fmt: skip
@@ -68,6 +76,7 @@ def flat(tensors: dict[str, Floats]) -> Floats:
 
 def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server: Start) -> None:
     gradient = {name: np.sin(tensor) for name, tensor in TENSORS.items()}
+    gradient["second"][100:2000] = 0
     for protocol in ("async", "asgd:mutex=whole"):
         held = flat(TENSORS)
         server = start_server("--protocol", protocol, "--staleness", "none", "--clip-norm", "1000")
@@ -81,6 +90,14 @@ def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server: S
             held -= np.float32(0.5) * travelled(flat(gradient), plan, slice(1500))
             np.testing.assert_array_equal(flat(pulled), travelled(held, plan), err_msg=protocol)
             np.testing.assert_array_equal(flat(client.snapshot()), held, err_msg=protocol)
+
+
+def test_a_payload_of_another_size_than_its_numbers_take_is_refused() -> None:
+    payload = bytes(CODEC.encode(np.ones(100, np.float32)))
+    for wrong, words in ((payload + bytes(100), "at most 136 bytes"), (payload[:-1], "127 bytes for 2 blocks")):
+        wrong_push = make_gradient([], codec=CODEC, payload=wrong)
+        with pytest.raises(BadRequest, match=words):
+            made_native(wrong_push, shard_id=0, shard_length=100)
 
 
 def test_torch_leaves_to_the_codec_what_it_has_no_type_for() -> None:

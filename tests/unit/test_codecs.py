@@ -83,7 +83,7 @@ def test_names_and_numbers_are_those_of_the_contract_and_others_are_refused_with
     assert all(codec_of(codec.name) is codec_numbered(int(codec)) is codec for codec in CODECS.values())
     assert {codec.name: int(codec) for codec in NATIVE} == _kernels.CODECS
     assert sorted(CODECS.values()) == sorted(common_pb2.Codec.values())[1:]
-    assert [codec_of(name).bytes_of(1) for name in ("float32", "float16", "bfloat16")] == [4, 2, 2]
+    assert [codec_of(name).max_bytes(1) for name in ("float32", "float16", "bfloat16")] == [4, 2, 2]
     for call in (lambda: codec_of("int8"), lambda: codec_numbered(9), lambda: codec_numbered(0)):
         with pytest.raises(BadRequest, match="bfloat16"):
             call()

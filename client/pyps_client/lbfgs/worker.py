@@ -253,7 +253,7 @@ class Staging:
         if not shards:
             # More servers than shards.
             return
-        num_bytes = self._codec.bytes_of(sum(shard.length for shard in shards))
+        num_bytes = self._codec.max_bytes(sum(shard.length for shard in shards))
         if num_bytes > LARGE_BYTES:
             keep_large_blocks()
 

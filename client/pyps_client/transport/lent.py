@@ -85,7 +85,7 @@ class Layout:
             self.offsets.append([])
             for size in model.group_sizes:
                 self.offsets[-1].append(self.num_bytes)
-                self.num_bytes += -(-each.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                self.num_bytes += -(-each.max_bytes(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Lending:

@@ -99,7 +99,7 @@ class Exchange:
     def held_bytes(self) -> int:
         """The bytes that are copied, as they do not lie together."""
         gradients = [plan.gradient for plan in self._plans.values()]
-        return sum(each.codec.bytes_of(sum(extent.length for extent in each.extents)) for each in gradients)
+        return sum(each.codec.max_bytes(sum(extent.length for extent in each.extents)) for each in gradients)
 
     def stages(self) -> tuple[list[Job], list[Job]]:
         """What is to be done: all of the first, from any threads, then all of the second."""
@@ -206,7 +206,7 @@ class Pull:
         for shard_id, version in sorted(self._versions.items()):
             written = reply.pulled.shards.add(shard_id=shard_id, version=version, epoch=content.epoch)
             written.codec = codec  # type: ignore[assignment]
-            num_bytes += codec.bytes_of(content.shards[shard_id].length)
+            num_bytes += codec.max_bytes(content.shards[shard_id].length)
         if num_bytes:
             self._run.statistics.pulled(self._attachment.worker_id, num_bytes, shard_ids=self._versions)
         return reply
@@ -287,7 +287,7 @@ class Requests:
 
 def _together(gradient: Gradient, shard: Store) -> bytes:
     """The extents' numbers, one behind the other; the gradient's own check looks at the extents more closely."""
-    numbers, extents, bytes_of = gradient.payload, gradient.extents, gradient.codec.bytes_of
+    numbers, extents, max_bytes = gradient.payload, gradient.extents, gradient.codec.max_bytes
     if sum(extent.length for extent in extents) > shard.length:
         raise WrongSize(f"the extents are longer than shard {shard.shard_id}, which has {shard.length} parameters")
-    return b"".join(numbers[bytes_of(start) : bytes_of(start + length)] for start, length in extents)
+    return b"".join(numbers[max_bytes(start) : max_bytes(start + length)] for start, length in extents)

@@ -299,14 +299,14 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
             )
         for offset, size in zip(vectors.offsets, sizes, strict=True):
             if size:
-                yield offset, codec.bytes_of(size)
+                yield offset, codec.max_bytes(size)
 
 
 def _vectors(vectors: local.LocalVectors, memory: Memory, content: Content) -> Vectors:
     codec = convert.codec_from(vectors.codec)
     shards = {
         shard.shard_id: memory.view(
-            vectors.offsets[shard.group] + codec.bytes_of(shard.offset), codec.bytes_of(shard.length)
+            vectors.offsets[shard.group] + codec.max_bytes(shard.offset), codec.max_bytes(shard.length)
         )
         for shard in content.own.of_server(content.server_index)
     }

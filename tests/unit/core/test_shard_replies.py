@@ -48,7 +48,7 @@ class Exchanged:
         assert self.came
         assert self.memory[:MARGIN] + self.memory[-MARGIN:] == b"\xaa" * 2 * MARGIN
         numbers = memoryview(self.memory)[MARGIN:-MARGIN]
-        values = np.zeros(len(numbers) // self.codec.bytes_of(1), np.float32)
+        values = np.zeros(len(numbers) // self.codec.max_bytes(1), np.float32)
         _kernels.decode(numbers, self.codec, values)
         return values
 
@@ -61,7 +61,7 @@ def exchange(
     codec: Codec = FLOAT32,
     **others: Any,
 ) -> Exchanged:
-    memory = bytearray(b"\xaa" * (codec.bytes_of(shard.length) + 2 * MARGIN))
+    memory = bytearray(b"\xaa" * (codec.max_bytes(shard.length) + 2 * MARGIN))
     reply = Reply(memory, MARGIN, codec)
     made = shard.push(pushed, roster=roster(*workers), reply=reply, held_version=held_version, **others)
     return Exchanged(made, memory, codec)
