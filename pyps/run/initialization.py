@@ -73,6 +73,11 @@ class Initialization:
         if difference is not None:
             raise BadRequest(f"the processes of a replica initialise one model: {difference}")
 
+    def length(self, shard_id: int) -> int:
+        """Return how many parameters a shard of this server has, 0 for another."""
+        shard = self._expected.get(shard_id)
+        return shard.length if shard else 0
+
     def add(self, shard_id: int, codec: Codec, payload: memoryview) -> None:
         """Takes one shard's parameters, decoded; a shard sent again replaces what was there."""
         shard = self._expected.get(shard_id)

@@ -10,10 +10,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-# Kernels on fewer bytes run on the event loop: handing them to a thread would cost more than they do.
-INLINE_BYTES_MAX = 65_536 * 4
-# What lies in many places takes longer than its bytes do together: about so many more for each place.
-EXTENT_BYTES = 4096
+# Work is counted in parameters: how few bytes they travel in says nothing of the time that an update takes.
+#
+# Kernels on fewer parameters run on the event loop: handing them to a thread would cost more than they do.
+INLINE_PARAMETERS_MAX = 65_536
+# Parameters in many places take longer than as many in one: about so many more for each place.
+EXTENT_PARAMETERS = 1024
 
 T = TypeVar("T")
 Job: TypeAlias = Callable[[], object]
@@ -28,20 +30,20 @@ class KernelExecutor:
         `pool` is where its threads are, if not in one of its own.
         """
         self.threads = threads
-        self.inline_bytes_max = 0 if logged else INLINE_BYTES_MAX
+        self.inline_parameters_max = 0 if logged else INLINE_PARAMETERS_MAX
         self._pool = pool or ThreadPoolExecutor(threads, thread_name_prefix="kernel")
 
-    def is_little(self, num_bytes: int) -> bool:
-        """Whether work on that many bytes may be done on the event loop.
+    def is_little(self, num_parameters: int) -> bool:
+        """Whether work on that many parameters may be done on the event loop.
 
-        Those of gradients that wait at a shard count too: who takes its lock may have to wait for their update, or to
-        make it.
+        Gradients that wait at a shard count too: whoever takes the shard's lock may have to wait for their update, or
+        to make it.
         """
-        return num_bytes < self.inline_bytes_max
+        return num_parameters < self.inline_parameters_max
 
-    async def compute(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Runs work on that many bytes: here when it is little, else on a thread."""
-        return work() if self.is_little(num_bytes) else await self.begin(work)
+    async def compute(self, num_parameters: int, work: Callable[[], T]) -> T:
+        """Run work on that many parameters: here when it is little, else on a thread."""
+        return work() if self.is_little(num_parameters) else await self.begin(work)
 
     def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Lets a thread begin with work; its error is not missed where nobody waits for it any more."""

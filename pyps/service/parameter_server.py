@@ -116,7 +116,7 @@ class ParameterServer:
                     continue
                 self._run.renew_term(begun[0].opening)
                 add = partial(begun[0].add, request.shard_id, codec_numbered(request.codec), payload)
-                await self._work.compute(len(payload), add)
+                await self._work.compute(begun[0].length(request.shard_id), add)
             # Nothing of it is held while the next is waited for.
             del message, request, payload
         if not begun:

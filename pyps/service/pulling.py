@@ -103,7 +103,7 @@ class PullStream:
                 await replies.add(
                     shard.shard_id,
                     partial(self._take, wanted),
-                    num_bytes=wanted.payload_bytes + shard.pending_bytes,
+                    num_parameters=shard.length * (1 + shard.num_pending),
                     held_bytes=wanted.payload_bytes,
                 )
 
@@ -119,9 +119,9 @@ class PullStream:
         """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
         wanted = self._all_wanted()
         num_bytes = sum(each.payload_bytes for each in wanted)
-        work_bytes = num_bytes + sum(each.shard.pending_bytes for each in wanted)
+        num_parameters = sum(each.shard.length * (1 + each.shard.num_pending) for each in wanted)
         with self._account.holding(num_bytes):
-            await self._send(await self._work.compute(work_bytes, partial(self._take_whole, mutex, wanted)))
+            await self._send(await self._work.compute(num_parameters, partial(self._take_whole, mutex, wanted)))
 
     def _lease_and_take(self, mutex: Lock, wanted: Sequence[Wanted], ask: Ask) -> tuple[LeaseAnswer, list[bytes]]:
         answers: list[LeaseAnswer] = []

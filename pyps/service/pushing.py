@@ -12,7 +12,7 @@ from pyps.core.store import Pushed, Store
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, Call
-from pyps.service.executor import EXTENT_BYTES, KernelExecutor
+from pyps.service.executor import EXTENT_PARAMETERS, KernelExecutor
 from pyps.service.limits import Account, ByteBudget, check_message_bytes
 from pyps.service.responses import ALL_SHARDS, OrderedResponses
 from pyps.service.serializations import ReplyFrame
@@ -31,7 +31,7 @@ PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MA
 class Message:
     """One message of a push, from what came to what answers it."""
 
-    __slots__ = ("frame", "held_bytes", "num_bytes", "num_shards", "plan", "run_id", "shard")
+    __slots__ = ("frame", "held_bytes", "num_parameters", "num_shards", "plan", "run_id", "shard")
 
     def __init__(
         self,
@@ -50,19 +50,22 @@ class Message:
         self.frame: ReplyFrame | None = None
         # The message and the parameters that answer it.
         self.held_bytes = received_bytes
-        # What its update is about: who makes it may have to make one of all the gradients that wait there.
-        self.num_bytes = len(payload) + EXTENT_BYTES * len(request.extents)
         reply, epoch = None, 0
         # None for a push to a shard that is not here, which is refused.
         self.shard = shard = shards.get(request.shard_id)
-        if shard is not None:
-            self.num_bytes += shard.pending_bytes
-            if exchanges:
-                codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
-                self.frame = ReplyFrame(shard.length, codec, header_room=HEADER_ROOM)
-                reply, epoch = self.frame.reply, shard.epoch
-                self.held_bytes += reply.codec.max_bytes(shard.length)
+        if shard is not None and exchanges:
+            codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
+            self.frame = ReplyFrame(shard.length, codec, header_room=HEADER_ROOM)
+            reply, epoch = self.frame.reply, shard.epoch
+            self.held_bytes += reply.codec.max_bytes(shard.length)
         self.plan = convert.plan_from(request, payload, reply, epoch=epoch)
+        # How many its update may touch: with it all gradients that wait there may become one.
+        extents = self.plan.gradient.extents
+        self.num_parameters = EXTENT_PARAMETERS * len(extents)
+        if shard is not None:
+            whole = exchanges or not extents
+            self.num_parameters += shard.length * shard.num_pending
+            self.num_parameters += shard.length if whole else self.plan.gradient.count(shard.length)
 
     @property
     def push_id(self) -> tuple[str, int]:
@@ -161,7 +164,7 @@ class PushStream:
         """Answers messages until the sender has no more."""
         run, call, responses, staging = self._run, self._call, self._responses, self._staging
         bytes_max, first = run.config.max_message_bytes, True
-        inline_bytes_max = self._executor.inline_bytes_max
+        inline_parameters_max = self._executor.inline_parameters_max
         try:
             async with responses:
                 while True:
@@ -185,7 +188,7 @@ class PushStream:
                             await self._push_whole()
                     elif (
                         responses.under_way
-                        or message.num_bytes >= inline_bytes_max
+                        or message.num_parameters >= inline_parameters_max
                         # A longer message, and such an answer to it, counts among the bytes in flight.
                         or len(received) > SHORT_BYTES
                         or message.held_bytes > 2 * SHORT_BYTES
@@ -194,7 +197,7 @@ class PushStream:
                         await responses.add(
                             message.plan.shard_id,
                             partial(message.push, run),
-                            num_bytes=message.num_bytes,
+                            num_parameters=message.num_parameters,
                             held_bytes=message.held_bytes,
                         )
                     else:
@@ -218,7 +221,7 @@ class PushStream:
         await self._responses.add(
             ALL_SHARDS,
             partial(_push_whole, self._run, parts),
-            num_bytes=sum(part.num_bytes for part in parts),
+            num_parameters=sum(part.num_parameters for part in parts),
             held_bytes=sum(part.held_bytes for part in parts),
         )
 

@@ -71,13 +71,13 @@ class OrderedResponses:
                 begun.answer.cancel()
                 self._account.release(begun.held_bytes)
 
-    async def add(self, shard_id: int, job: Job, *, num_bytes: int, held_bytes: int) -> None:
-        """Begins a job on `num_bytes`; until it is answered the account holds `held_bytes`.
+    async def add(self, shard_id: int, job: Job, *, num_parameters: int, held_bytes: int) -> None:
+        """Begin a job on `num_parameters`; until it is answered the account holds `held_bytes`.
 
         Raises LimitExceeded where there is no room for them; the job is not done then.
         """
         self._account.hold(held_bytes)
-        if not self.under_way and self._executor.is_little(num_bytes):
+        if not self.under_way and self._executor.is_little(num_parameters):
             try:
                 for message in job():
                     await self._call.write(message)

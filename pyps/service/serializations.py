@@ -13,7 +13,7 @@ from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps.core.plan import Reply
 from pyps.core.store import Store
-from pyps.service.executor import INLINE_BYTES_MAX
+from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.framing import PAYLOAD_FIELD, join
@@ -114,7 +114,7 @@ class Serializations:
 
     def take(self, wanted: Wanted, *, worker_id: str) -> bytes | None:
         """The shard's message, None when the caller's version is as new. Only pulls of a worker are recorded."""
-        if wanted.payload_bytes < INLINE_BYTES_MAX:
+        if wanted.shard.length < INLINE_PARAMETERS_MAX:
             # It is sooner made than found.
             made = wanted.frame(worker_id=worker_id)
             return None if made is None else made[1]

@@ -135,7 +135,8 @@ class VectorMachineService:
                         f"a stream holds stage {former.stage_id} of pass {former.pass_} and stage {part.stage_id} of "
                         f"pass {part.pass_}: send one stage in a stream"
                     )
-                complete = await self._work.compute(len(payload), partial(machine.stage, part))
+                shard = self._run.shards.get(part.shard_id)
+                complete = await self._work.compute(shard.length if shard else 0, partial(machine.stage, part))
         if part is None:
             raise BadRequest("Stage came without a message: send one for each shard of the stage")
         if not complete:
@@ -168,7 +169,7 @@ class VectorMachineService:
         return await asyncio.get_running_loop().run_in_executor(self._coordinating, work)
 
     def _run_all(self, jobs: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
-        if self._work.is_little(sum(4 * shard.length for shard in self._run.shards.values())):
+        if self._work.is_little(sum(shard.length for shard in self._run.shards.values())):
             return one_after_the_other(jobs)
         return self._work.run_together(jobs)
 

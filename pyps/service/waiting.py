@@ -98,7 +98,7 @@ class VersionWait:
         # The shards still to be sent; those that are ready are found by looking.
         self._waiting = {shard.shard_id: shard for shard in self.shards}
         # Of the shards whose locks are needed.
-        self._num_bytes = 0
+        self._num_parameters = 0
         self._cancels: list[Callable[[], bool]] = []
         self._over = False
         self._work = work
@@ -117,7 +117,7 @@ class VersionWait:
             for shard in self._waiting.values()
             if shard.version < (min_version := self.min_versions.get(shard.shard_id, 0))
         ]
-        self._num_bytes = sum(4 * shard.length + shard.pending_bytes for shard, _ in late)
+        self._num_parameters = sum(shard.length * (1 + shard.num_pending) for shard, _ in late)
 
         def register() -> None:
             for shard, min_version in late:
@@ -126,7 +126,7 @@ class VersionWait:
                 self._cancel()
 
         try:
-            await self._work.compute(self._num_bytes, register)
+            await self._work.compute(self._num_parameters, register)
         except BaseException:
             # The call was cancelled while a thread was at it, or has yet to begin.
             await self.__aexit__()
@@ -136,7 +136,7 @@ class VersionWait:
     async def __aexit__(self, *_: object) -> None:
         # A call that was answered, refused, cancelled or abandoned leaves nothing behind.
         self._over = True
-        if self._work.is_little(self._num_bytes):
+        if self._work.is_little(self._num_parameters):
             self._cancel()
         else:
             self._work.hand_over(self._cancel)

@@ -369,7 +369,7 @@ def test_where_all_hold_much_a_lane_has_one_message_at_a_time(
 ) -> None:
     module = "pyps.service.lane.connection"
     monkeypatch.setattr(f"{module}.AHEAD_BYTES_MAX", 1)
-    monkeypatch.setattr(f"{module}.INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(f"{module}.INLINE_PARAMETERS_MAX", 0)
     answer, held = Connection._answer, []
 
     def when_no_more_comes(connection: Connection, *message: Any, **settings: Any) -> None:

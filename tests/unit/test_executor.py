@@ -8,7 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyps.service.executor import Job, KernelExecutor
+from pyps.core.gradient import PayloadKind
+from pyps.service.executor import INLINE_PARAMETERS_MAX, Job, KernelExecutor
+from pyps.service.pushing import Message
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import CODECS, Codec
+from pyps_wire.common_pb2 import Extent
+from shards import make_shard, push, roster
 
 
 def run(*stages: list[Job], threads: int = 4) -> list[str]:
@@ -173,3 +179,24 @@ def test_jobs_are_done_after_the_threads_have_gone() -> None:
     executor.shutdown()
 
     assert executor.run_together([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_a_push_of_few_bytes_is_as_much_work_as_the_parameters_that_it_changes(monkeypatch):
+    bits = Codec(4711, "bits", lambda count: -(-count // 8))
+    monkeypatch.setitem(CODECS, bits, bits)
+    length, executor = INLINE_PARAMETERS_MAX, KernelExecutor(1)
+    shards = {0: make_shard([0.0] * length), 1: make_shard([0.0] * (length // 2), protocol="hardsync")}
+    push(shards[1], [1.0] * (length // 2), workers=roster("a", "b"))
+
+    def is_little(shard_id: int = 0, *, exchanges: bool = False, **fields: object) -> bool:
+        request = wire.PushRequest(shard_id=shard_id, codec=bits, kind=PayloadKind.GRADIENT, **fields)
+        message = Message(request, memoryview(b"\0"), shards, exchanges=exchanges, received_bytes=1)
+        return executor.is_little(message.num_parameters)
+
+    few = [Extent(offset=8, length=8)]
+    assert not is_little()
+    assert is_little(extents=few)
+    # The reply has all parameters, and a gradient that waits may have to be applied too.
+    assert not is_little(extents=few, exchanges=True)
+    assert not is_little(1)
+    executor.shutdown()

@@ -12,13 +12,13 @@ import pytest
 
 from pyps.service import responses as module
 from pyps.service.calls import Awaited, Call
-from pyps.service.executor import INLINE_BYTES_MAX, KernelExecutor
+from pyps.service.executor import INLINE_PARAMETERS_MAX, KernelExecutor
 from pyps.service.limits import HEADER_BYTES, ByteBudget
 from pyps.service.responses import OrderedResponses
 from pyps_wire.errors import BadRequest, LimitExceeded, WaitTimedOut
 from shards import serving
 
-MUCH, LITTLE = INLINE_BYTES_MAX, 10
+MUCH, LITTLE = INLINE_PARAMETERS_MAX, 10
 WAIT_SECONDS = 20.0
 
 
@@ -64,8 +64,10 @@ def played(act: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
-async def add(replies: OrderedResponses, shard_id: int, job: Callable[[], list[bytes]], num_bytes: int = MUCH) -> None:
-    await replies.add(shard_id, job, num_bytes=num_bytes, held_bytes=num_bytes)
+async def add(
+    replies: OrderedResponses, shard_id: int, job: Callable[[], list[bytes]], num_parameters: int = MUCH
+) -> None:
+    await replies.add(shard_id, job, num_parameters=num_parameters, held_bytes=num_parameters)
 
 
 @played
@@ -221,7 +223,7 @@ async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None
         with pytest.raises(error, match="--max-in-flight-bytes"):
             async with scene.replies(Caller()) as replies:
                 undone = partial(pytest.fail, "it was done")
-                await replies.add(0, undone, num_bytes=1, held_bytes=held_bytes)
+                await replies.add(0, undone, num_parameters=1, held_bytes=held_bytes)
     other.release(1)
 
 

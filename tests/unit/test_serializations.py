@@ -8,14 +8,14 @@ import pytest
 from pyps.core.gradient import NATIVE
 from pyps.core.recorder import Pulled
 from pyps.core.shard import Shard
-from pyps.service.executor import INLINE_BYTES_MAX
+from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps.service.serializations import Serializations, Wanted
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import FLOAT16, FLOAT32
 from shards import Log, make_shard, pull, push, run_together
 
 # The shortest shard whose frames are kept.
-LENGTH = INLINE_BYTES_MAX // 4
+LENGTH = INLINE_PARAMETERS_MAX
 
 
 def large_shard(shard_id: int = 0, length: int = LENGTH, **others: object) -> Shard:

@@ -21,7 +21,7 @@ from pyps.core.store import Pushed
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import WRITE_SECONDS, failure_of
-from pyps.service.executor import INLINE_BYTES_MAX
+from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Staging, push_whole
 from pyps.service.responses import AHEAD_BYTES_MAX
@@ -222,7 +222,8 @@ class Connection:
         self._receives_until = None
         self._num_begun += 1
         answer = partial(self._answer, request, payload, exchanges=kind == lane.EXCHANGE)
-        if payload_bytes < INLINE_BYTES_MAX and self._num_answered == self._num_begun - 1:
+        shard = self._run.shards.get(request.shard_id)
+        if (shard is None or shard.length < INLINE_PARAMETERS_MAX) and self._num_answered == self._num_begun - 1:
             answer()
         else:
             self._jobs.put(answer)

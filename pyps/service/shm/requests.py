@@ -17,7 +17,7 @@ from pyps.core.store import Pushed, Store
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.executor import EXTENT_BYTES, Job, KernelExecutor
+from pyps.service.executor import EXTENT_PARAMETERS, Job, KernelExecutor
 from pyps.service.limits import ByteBudget
 from pyps.service.shm.segment import Attachment, Content, Memory, Vectors, check_layout
 from pyps.service.waiting import VersionWait
@@ -50,12 +50,13 @@ class Exchange:
         self._plans: dict[int, PushPlan] = {}
         self._findings: dict[int, Finding] = {}
         self._pushed: dict[int, Pushed] = {}
-        # The bytes of parameters that would take as long, at most; an update of all that waits there included.
-        self.num_bytes = 0
+        # How many the updates may touch, those of all gradients that wait there included.
+        self.num_parameters = 0
         for each in request.shards:
             plan = self._plans[each.shard_id] = self._plan(each, numbers, pull=request.pull)
             shard = attachment.content.shards[each.shard_id]
-            self.num_bytes += 4 * shard.length + shard.pending_bytes + EXTENT_BYTES * len(plan.gradient.extents)
+            self.num_parameters += shard.length * (1 + shard.num_pending)
+            self.num_parameters += EXTENT_PARAMETERS * len(plan.gradient.extents)
         if not self._plans:
             raise BadRequest("the exchange names no shard: name those whose gradients lie in the segment")
         if len(request.shards) > 1:
@@ -163,11 +164,11 @@ class Pull:
                 f"the pull wants codec {request.codec}; its parameters were attached with {attachment.codec}"
             )
         self.waits = VersionWait(run, work, request, attachment.sender)
-        # The bytes of parameters that would take as long, at most.
-        self.num_bytes = 0
+        # How many may be read, or updated first, at most.
+        self.num_parameters = 0
         for shard in self.waits.shards:
             attachment.require_laid_out(shard.shard_id, run.membership)
-            self.num_bytes += 4 * shard.length + shard.pending_bytes
+            self.num_parameters += shard.length * (1 + shard.num_pending)
         # Whether nothing has to be waited for, neither a version nor the model's mutex.
         self.at_once = run.mutex is None and all(map(self.waits.is_ready, self.waits.shards))
         # By shard, the versions that were written.
@@ -258,7 +259,7 @@ class Requests:
             if kind == "exchange"
             else Pull(self._run, self._work, attachment, request.pull.request)
         )
-        if not asked.at_once or asked.num_bytes >= self._work.inline_bytes_max:
+        if not asked.at_once or asked.num_parameters >= self._work.inline_parameters_max:
             return self._on_threads(attachment, asked)
         for stage in asked.stages():
             for job in stage:
