@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import tomllib
@@ -29,7 +28,7 @@ from pyps_wire.errors import BadRequest, PypsError
 ENVIRONMENT_PREFIX = "PYPS_"
 # What workers, commands and kernels read; a server finds them too where one shell starts everything.
 OTHER_VARIABLES = (
-    "PYPS_CODEC",  # PYPS_GRADIENT_CODEC by its old name, as PYPS_PULL_CODEC is PYPS_PARAMETER_CODEC
+    "PYPS_CODEC",
     "PYPS_CONTROL",
     "PYPS_GRADIENT_CODEC",
     "PYPS_ISA",
@@ -273,9 +272,8 @@ def resolve(
     Raises ConfigError for a value that cannot be used; `warn` gets a line for one that is ignored.
     """
     table = _read_toml(toml_path) if toml_path is not None else {}
-    for name, near in unknown_variables(environment):
-        hint = f"did you mean {near}?" if near else "`pyps serve --help` lists the variables"
-        warn(f"{name} in the environment is no setting and is ignored; {hint}")
+    for name in unknown_variables(environment):
+        warn(f"{name} in the environment is no setting and is ignored; `pyps serve --help` lists the variables")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     types_of = typing.get_type_hints(ServerConfig)
@@ -306,17 +304,14 @@ def _from_environment(environment: Mapping[str, str], variable: str, warn: Calla
     return value or None
 
 
-def unknown_variables(environment: Mapping[str, str], *, likeness: float = 0.6) -> Iterator[tuple[str, str]]:
-    """Yields variables that look like settings and are none, with the setting that each is like, if any is.
-
-    `likeness`: from 0, like all, to 1, the same.
-    """
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of PYPS_ variables that nothing reads."""
     settings = [variable_name(field.name) for field in dataclasses.fields(ServerConfig)]
     known = [*settings, *OTHER_VARIABLES]
     for name, value in environment.items():
         foreign = not name.startswith(ENVIRONMENT_PREFIX) or _OF_KUBERNETES.fullmatch(name)
         if not (foreign or name in known or not value or _is_kubernetes(value)):
-            yield name, next(iter(difflib.get_close_matches(name, known, n=1, cutoff=likeness)), "")
+            yield name
 
 
 def _is_kubernetes(value: str) -> bool:
@@ -333,9 +328,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(ServerConfig)]
     for name in table:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
-            raise ConfigError(f"{path} sets {name}, which is no setting of the server; {hint}")
+            raise ConfigError(f"{path} sets {name}, which is no setting; the settings are {', '.join(known)}")
     return table
 
 

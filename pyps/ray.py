@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pyps.certificates import Authority
-from pyps.config import ConfigError, ServerConfig, resolve, variable_name
-from pyps.launcher.environment import START_SECONDS, check_worker_variables, worker_environment, worker_name
+from pyps.config import ConfigError, ServerConfig, variable_name
+from pyps.launcher.environment import START_SECONDS, check_job, worker_environment, worker_name
 from pyps.launcher.job import JobError
 from pyps.launcher.process import ChildProcess
 from pyps.run import handshake
@@ -130,9 +130,7 @@ def run(
         )
     given = {name: str(value) for name, value in settings.items() if value not in (None, "")}
     given["expected_workers"] = str(workers)
-    config = resolve(given, os.environ, warn=lambda line: None)
-    config.behaviour.aggregation.check_servers(servers)
-    check_worker_variables(os.environ, count=workers)
+    config = check_job(given, num_servers=servers, num_workers=workers)
     ours = {name for name in os.environ if name.startswith("PYPS_")} - {*map(variable_name, _NO_SETTINGS)}
     run_name = run_id or f"run-{secrets.token_hex(4)}"
     plan = Plan(

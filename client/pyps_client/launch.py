@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import secrets
@@ -14,7 +13,6 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from pyps_client import log
 from pyps_client.credentials import Credentials, check_token, read_token
 from pyps_client.log import logger
 from pyps_client.places import places_of
@@ -33,10 +31,6 @@ OLD_NAMES = {
     "gradient_dtype": "gradient_codec",
     "parameter_dtype": "parameter_codec",
 }
-# Variables that a worker reads beside its launch's, and how like one of all these another is that is a slip of the pen:
-# less, and the servers' own settings, which may stand beside them, would be taken for slips.
-_OTHERS = ("control", "process_hooks", "servers", "token", "token_file", "traceback")
-_SLIP_LIKENESS = 0.9
 # What torchrun calls a job on several nodes that it was given no --rdzv-id for.
 NO_RUN_ID = "none"
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
@@ -198,7 +192,6 @@ class Launch:
     ) -> Launch:
         """The launch that PYPS_ variables describe; arguments that are not None go before them."""
         env = os.environ if environment is None else environment
-        warn_of_slips(env)
         given = renamed({name: value for name, value in overrides.items() if value is not None})
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown:
@@ -218,15 +211,6 @@ class Launch:
             file = token_file or env.get("PYPS_TOKEN_FILE") or None
             settings["token"], settings["token_file"] = read_token(file, env), os.fspath(file or "")
         return cls(**settings)
-
-
-def warn_of_slips(environment: Mapping[str, str]) -> None:
-    """Warns once of each PYPS_ variable that nobody reads where its name is nearly one that a worker reads."""
-    known = [f"PYPS_{name.upper()}" for name in (*_READERS, *_OTHERS)]
-    for name in environment:
-        if name.startswith("PYPS_") and name not in known:
-            for near in difflib.get_close_matches(name, known, n=1, cutoff=_SLIP_LIKENESS):
-                _tell_of_slip(name, near)
 
 
 def _check_alone(num_processes: int) -> None:
@@ -334,12 +318,6 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
 @functools.cache
 def _tell_of_new_name(old: str, name: str) -> None:
     logger.warning("%s is called %s now (PYPS_%s); the old name still does", old, name, name.upper())
-
-
-@functools.cache
-def _tell_of_slip(name: str, near: str) -> None:
-    log.prepare()
-    logger.warning("%s in the environment is read by nobody: did you mean %s?", name, near)
 
 
 @functools.cache

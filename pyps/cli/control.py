@@ -18,7 +18,7 @@ from pyps import __version__
 from pyps.units import counted
 from pyps_client import Observer, credentials
 from pyps_client.credentials import Credentials
-from pyps_client.launch import parse_servers, warn_of_slips
+from pyps_client.launch import parse_servers
 from pyps_client.places import address_of
 from pyps_client.transport.grpc import metadata_of, open_channel
 from pyps_wire import inspector_pb2 as pb
@@ -171,7 +171,6 @@ def data_addresses(servers: str, token: str) -> tuple[str, ...]:
 
 def read_token(path: Path | None) -> str:
     """The token in a file, else in PYPS_TOKEN, else nothing; exits when it cannot be used."""
-    warn_of_slips(os.environ)
     try:
         return credentials.read_token(path)
     except PypsError as error:

@@ -14,30 +14,30 @@ from typing import Annotated, Any
 import typer
 
 from pyps.cli.control import fail
+from pyps.cli.run import CONTEXT_SETTINGS as CONTEXT_SETTINGS
+from pyps.cli.run import Resume, RunId, WorkerCommand
 from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError
 from pyps.launcher.job import JobError
 from pyps.launcher.process import ChildProcess
 from pyps_wire.errors import PypsError
 
-# What follows the worker's program is the worker's, --flags too.
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 _BUNDLE = "What Ray keeps for each {}, as CPU=4,GPU=1."
 
 
 @with_settings(*OF_A_JOB, "checkpoint_seconds", "insecure")
 def ray(
-    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
+    command: WorkerCommand,
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
     workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 1,
     resources: Annotated[str, typer.Option(help=_BUNDLE.format("worker"))] = "CPU=1",
     server_resources: Annotated[str, typer.Option(help=_BUNDLE.format("server"))] = "CPU=1",
     max_restarts: Annotated[int, typer.Option(help="How often Ray starts a failed worker again.", min=-1)] = 3,
-    run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
+    run_id: RunId = "",
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints that all nodes see.", envvar="PYPS_CHECKPOINT_DIR")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")] = False,
+    resume: Resume = False,
     **settings: Any,
 ) -> None:
     """Start servers and workers on a Ray cluster and end with them.

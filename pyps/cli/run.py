@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
 from pyps.cli.control import Control, inherited_token
 from pyps.cli.serve import OF_A_JOB, with_settings
-from pyps.config import ConfigError, ServerConfig, flag_name, resolve
+from pyps.config import ConfigError, ServerConfig
 from pyps.launcher import Job, JobError, JobSettings
-from pyps.launcher.environment import check_worker_variables
+from pyps.launcher.environment import check_job, spelled
 from pyps.launcher.job import LineHandler
+from pyps.launcher.process import COORDINATOR
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import newest
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.errors import PypsError
 
 WAIT_SECONDS = 1.0
 # What servers get beyond the time that they take for themselves.
@@ -45,10 +45,26 @@ _START_BLOCK = re.compile(r"pyps \S+ parameter server$")
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
+# Flags of the commands that start servers and workers.
+WorkerCommand = Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)]
+LocalServers = Annotated[int, typer.Option("--servers", help="Servers to start.", min=1, max=SERVERS_MAX)]
+RunId = Annotated[str, typer.Option(help="The run's name; empty makes one.")]
+CheckpointDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder for checkpoints, one inside it per server.", envvar="PYPS_CHECKPOINT_DIR"),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")]
+Stay = Annotated[bool, typer.Option("--stay", help="Keep serving after the workers' end, until Ctrl-C.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
+]
+
+
 @with_settings(*OF_A_JOB, "log_gradients")
 def run(
-    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
-    servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,
+    command: WorkerCommand,
+    servers: LocalServers = 1,
     workers: Annotated[
         int,
         typer.Option(
@@ -58,7 +74,7 @@ def run(
     parts: Annotated[
         int | None,
         typer.Option(
-            help="Processes of each worker, which hold a part of the model each; one unless told otherwise.",
+            help="Processes of each worker, each of which holds a part of the model; 1 by default.",
             min=1,
             max=WORKERS_MAX,
             show_default=False,
@@ -67,12 +83,9 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often each worker that failed is started again, all its parts.", min=0)
     ] = 0,
-    run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
-    checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for checkpoints, one inside it per server.", envvar="PYPS_CHECKPOINT_DIR"),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")] = False,
+    run_id: RunId = "",
+    checkpoint_dir: CheckpointDir = None,
+    resume: Resume = False,
     update_log: Annotated[
         Path | None,
         typer.Option(help="Folder for logs of every push and update, one inside it per server.", envvar=LOG_VARIABLE),
@@ -80,18 +93,16 @@ def run(
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
-    config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="Serve on after the workers' end, until Ctrl-C.")] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
-    ] = False,
+    config: ConfigFile = None,
+    stay: Stay = False,
+    verbose: Verbose = False,
     **settings: str | bool | None,
 ) -> None:
     """Start servers and workers on this machine and end with them.
 
     Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by
-    default. Servers listen on free ports of 127.0.0.1. Every other setting of `pyps serve` goes through its
-    PYPS_ variable, which `pyps serve --help` names, or --config. A worker that dies is reported, and started
+    default. Servers listen on free ports of 127.0.0.1. Set any other setting of `pyps serve` by its PYPS_ variable,
+    which `pyps serve --help` names, or in --config. A worker that dies is reported, and started
     again as often as --max-restarts says; the exit status is 0 only if the last life of every worker finished with 0.
 
     With --parts a worker is a replica: several processes that hold a part of the model each and count as one
@@ -104,16 +115,7 @@ def run(
             f"--workers {workers} of --parts {parts} are {workers * (parts or 1)} processes, but at most {WORKERS_MAX} "
             "are started on one machine"
         )
-    settings["expected_workers"] = str(expected_workers or workers)
-    folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
-    resolved = check_servers_flags({**settings, **folders}, config, num_servers=servers)
-    kept = Kept.of(resolved, checkpoint_dir, num_servers=servers)
-    if resume and not kept.folders:
-        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
-    if resume:
-        kept.check_servers()
-    check_worker_variables(os.environ, count=workers)
-    job_settings = JobSettings(
+    job = JobSettings(
         command=tuple(command),
         num_servers=servers,
         num_workers=workers,
@@ -121,19 +123,71 @@ def run(
         restarts_max=max_restarts,
         run_id=run_id,
         resume=resume,
+    )
+    folders = Folders(checkpoint_dir, update_log)
+    run_locally(
+        job, settings, folders, config, expected_workers=expected_workers or workers, stay=stay, verbose=verbose
+    )
+
+
+class Folders(NamedTuple):
+    """The job's folders for checkpoints and update logs, inside which each server has its own."""
+
+    checkpoints: Path | None
+    update_logs: Path | None = None
+
+    def settings(self, server: str = "") -> dict[str, str | bool | None]:
+        """Return the job's folders, or a server's own, by the names of the settings."""
+        folders = {"checkpoint_dir": self.checkpoints, "update_log": self.update_logs}
+        return {name: str(folder / server) if folder else None for name, folder in folders.items()}
+
+
+def run_locally(
+    settings: JobSettings,
+    server_settings: Mapping[str, str | bool | None],
+    folders: Folders,
+    config: Path | None,
+    *,
+    expected_workers: int,
+    stay: bool,
+    verbose: bool,
+) -> NoReturn:
+    """Check everything, run the job on this machine, and exit with its status.
+
+    Args:
+        settings: The job, without the servers' flags.
+        server_settings: Settings of every server by their names.
+        folders: Where the servers write, each into a folder of its own.
+        config: A TOML file with more settings of the servers.
+        expected_workers: How many workers the servers wait for.
+        stay: Keep serving after the workers' end, until a signal.
+        verbose: Print all lines of the servers.
+    """
+    server_settings = {**server_settings, "expected_workers": str(expected_workers)}
+    num_servers = settings.num_servers
+    resolved = check_job(
+        {**server_settings, **folders.settings()}, config, num_servers=num_servers, num_workers=settings.num_workers
+    )
+    kept = Kept.of(resolved, folders.checkpoints, num_servers=num_servers)
+    if settings.resume:
+        if not kept.folders:
+            raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
+        kept.check_servers()
+    resume = ("--resume",) if settings.resume else ()
+    settings = replace(
+        settings,
         lanes=resolved.lane_port != "off",
-        server_flags=spelled(settings, config),
-        each_server_flags=tuple(
-            folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=update_log)
-            for index in range(servers)
-        ),
-        after_a_death=partial(kept.after_a_death, resumed=resume),
+        server_flags=(*spelled(server_settings, config), *resume),
+        each_server_flags=tuple(spelled(folders.settings(f"server-{index}")) for index in range(num_servers)),
+        after_a_death=partial(kept.after_a_death, resumed=settings.resume),
         server_stop_seconds=resolved.drain_seconds + STOP_SPARE_SECONDS,
     )
-    expectations = Expectations(expected_workers or workers)
-    output = PrefixedOutput(width=len(job_settings.process_name(workers - 1, (parts or 1) - 1)))
+    expectations = Expectations(expected_workers)
+    names = [settings.process_name(settings.num_workers - 1, settings.num_processes - 1)]
+    names += [COORDINATOR] if settings.coordinator_flags is not None else []
+    output = PrefixedOutput(width=max(map(len, names)))
     job = Job(
-        job_settings,
+        settings,
         on_line=output.line if verbose else attention_only(output),
         announce=output.announce,
         without=lambda worker_id: expectations.lower(
@@ -141,19 +195,6 @@ def run(
         ),
     )
     raise typer.Exit(run_job(job, output, stay=stay, kept=kept))
-
-
-def folder_flags(name: str, *, checkpoint_dir: Path | None, resume: bool, update_log: Path | None) -> tuple[str, ...]:
-    """The flags of the server of that name for its own folders, inside the job's."""
-    return (
-        *(("--checkpoint-dir", str(checkpoint_dir / name)) if checkpoint_dir else ()),
-        *(("--resume",) if resume else ()),
-        *(("--update-log", str(update_log / name)) if update_log else ()),
-    )
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def attention_only(output: PrefixedOutput) -> LineHandler:
@@ -289,33 +330,6 @@ class Kept:
 
 def _newest_in(folder: Path) -> Checkpoint | None:
     return newest(folder) if folder.is_dir() else None
-
-
-def spelled(settings: Mapping[str, str | bool | None], config: Path | None = None) -> tuple[str, ...]:
-    """The flags of `pyps serve` for settings by their names; empty ones are left out."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        if isinstance(value, bool):
-            flags.append(flag_name(name) if value else flag_name(f"no_{name}"))
-        elif value:
-            flags += [flag_name(name), value]
-    return (*flags, *(("--config", str(config)) if config else ()))
-
-
-def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int) -> ServerConfig:
-    """Resolves the configuration of every server of a job from flags, file and environment.
-
-    Raises ConfigError for what every server would refuse at its start, or the run once it has all its servers.
-    """
-    given = {name: value for name, value in settings.items() if value not in ("", None)}
-    # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
-    ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
-    resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
-    try:
-        resolved.behaviour.aggregation.check_servers(num_servers)
-    except BadRequest as error:
-        raise ConfigError(str(error)) from None
-    return resolved
 
 
 class Expectations:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,22 +11,19 @@ import typer
 from pyps.cli.coordination import flags
 from pyps.cli.coordination.link import PROTOCOL
 from pyps.cli.run import (
-    SERVERS_MAX,
-    STOP_SPARE_SECONDS,
     WORKERS_MAX,
-    Expectations,
-    Kept,
-    PrefixedOutput,
-    attention_only,
-    check_servers_flags,
-    folder_flags,
-    run_job,
-    spelled,
+    CheckpointDir,
+    ConfigFile,
+    Folders,
+    LocalServers,
+    Resume,
+    RunId,
+    Stay,
+    Verbose,
+    run_locally,
 )
 from pyps.config import ConfigError
-from pyps.launcher import Job, JobSettings
-from pyps.launcher.environment import check_worker_variables
-from pyps.launcher.process import COORDINATOR
+from pyps.launcher import JobSettings
 
 # So that a fast worker gets more of them than a slow one.
 PORTIONS_PER_WORKER = 10
@@ -40,7 +35,7 @@ def sandblaster(
     command: Annotated[
         list[str], typer.Argument(help="What each worker runs: a script, or any program.", show_default=False)
     ],
-    servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,
+    servers: LocalServers = 1,
     workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=WORKERS_MAX)] = 1,
     iterations: flags.Iterations = flags.DEFAULTS.iterations_max,
     history: flags.History = flags.DEFAULTS.history,
@@ -59,21 +54,16 @@ def sandblaster(
     tolerance: flags.Tolerance = flags.DEFAULTS.gradient_tolerance,
     loss_tolerance: flags.LossTolerance = flags.DEFAULTS.loss_tolerance,
     save_every: flags.SaveEvery = 0,
-    run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
-    checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for checkpoints, one inside it per server.", envvar="PYPS_CHECKPOINT_DIR"),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")] = False,
+    run_id: RunId = "",
+    checkpoint_dir: CheckpointDir = None,
+    resume: Resume = False,
     max_vector_bytes: Annotated[
         int | None,
         typer.Option(help="Bytes that each server may spend on vectors and staged gradients.", show_default=False),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="Serve on after the workers' end, until Ctrl-C.")] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
-    ] = False,
+    config: ConfigFile = None,
+    stay: Stay = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train by Sandblaster L-BFGS on this machine: servers, a coordinator, and workers that run one script.
 
@@ -93,46 +83,16 @@ def sandblaster(
         loss_tolerance=loss_tolerance,
         save_every=save_every,
     )
-    server_flags = {
-        "protocol": PROTOCOL,
-        "max_vector_bytes": "" if max_vector_bytes is None else str(max_vector_bytes),
-        "expected_workers": str(workers),
-    }
-    folder = "" if checkpoint_dir is None else str(checkpoint_dir)
-    told = check_servers_flags({**server_flags, "checkpoint_dir": folder}, config, num_servers=servers)
-    kept = Kept.of(told, checkpoint_dir, num_servers=servers)
-    if resume and not kept.folders:
-        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
-    if resume:
-        kept.check_servers()
-    check_worker_variables(os.environ, count=workers)
-    settings = JobSettings(
+    job = JobSettings(
         command=worker_command(command),
         num_servers=servers,
         num_workers=workers,
         run_id=run_id,
         resume=resume,
-        lanes=told.lane_port != "off",
-        server_flags=spelled(server_flags, config),
-        each_server_flags=tuple(
-            folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=None)
-            for index in range(servers)
-        ),
         coordinator_flags=flags.spelled_coordination(coordination),
-        after_a_death=partial(kept.after_a_death, resumed=resume),
-        server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
-    expectations = Expectations(workers)
-    output = PrefixedOutput(width=max(len(COORDINATOR), len(f"worker-{workers - 1}")))
-    job = Job(
-        settings,
-        on_line=output.line if verbose else attention_only(output),
-        announce=output.announce,
-        without=lambda worker_id: expectations.lower(
-            worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
-        ),
-    )
-    raise typer.Exit(run_job(job, output, stay=stay, kept=kept))
+    settings = {"protocol": PROTOCOL, "max_vector_bytes": "" if max_vector_bytes is None else str(max_vector_bytes)}
+    run_locally(job, settings, Folders(checkpoint_dir), config, expected_workers=workers, stay=stay, verbose=verbose)
 
 
 def worker_command(command: list[str]) -> tuple[str, ...]:

@@ -12,16 +12,15 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.run import SERVERS_MAX, Kept, check_servers_flags, spelled
+from pyps.cli.run import CONTEXT_SETTINGS as CONTEXT_SETTINGS
+from pyps.cli.run import SERVERS_MAX, ConfigFile, Kept, WorkerCommand
 from pyps.cli.serve import OF_A_JOB, with_settings
 from pyps.config import ConfigError
-from pyps.launcher.environment import check_worker_variables, own_path
+from pyps.launcher.environment import check_job, own_path, spelled
 
 WORKERS_MAX = 10_000
 # deploy/slurm/train.sbatch, by a link beside this file.
 _PLAIN = Path(__file__).with_name("train.sbatch")
-# What follows the worker's program is the worker's, --flags too.
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 # Options of sbatch's that the script itself sets: for all nodes, and for the servers'.
 _OWN = {
     **dict.fromkeys(("--ntasks", "-n"), "--workers says how many workers there are, and --servers how many servers"),
@@ -35,7 +34,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @with_settings(*OF_A_JOB, "checkpoint_seconds")
 def slurm(
-    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
+    command: WorkerCommand,
     servers: Annotated[int, typer.Option(help="Servers, each on a node of its own.", min=1, max=SERVERS_MAX)] = 2,
     workers: Annotated[int, typer.Option(help="Workers, each a task.", min=1, max=WORKERS_MAX)] = 1,
     run_id: Annotated[str, typer.Option(help="The name of the run, and of the job.")] = "pyps",
@@ -59,7 +58,7 @@ def slurm(
         list[str] | None,
         typer.Option(metavar="OPTIONS", help="The same for the workers', as '--gpus-per-task=1 --cpus-per-task=8'."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
+    config: ConfigFile = None,
     only_print: Annotated[bool, typer.Option("--print", help="Print the script instead of submitting it.")] = False,
     **settings: str | bool | None,
 ) -> None:
@@ -71,8 +70,9 @@ def slurm(
     folder = folder or Path("runs", run_id)
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"--run-id is {run_id!r}; expected letters, digits, . _ and -, as it names the job too")
-    resolved = check_servers_flags({**settings, "expected_workers": str(workers)}, config, num_servers=servers)
-    check_worker_variables(os.environ, count=workers)
+    resolved = check_job(
+        {**settings, "expected_workers": str(workers)}, config, num_servers=servers, num_workers=workers
+    )
     for_all = _lines("--sbatch", sbatch, refused=_OWN)
     chosen = _CHOSEN.format(
         run_id=run_id,

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pyps.config import ConfigError, unknown_variables
+from pyps.config import ServerConfig, flag_name, resolve
 from pyps.units import counted
 from pyps_client import Launch, leave
 
@@ -83,8 +84,6 @@ def worker_name(index: int, num_processes: int) -> str:
 
 
 NVIDIA_SMI_SECONDS = 20.0
-# A variable so like a setting is a slip of the pen; others may be the worker's own.
-SLIP_LIKENESS = 0.85
 
 
 @dataclass(frozen=True)
@@ -163,23 +162,51 @@ def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])}
 
 
-def check_worker_variables(inherited: Mapping[str, str], *, count: int) -> None:
-    """Refuses variables that all of `count` workers would refuse, or that nobody would read for a slip in the name.
+def check_job(
+    settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int, num_workers: int
+) -> ServerConfig:
+    """Return the configuration of every server of a job, before anything is started.
 
-    Raises ConfigError or BadRequest, before anything is started.
+    Args:
+        settings: Settings of the servers by their names; empty ones are left out.
+        config: A TOML file with more.
+        num_servers: The job's servers.
+        num_workers: The job's workers.
+
+    Raises:
+        PypsError: For what every server, every worker, or the run once it has all its servers would refuse.
     """
-    for name, near in unknown_variables(inherited, likeness=SLIP_LIKENESS):
-        if near:
-            raise ConfigError(f"{name} in the environment is no setting: did you mean {near}? Unset {name}")
+    given = {name: value for name, value in settings.items() if value not in ("", None)}
+    # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
+    ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
+    resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
+    resolved.behaviour.aggregation.check_servers(num_servers)
+    check_workers(num_workers)
+    return resolved
+
+
+def check_workers(num_workers: int) -> None:
+    """Raise ConfigError or BadRequest for variables that all workers of a job would refuse."""
     environment = worker_environment(
-        inherited,
+        os.environ,
         index=0,
-        count=count,
+        count=num_workers,
         data_addresses=["127.0.0.1:1"],
         control_addresses=["127.0.0.1:2"],
         run_id="",
     )
     Launch.from_environment(environment=environment)
+
+
+def spelled(settings: Mapping[str, str | bool | None], config: Path | None = None) -> tuple[str, ...]:
+    """Return the flags of `pyps serve` for settings by their names; empty ones are left out."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            flags.append(flag_name(name) if value else flag_name(f"no_{name}"))
+        elif value:
+            flags += [flag_name(name), value]
+    return (*flags, *(("--config", str(config)) if config else ()))
 
 
 def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pyps.cli import demonstration as command
+from pyps.cli.demo import example as command
 from pyps.cli.main import app
 from support import PythonProcess
 
@@ -74,13 +74,13 @@ def test_the_demo_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(command, "WAITING_SECONDS", 0.1)
     slow = tmp_path / "slow.py"
     slow.write_text("import time; time.sleep(0.5)\n", encoding="utf-8")
-    monkeypatch.setattr(command, "worker_script", lambda: slow)
+    monkeypatch.setattr(command, "WORKER", slow)
 
     output = CliRunner().invoke(app, ["demo", "--servers", "1", "--workers", "1"]).output
 
     lines = output.splitlines()
-    assert lines[0] == "Starts 1 server and 1 worker."
-    assert "0 s so far: waits for the first worker, which still loads them." in lines
+    assert lines[0] == "Starting 1 server and 1 worker."
+    assert "0 s so far: waiting for the first worker, which is still loading them." in lines
 
 
 def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has() -> None:
@@ -88,6 +88,6 @@ def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has() -> No
 
     assert result.exit_code != 0
     assert "one of adagrad, sgd, momentum" in str(result.exception)
-    script = command.worker_script().read_text(encoding="utf-8")
+    script = command.WORKER.read_text(encoding="utf-8")
     offered = re.findall(r'^    "(\w+)": \(torch\.optim', script, re.MULTILINE)
     assert tuple(offered) == command.OPTIMIZERS

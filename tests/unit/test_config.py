@@ -186,7 +186,6 @@ def test_a_bad_value_is_refused_in_one_sentence_that_names_its_origin():
 
 def test_a_bad_file_is_refused_with_its_name(toml):
     for text, words in [
-        ("prot = 1", ["prot", "did you mean port?"]),
         ("zzz = 1", ["zzz", "the settings are host, port"]),
         ("port = true", ["port in ", "True", "whole number"]),
         ("port = 'a", ["no valid TOML"]),
@@ -234,15 +233,11 @@ def test_every_variable_of_a_worker_is_known():
     assert of_pyps - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)
 
 
-def test_an_unknown_variable_is_told_with_the_nearest_known_one():
-    for name, hint in [
-        ("PYPS_STALENES", "did you mean PYPS_STALENESS?"),
-        ("PYPS_WORKER_IDX", "did you mean PYPS_WORKER_ID?"),
-        ("PYPS_XYZZY", "`pyps serve --help` lists the variables"),
-    ]:
-        warnings: list[str] = []
-        assert made({}, {name: "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
-        assert warnings == [f"{name} in the environment is no setting and is ignored; {hint}"]
+def test_an_unknown_variable_is_logged():
+    warnings: list[str] = []
+    assert made({}, {"PYPS_STALENES": "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
+    [line] = warnings
+    assert line.startswith("PYPS_STALENES in the environment is no setting and is ignored")
 
 
 def test_behaviour_is_made_of_all_its_settings():

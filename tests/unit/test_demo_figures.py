@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pyps.cli.demonstration import Answers, Images, by_worker, worker_script
+from pyps.cli.demo import example
 from pyps.cli.status import merged
 from pyps_wire import inspector_pb2 as pb
 
 
 def test_loss_and_accuracy_are_those_of_the_scripts_images() -> None:
-    script: Any = SimpleNamespace(**runpy.run_path(str(worker_script())))
+    script: Any = SimpleNamespace(**runpy.run_path(str(example.WORKER)))
     torch.manual_seed(1)
     network = script.network()
     parameters = {name: values.detach().numpy() * 5 for name, values in network.named_parameters()}
     network.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
     images, labels = script.digits()[0].tensors
 
-    loss, accuracy = Images().score(parameters)
+    loss, accuracy = example.Images().score(parameters)
 
     with torch.no_grad():
         assert loss == pytest.approx(functional.cross_entropy(network(images), labels).item(), rel=1e-5)
@@ -43,7 +43,7 @@ def test_a_worker_of_two_servers_is_listed_once_with_means_over_both() -> None:
     second = worker("b", pushes_applied=3, staleness_mean=3.0, staleness_max=7, step_lost=0.4)
     statuses = [pb.Status(num_shards=3), pb.Status(num_shards=1)]
 
-    answers = Answers(statuses, by_worker([listing(first, worker("a")), listing(second)]))
+    answers = example.Answers(statuses, example.by_worker([listing(first, worker("a")), listing(second)]))
 
     assert list(answers.workers) == ["a", "b"]
     known = answers.workers["b"]
@@ -53,7 +53,7 @@ def test_a_worker_of_two_servers_is_listed_once_with_means_over_both() -> None:
 
 
 def test_workers_that_joined_before_there_are_shards_have_pushed_nothing() -> None:
-    answers = Answers([pb.Status()], by_worker([listing(worker("a"))]))
+    answers = example.Answers([pb.Status()], example.by_worker([listing(worker("a"))]))
 
     known = answers.workers["a"]
     assert (answers.pushes(known), merged([one.tally for one in known])) == (0.0, pb.Tally())

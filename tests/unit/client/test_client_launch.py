@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import pyps_client
-from pyps.config import OTHER_VARIABLES, ServerConfig, variable_name
 from pyps.service import server
 from pyps_client import launch
 from pyps_client.launch import Launch, parse_servers
@@ -120,29 +118,6 @@ def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog: pytest
         assert Launch.from_environment(environment=environment | {"TORCHELASTIC_RUN_ID": "none"}).run_id == ""
     assert "give torchrun --rdzv-id NAME, or set PYPS_RUN_ID" in caplog.text
     assert len(caplog.messages) == 1
-
-
-def test_a_variable_that_is_nearly_one_of_ours_is_told_once_and_one_of_servers_is_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    slips = {
-        "PYPS_TRANSPROT": "PYPS_TRANSPORT",
-        "PYPS_TOKENFILE": "PYPS_TOKEN_FILE",
-        "PYPS_LOSS_WAIT_SECOND": "PYPS_LOSS_WAIT_SECONDS",
-        "PYPS_SERVER": "PYPS_SERVERS",
-    }
-    of_servers = dict.fromkeys([variable_name(field.name) for field in fields(ServerConfig)], "x")
-    own = dict.fromkeys(["PYPS_MY_DATA", "PYPS_SERVERS_PORT", "PYPS_SERVICE_HOST", *OTHER_VARIABLES], "x")
-    launch._tell_of_slip.cache_clear()
-    for _ in range(2):
-        launch.warn_of_slips(of_servers | own | dict.fromkeys(slips, "x"))
-    assert caplog.messages == [
-        f"{slip} in the environment is read by nobody: did you mean {meant}?" for slip, meant in slips.items()
-    ]
-    launch._tell_of_slip.cache_clear()
-    with pytest.raises(BadRequest, match="No servers were named"):
-        Launch.from_environment(environment={"PYPS_SERVER": "a:1"})
-    assert "did you mean PYPS_SERVERS?" in caplog.messages[-1]
 
 
 def test_the_token_is_not_printed_nor_is_the_key() -> None:
