@@ -407,18 +407,20 @@ class Memory(_message.Message):
     def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., first_parameters_bytes: _Optional[int] = ..., ledger_bytes: _Optional[int] = ..., serialized_bytes: _Optional[int] = ..., late_messages: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("protocol", "staleness", "learning_rate", "schedule", "expected_workers")
+    __slots__ = ("protocol", "staleness", "learning_rate", "schedule", "expected_workers", "validate_only")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     protocol: str
     staleness: str
     learning_rate: float
     schedule: str
     expected_workers: int
-    def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., learning_rate: _Optional[float] = ..., schedule: _Optional[str] = ..., expected_workers: _Optional[int] = ...) -> None: ...
+    validate_only: bool
+    def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., learning_rate: _Optional[float] = ..., schedule: _Optional[str] = ..., expected_workers: _Optional[int] = ..., validate_only: bool = ...) -> None: ...
 
 class ConfigureReply(_message.Message):
     __slots__ = ("protocol", "staleness", "schedule", "learning_rates", "gradients_settled", "updates_made", "warnings")
@@ -439,8 +441,10 @@ class ConfigureReply(_message.Message):
     def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., gradients_settled: _Optional[int] = ..., updates_made: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("validate_only",)
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    validate_only: bool
+    def __init__(self, validate_only: bool = ...) -> None: ...
 
 class SaveCheckpointReply(_message.Message):
     __slots__ = ("path", "bytes", "seconds")
@@ -453,18 +457,22 @@ class SaveCheckpointReply(_message.Message):
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "validate_only")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    validate_only: bool
+    def __init__(self, run_id: _Optional[str] = ..., validate_only: bool = ...) -> None: ...
 
 class ResetReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StopRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("validate_only",)
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    validate_only: bool
+    def __init__(self, validate_only: bool = ...) -> None: ...
 
 class StopReply(_message.Message):
     __slots__ = ()

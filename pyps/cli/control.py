@@ -183,25 +183,58 @@ def inherited_token() -> str:
     return read_token(Path(file) if file else None)
 
 
-def call_each(
+def call_each(servers: str, token_file: Path | None, method: str, request: Any) -> list[tuple[str, Any]]:
+    """Make the same call on every server; print each refusal, and exit with 1 if there was one."""
+    token = read_token(token_file)
+    replies, refusals = call_all(control_addresses(servers), token, method, request)
+    for refusal in refusals:
+        typer.echo(f"pyps: {refusal}", err=True)
+    if refusals:
+        raise typer.Exit(1)
+    return replies
+
+
+def change_each(
     servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[tuple[str, Any]]:
-    """Makes the same call on every server; tells of each that refuses, and exits with 1 if any did."""
-    token, failed = read_token(token_file), False
+    """Make a change on every server once all would accept it; print each refusal, and exit with 1 if there was one."""
+    addresses, token = control_addresses(servers), read_token(token_file)
+    replies, refusals = change_all(addresses, token, method, request, timeout_seconds=timeout_seconds)
+    for refusal in refusals:
+        typer.echo(f"pyps: {refusal}", err=True)
+    if refusals:
+        done = f"was done on {', '.join(address for address, _ in replies)} only" if replies else "was done nowhere"
+        fail(f"{method} {done}")
+    return replies
+
+
+def change_all(
+    addresses: Sequence[str], token: str, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
+) -> tuple[list[tuple[str, Any]], list[PypsError]]:
+    """Make a change on every server, unless one refuses to validate it; return replies and refusals."""
+    check = type(request)()
+    check.CopyFrom(request)
+    check.validate_only = True
+    _, refusals = call_all(addresses, token, method, check)
+    if refusals:
+        return [], refusals
+    return call_all(addresses, token, method, request, timeout_seconds=timeout_seconds)
+
+
+def call_all(
+    addresses: Sequence[str], token: str, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
+) -> tuple[list[tuple[str, Any]], list[PypsError]]:
+    """Make the same call on every server; return the replies by control address, and the refusals."""
     replies: list[tuple[str, Any]] = []
-    for address in control_addresses(servers):
+    refusals: list[PypsError] = []
+    for address in addresses:
         with Control(address, token=token) as control:
             try:
                 reply = control.call(method, request, timeout_seconds=timeout_seconds)
                 replies.append((control.address, reply))
             except PypsError as error:
-                typer.echo(f"pyps: {error}", err=True)
-                failed = True
-    if failed:
-        if replies and not method.startswith("Get"):
-            typer.echo(f"{method} was done on {', '.join(address for address, _ in replies)}.", err=True)
-        raise typer.Exit(1)
-    return replies
+                refusals.append(error)
+    return replies, refusals
 
 
 def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_seconds: float) -> Observer:
@@ -264,7 +297,7 @@ def configure(
     if not partial:
         require_all(servers, token_file)
     expecting = "" if expected_workers is None else f", {expected_workers or 'no'} workers expected"
-    for address, reply in call_each(servers, token_file, "Configure", request):
+    for address, reply in change_each(servers, token_file, "Configure", request):
         typer.echo(f"{address}: {in_force(reply)}{expecting}{settled(reply)}.")
         for warning in reply.warnings:
             typer.echo(f"{address} warns: {warning}")
@@ -315,7 +348,7 @@ def save(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = No
     Works on the servers' own machine, or with an operator's token.
     """
     request = pb.SaveCheckpointRequest()
-    replies = call_each(servers, token_file, "SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
+    replies = change_each(servers, token_file, "SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
     for address, reply in replies:
         typer.echo(f"{address} wrote {reply.path}: {reply.bytes:,} bytes in {reply.seconds:.2f} s.")
 
@@ -325,7 +358,7 @@ def stop(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = No
 
     Works on the servers' own machine, or with an operator's token.
     """
-    for address, _ in call_each(servers, token_file, "Stop", pb.StopRequest()):
+    for address, _ in change_each(servers, token_file, "Stop", pb.StopRequest()):
         typer.echo(f"{address} has finished its run.")
 
 
@@ -340,7 +373,7 @@ def reset(
     The run must be named, so that nothing is forgotten by accident. Works on the servers' own machine, or with an
     operator's token.
     """
-    for address, _ in call_each(servers, token_file, "Reset", pb.ResetRequest(run_id=run_id)):
+    for address, _ in change_each(servers, token_file, "Reset", pb.ResetRequest(run_id=run_id)):
         typer.echo(f"{address} has forgotten run {run_id!r} and is empty.")
 
 

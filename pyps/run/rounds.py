@@ -372,6 +372,7 @@ class RoundController:
         learning_rate: float | None = None,
         schedule: str = "",
         num_servers: int,
+        validate_only: bool = False,
     ) -> Settled:
         """Changes what is named, on all shards; everything is checked before anything changes.
 
@@ -390,6 +391,8 @@ class RoundController:
                 if self._bounds is not None:
                     self._bounds.require_rate(learning_rate)
                 self._require_unowned("before the server's is changed")
+            if validate_only:
+                return Settled(0, 0)
             settled = self._adopt(behaviour, learning_rate=learning_rate)
         rate = "" if learning_rate is None else f"{learning_rate:g}"
         self._events.add(

@@ -337,7 +337,13 @@ class Run:
         return self.rounds.may_proceed(worker_id, clock=clock, wake=wake)
 
     def configure(
-        self, *, protocol: str = "", staleness: str = "", learning_rate: float | None = None, schedule: str = ""
+        self,
+        *,
+        protocol: str = "",
+        staleness: str = "",
+        learning_rate: float | None = None,
+        schedule: str = "",
+        validate_only: bool = False,
     ) -> Settled:
         """Changes what is named, on all shards, while the run goes on; see `RoundController.configure`."""
         content = self._require_content()
@@ -347,6 +353,7 @@ class Run:
             learning_rate=learning_rate,
             schedule=schedule,
             num_servers=content.partition.num_servers,
+            validate_only=validate_only,
         )
         # Whoever waits may wait for something that no longer comes.
         self.waits.wake_all()
@@ -402,7 +409,7 @@ class Run:
             self._draining = True
         self.waits.wake_all()
 
-    def reset(self, run_id: str) -> None:
+    def reset(self, run_id: str, *, validate_only: bool = False) -> None:
         """Forgets the run that goes by that name: the server is empty afterwards."""
         with self._lock:
             content = self._content
@@ -410,6 +417,8 @@ class Run:
                 raise NotInitialized("this server holds no run: there is nothing to reset")
             if run_id != content.run_id:
                 raise RunMismatch(f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset")
+            if validate_only:
+                return
             # Held versions of the forgotten run mean nothing in the next.
             self.epoch += 1
             self._clear()

@@ -196,8 +196,9 @@ class Inspector(InspectorServicer):
                 staleness=request.staleness,
                 learning_rate=learning_rate,
                 schedule=request.schedule,
+                validate_only=request.validate_only,
             )
-        if expects:
+        if expects and not request.validate_only:
             run.rounds.expect(request.expected_workers)
         texts = run.behaviour.texts
         return pb.ConfigureReply(
@@ -217,14 +218,16 @@ class Inspector(InspectorServicer):
             raise NotAllowed("this server has no folder for checkpoints: start it with --checkpoint-dir")
         if self._run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down, which saves: ask again once it is back")
+        if request.validate_only:
+            return pb.SaveCheckpointReply()
         saved = self._checkpoints.save(self._run.snapshot)
         return pb.SaveCheckpointReply(path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)
 
     @_saving
     def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
         """Forgets the run and sets its checkpoints aside."""
-        if self._checkpoints is None:
-            self._run.reset(request.run_id)
+        if self._checkpoints is None or request.validate_only:
+            self._run.reset(request.run_id, validate_only=request.validate_only)
         else:
             self._checkpoints.forget(request.run_id, reset=self._run.reset)
         return pb.ResetReply()
@@ -234,7 +237,8 @@ class Inspector(InspectorServicer):
         """Finishes the run."""
         if self._run.model is None:
             raise NotInitialized("this server holds no run: there is nothing to stop")
-        self._run.finish()
+        if not request.validate_only:
+            self._run.finish()
         return pb.StopReply()
 
 

@@ -300,6 +300,38 @@ def test_set_on_some_of_the_servers_changes_nothing_unless_it_is_meant(start_ser
     assert (untouched, changed) == ("async", "softsync:n=1")
 
 
+def test_a_command_that_one_server_refuses_changes_none(start_server: Start, tmp_path: Path) -> None:
+    servers = [
+        start_server("--checkpoint-dir", str(tmp_path / "first")),
+        start_server("--bounds", "learning_rate_max=0.5"),
+    ]
+    with make_client(addresses(servers), run_id="mine") as client:
+        client.push(gradients_like(small_model(), seed=1))
+
+        def refused(*command: str) -> str:
+            before = (
+                inspect(servers[0].control, "GetStatus"),
+                inspect(servers[0].control, "ListEvents").events[-1].number,
+            )
+            output = shell(*command, "--servers", controls(servers), status=1)
+            after = (
+                inspect(servers[0].control, "GetStatus"),
+                inspect(servers[0].control, "ListEvents").events[-1].number,
+            )
+            assert before[1] == after[1]
+            assert (before[0].state, before[0].learning_rates) == (after[0].state, after[0].learning_rates)
+            assert servers[1].control in output and servers[0].control not in output
+            return output
+
+        assert "above learning_rate_max=0.5" in refused("set", "--learning-rate", "0.75", "--expected-workers", "5")
+        assert "start it with --checkpoint-dir" in refused("save")
+        assert not list((tmp_path / "first").glob("checkpoint-*"))
+        shell("reset", "mine", "--servers", servers[1].control)
+        assert "there is nothing to stop" in refused("stop")
+        assert "there is nothing to reset" in refused("reset", "mine")
+        assert inspect(servers[0].control, "GetStatus").run_id == "mine"
+
+
 def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refused(start_server: Start) -> None:
     server = start_server()
     with WireWorker(server.data) as worker:

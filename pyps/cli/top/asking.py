@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any
 
 from pyps.cli import status
-from pyps.cli.control import Control, in_force, settled
+from pyps.cli.control import Control, change_all, in_force, settled
 from pyps_client.credentials import read_token
 from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
@@ -71,16 +71,16 @@ def ask_on(
 
 
 def configure(addresses: Sequence[str], token_file: Path | None, request: pb.ConfigureRequest) -> str:
-    """Changes every server in turn; what each says, a line each."""
-    lines = []
-    for address in addresses:
-        try:
-            with Control(address_of(address, port=CONTROL_PORT), token=read_token(token_file)) as control:
-                reply = control.call("Configure", request)
-            warnings = "".join(f" It warns: {warning}." for warning in reply.warnings)
-            lines.append(f"{address}: {in_force(reply)}{settled(reply)}.{warnings}")
-        except PypsError as error:
-            lines.append(f"not changed: {error}")
+    """Change every server once all would accept it; return a line for each reply and each refusal."""
+    try:
+        found = [address_of(address, port=CONTROL_PORT) for address in addresses]
+        replies, refusals = change_all(found, read_token(token_file), "Configure", request)
+    except PypsError as error:
+        replies, refusals = [], [error]
+    lines = [f"not changed: {refusal}" for refusal in refusals]
+    for address, reply in replies:
+        warnings = "".join(f" It warns: {warning}." for warning in reply.warnings)
+        lines.append(f"{address}: {in_force(reply)}{settled(reply)}.{warnings}")
     return "\n".join(lines)
 
 
