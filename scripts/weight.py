@@ -1,11 +1,11 @@
-"""How heavy each side is: the calls and files of a server's round and of a worker's step, lines, shape of imports.
+"""Measure the weight of both sides: calls, files and locks of a push with a pull, lines of code, shape of imports.
 
 python scripts/weight.py [--side server|client] [--rounds 200] [--markdown]
 
 A step is that of a RemoteOptimizer over a model of one shard on one server, background threads included; a round is
-what the server does for it: a push, its update by Adagrad and a pull. Both run under `sys.setprofile`, the server in a
-process of its own; what is counted are calls of Python functions of ours, generated code left out. Up to Python 3.11 a
-comprehension is a call, and so is each resume of a generator.
+the server's part of it: a push, its update by Adagrad and a pull. Both run under `sys.setprofile`, the server in a
+process of its own. Counted are calls of our Python functions except generated code. Up to Python 3.11 a comprehension
+is a call, and so is each resume of a generator.
 """
 
 from __future__ import annotations
@@ -26,35 +26,31 @@ from types import FrameType
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-# Each side's package, the folder that it lies in, and what of it runs besides.
+# Each side's package, and the folder that it lies in.
 SIDES = {"server": ("pyps", ROOT), "client": ("pyps_client", ROOT / "client")}
 WIRE = f"{ROOT}/client/pyps_wire/"
-CORE = f"{ROOT}/pyps/core/"
-SHARD = f"{CORE}shard.py"
-SMALL = 70
-TRANSPORTS = {"gRPC": "grpc", "shared memory": "shm"}
-# Longer than what a step leaves to background threads takes.
+TRANSPORTS = {"gRPC": "grpc", "shared memory": "shm", "lane": "tcp"}
+# Longer than background threads need for what a step hands to them.
 BACKGROUND_SECONDS = 0.01
 # Steps before those that are counted.
 WARM_UP = 20
 
 
 class CountedLock:
-    """A lock that knows where it was made, and counts how often it is taken while rounds are counted."""
+    """A lock that counts how often it is acquired, by the place where it was created."""
 
     def __init__(self, lock: Any, site: str, profile: Profile):
         self._lock, self._site, self._profile = lock, site, profile
 
     def acquire(self, *arguments: Any, **named: Any) -> bool:
-        """As of threading.Lock."""
-        taken: bool = self._lock.acquire(*arguments, **named)
-        if taken:
-            self._profile.taken(self._site, 1)
-        return taken
+        """Acquire the lock, as threading.Lock does."""
+        acquired: bool = self._lock.acquire(*arguments, **named)
+        if acquired:
+            self._profile.acquired(self._site)
+        return acquired
 
     def release(self) -> None:
-        """As of threading.Lock."""
-        self._profile.taken(self._site, -1)
+        """Release the lock, as threading.Lock does."""
         self._lock.release()
 
     def __enter__(self) -> bool:
@@ -68,25 +64,23 @@ class CountedLock:
 
 
 class Profile:
-    """What one side calls, and which locks it takes, while this is on."""
+    """Counts the calls of one side, and the locks that it acquires, while `on`."""
 
     def __init__(self, side: str) -> None:
         package, folder = SIDES[side]
         self._ours = (f"{folder}/{package}/", WIRE)
         self.on = False
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.climbs: Counter[str] = Counter()
         self.locks: Counter[str] = Counter()
-        self._held = threading.local()
 
     def watch_locks(self) -> None:
-        """Watches every lock that we make from now on."""
+        """Count the locks that our code creates from now on."""
         threading.Lock = self._maker(threading.Lock)  # type: ignore[assignment]
         threading.RLock = self._maker(threading.RLock)  # type: ignore[assignment]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches this thread, and all that begin meanwhile."""
+        """Profile this thread, and the threads that start in the block."""
         sys.setprofile(self._note)
         threading.setprofile(self._note)
         try:
@@ -96,40 +90,31 @@ class Profile:
             threading.setprofile(None)
 
     def begin(self) -> None:
-        """Counts from nothing on."""
-        for counter in (self.calls, self.climbs, self.locks):
-            counter.clear()
+        """Start counting at 0."""
+        self.calls.clear()
+        self.locks.clear()
         self.on = True
 
-    def taken(self, site: str, change: int) -> None:
-        """Notes that this thread takes a lock or lets it go."""
-        held = self._held.__dict__
-        held[site] = held.get(site, 0) + change
-        if self.on and change > 0:
+    def acquired(self, site: str) -> None:
+        """Count a lock."""
+        if self.on:
             self.locks[site] += 1
 
     def report(self, rounds: int) -> dict[str, Any]:
-        """The figures of so many rounds."""
-        # What comes by the clock, such as a heartbeat, is no part of them.
+        """Return the figures of one of so many rounds."""
+        # Rarer calls, such as heartbeats, are no part of a round.
         often = {place for place, count in self.calls.items() if count >= rounds / 2}
         return {
             "calls": round(sum(self.calls[place] for place in often) / rounds),
             "functions": sorted(f"{Path(file).relative_to(ROOT)}:{function}" for file, function in often),
             "files": sorted({f"{Path(file).relative_to(ROOT)}" for file, _ in often}),
-            "climbs": sorted(edge for edge, count in self.climbs.items() if count >= rounds),
             "locks": {site: round(count / rounds, 1) for site, count in self.locks.items() if count >= rounds},
         }
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or not self.on or not code.co_filename.startswith(self._ours) or "_pb2" in code.co_filename:
-            return
-        self.calls[code.co_filename, code.co_qualname] += 1
-        caller = frame.f_back
-        if caller is not None and caller.f_code.co_filename.startswith(CORE):
-            under_lock = any(n and site.startswith(SHARD) for site, n in self._held.__dict__.items())
-            if under_lock and code.co_filename.startswith(self._ours[0]) and not code.co_filename.startswith(CORE):
-                self.climbs[f"{caller.f_code.co_qualname} -> {code.co_qualname}"] += 1
+        if event == "call" and self.on and code.co_filename.startswith(self._ours) and "_pb2" not in code.co_filename:
+            self.calls[code.co_filename, code.co_qualname] += 1
 
     def _maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
         def made() -> Any:
@@ -144,7 +129,7 @@ class Profile:
 
 
 def serve() -> None:
-    """A server that counts between two lines of stdin and tells what it counted, and ends with its input."""
+    """Run a server that counts between two lines of stdin, prints its report, and ends with its input."""
     profile = Profile("server")
     profile.watch_locks()
     from pyps import _kernels
@@ -181,12 +166,12 @@ class Server:
         self.address = self._line("at ").removeprefix("at ")
 
     def begin(self) -> None:
-        """Counts from here on."""
+        """Start counting."""
         self._say("begin")
         self._line("counting")
 
     def counted(self, rounds: int) -> dict[str, Any]:
-        """What was counted since, for one of so many rounds."""
+        """Stop counting, and return the figures of one of so many rounds."""
         self._say(str(rounds))
         found: dict[str, Any] = json.loads(self._line("{"))
         return found
@@ -201,7 +186,7 @@ class Server:
 
 @contextmanager
 def started() -> Iterator[Server]:
-    """Starts a server."""
+    """Start a server."""
     command = [sys.executable, __file__, "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Server(process)
@@ -210,7 +195,7 @@ def started() -> Iterator[Server]:
 def steps_of(
     server: Server, transport: str, rounds: int, *, overlap: Literal["off", "step"] = "off"
 ) -> dict[str, dict[str, Any]]:
-    """Makes that many steps in this process, and returns what each side counted."""
+    """Make that many steps in this process, and return the report of each side."""
     import torch
 
     from pyps_client import RemoteOptimizer
@@ -239,7 +224,7 @@ def steps_of(
 
 
 def sources(side: str) -> dict[str, Path]:
-    """Returns the modules of a side's package, packages by their own names."""
+    """Return the modules of a side's package by name."""
     package, folder = SIDES[side]
     found = {}
     for path in folder.glob(f"{package}/**/*.py"):
@@ -248,9 +233,9 @@ def sources(side: str) -> dict[str, Path]:
 
 
 def imports(names: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    """Yields who imports whom among these modules, be it for types only or late in a function.
+    """Yield importer and imported among these modules, imports for types and inside functions included.
 
-    Of a package itself only what it loads at once: the rest are names that it hands on when they are asked for.
+    Of a package's __init__ only the imports at its top count: the others load names on request.
     """
     for name, path in names.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -263,7 +248,7 @@ def imports(names: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
                     f"{node.module}.{each}" if f"{node.module}.{each}" in names else f"{node.module}" for each in found
                 ]
             for other in found:
-                # A module brings the packages that it lies in along.
+                # Importing a module imports its packages.
                 parts = other.split(".")
                 packages = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
                 yield from (
@@ -272,7 +257,7 @@ def imports(names: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
-    """Returns the groups of modules that reach one another."""
+    """Return the groups of modules that import one another, directly or not."""
     reached: dict[str, set[str]] = {}
     for start in edges:
         seen: set[str] = set()
@@ -287,13 +272,13 @@ def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
 
 
 def room_of(module: str) -> str:
-    """Returns the package, or the module beside them, that a module belongs to; `python -m pyps` is the commands'."""
+    """Return the top package or module of a module; `__main__` belongs to the commands."""
     _, _, within = module.partition(".")
     return "cli" if within == "__main__" else within.split(".")[0]
 
 
 def floors(edges: Mapping[str, set[str]]) -> int:
-    """Returns how many packages stand on each other at most; those of a circle stand on one floor."""
+    """Return the longest chain of packages that import one another; a circle counts as one package."""
     rooms: dict[str, set[str]] = defaultdict(set)
     for name, others in edges.items():
         for other in others:
@@ -311,68 +296,43 @@ def floors(edges: Mapping[str, set[str]]) -> int:
     return max(height(room) for room in rooms)
 
 
-def circles_in_words(edges: Mapping[str, set[str]]) -> str:
-    """How many circles there are, and of which modules."""
-    found = circles(edges)
-    return f"{len(found)}  {'; '.join(', '.join(sorted(group)) for group in found)}"
-
-
-def calls_in_words(counted: Mapping[str, Any]) -> str:
-    """The calls of a round or step, and where they are."""
-    return f"{counted['calls']}: {len(counted['functions'])} functions in {len(counted['files'])} files"
-
-
 def edges_of(names: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Returns whom each of these modules imports."""
+    """Return the modules that each of these modules imports."""
     edges: dict[str, set[str]] = defaultdict(set)
     for importer, imported in imports(names):
         edges[importer].add(imported)
     return edges
 
 
-def of_server(rounds: int) -> Iterator[tuple[str, str]]:
-    """Yields the server's measures with their values."""
-    with started() as server:
-        for name, transport in TRANSPORTS.items():
-            counted = steps_of(server, transport, rounds)["server"]
-            yield f"calls a round, {name}", calls_in_words(counted)
-            yield f"climbs under a shard's lock, {name}", f"{len(counted['climbs'])}  {', '.join(counted['climbs'])}"
-            places = (f"{Path(site).relative_to(ROOT)} {often:g}" for site, often in sorted(counted["locks"].items()))
-            yield f"kinds of locks taken a round, {name}", f"{len(counted['locks'])}  {', '.join(places)}"
-    names = sources("server")
-    sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in names.values()]
-    yield "lines of pyps/", str(sum(sizes))
-    yield f"files; below {SMALL} lines", f"{len(sizes)}; {sum(size < SMALL for size in sizes)}"
-    edges = edges_of(names)
-    yield "import circles", circles_in_words(edges)
-    yield "floors of pyps/", str(floors(edges))
+def lines_of(pattern: str) -> int:
+    """Return the lines of the Python files of a pattern, generated code left out."""
+    files = [path for path in ROOT.glob(pattern) if "_pb2" not in path.name]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
 
 
-def of_client(rounds: int) -> Iterator[tuple[str, str]]:
-    """Yields the client's measures with their values."""
+def measures(side: str, rounds: int) -> Iterator[tuple[str, str]]:
+    """Yield the measures of a side with their values."""
+    unit = {"server": "round", "client": "step"}[side]
     with started() as server:
         for name, transport in TRANSPORTS.items():
-            yield f"calls a step, {name}", calls_in_words(steps_of(server, transport, rounds)["client"])
-            counted = steps_of(server, transport, rounds, overlap="step")["client"]
-            yield f"calls a step, {name}, overlap", calls_in_words(counted)
-    names = sources("client")
-    texts = [path.read_text(encoding="utf-8") for path in names.values()]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    lines = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in found]
-    yield "lines of pyps_client/; of imports", f"{sum(len(text.splitlines()) for text in texts)}; {sum(lines)}"
-    edges = edges_of(names)
-    importers = Counter(imported for others in edges.values() for imported in others)
-    lonely = sorted(name for name, often in importers.items() if often == 1 and names[name].name != "__init__.py")
-    yield "files; with one importer", f"{len(names)}; {len(lonely)}  {', '.join(lonely)}"
-    views = sorted(
-        node.name
-        for node in nodes
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).partition("[")[0] == "Protocol" for base in node.bases)
-    )
-    yield "Protocol classes", f"{len(views)}  {', '.join(views)}"
-    yield "import circles", circles_in_words(edges)
+            counted = steps_of(server, transport, rounds)[side]
+            places = f"{len(counted['functions'])} functions in {len(counted['files'])} files"
+            yield f"calls a {unit}, {name}", f"{counted['calls']}: {places}"
+            if side == "client":
+                calls = steps_of(server, transport, rounds, overlap="step")[side]["calls"]
+                yield f"calls a {unit}, {name}, overlap", f"{calls}"
+                continue
+            sites = (f"{Path(site).relative_to(ROOT)} {often:g}" for site, often in sorted(counted["locks"].items()))
+            yield f"locks taken a {unit}, {name}", f"{len(counted['locks'])}: {', '.join(sites)}"
+    edges = edges_of(sources(side))
+    found = circles(edges)
+    yield "import circles", f"{len(found)}  {'; '.join(', '.join(sorted(group)) for group in found)}"
+    yield "floors of imports", str(floors(edges))
+    if side == "server":
+        yield "lines of pyps", str(lines_of("pyps/**/*.py"))
+        yield "lines of tests", str(lines_of("tests/**/*.py"))
+    else:
+        yield "lines of pyps_client and pyps_wire by hand", str(lines_of("client/*/**/*.py"))
 
 
 def main() -> None:
@@ -385,10 +345,9 @@ def main() -> None:
     if options.serve:
         serve()
         return
-    for side, measures in (("server", of_server), ("client", of_client)):
-        if options.side in (None, side):
-            for measure, value in measures(options.rounds):
-                print(f"| {measure} | {value} |" if options.markdown else f"{measure:40} {value}")
+    for side in [options.side] if options.side else SIDES:
+        for measure, value in measures(side, options.rounds):
+            print(f"| {measure} | {value} |" if options.markdown else f"{measure:42} {value}")
 
 
 if __name__ == "__main__":
