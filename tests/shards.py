@@ -335,7 +335,7 @@ class RunDriver:
 
     def push(self, name: str, value: float = 1.0, base_version: int = 0, shard_id: int = 0, **fields: Any) -> Receipt:
         self._sequences[name] += 1
-        payload = np.full(self.run.shards[shard_id].length, value, np.float32).tobytes()
+        payload = np.full(self.run.content.shards[shard_id].length, value, np.float32).tobytes()
         fields = {"example_count": 1, **fields}
         gradient = Gradient(name, 1, self._sequences[name], base_version, 0, FLOAT32, payload, **fields)
         return self.run.push(PushPlan(shard_id, gradient), run_id="r").receipt
@@ -352,7 +352,7 @@ class RunDriver:
             self.run.tick()
 
     def versions(self) -> list[int]:
-        return [shard.version for shard in self.run.shards.values()]
+        return [shard.version for shard in self.run.content.shards.values()]
 
     def events(self, kind: str) -> list[str]:
         """What people are told of such events."""

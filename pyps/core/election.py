@@ -48,9 +48,9 @@ class Election:
         self._term: Term | None = None
         # The newest run and term that another server than the first has heard of.
         self._newest = ("", 0)
-        # The run that is there; None before. Its founder is None where a checkpoint is.
+        # The run that is there; None before. Its initializer is None where a checkpoint is.
         self._run_id: str | None = None
-        self._founder: Claim | None = None
+        self._initializer: Claim | None = None
 
     @property
     def busy(self) -> bool:
@@ -90,7 +90,7 @@ class Election:
         """
         if self.is_done(claim):
             return False
-        untouched = version == 0 and self._founder is not None and claim.server_index > 0
+        untouched = version == 0 and self._initializer is not None and claim.server_index > 0
         if self._run_id is not None and (not untouched or (claim.run_id != self._run_id and workers_alive)):
             raise RunMismatch(
                 f"this server holds {holding} and cannot be initialised again: join it by name "
@@ -101,7 +101,7 @@ class Election:
 
     def is_done(self, claim: Claim) -> bool:
         """Whether this very initialisation has made the run; refuses a second one of the same run."""
-        if self._run_id is None or claim == self._founder:
+        if self._run_id is None or claim == self._initializer:
             return self._run_id is not None
         if claim.run_id == self._run_id and claim.server_index == 0:
             raise Superseded(f"another worker has initialised run {self._run_id!r}: say Hello again")
@@ -127,6 +127,6 @@ class Election:
         if self._term is not None:
             self._term = self._term._replace(expires_at=self._term.expires_at + seconds)
 
-    def done(self, run_id: str, founder: Claim | None) -> None:
+    def done(self, run_id: str, initializer: Claim | None) -> None:
         """Ends the election: the run is there."""
-        self._run_id, self._founder = run_id, founder
+        self._run_id, self._initializer = run_id, initializer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -17,41 +17,44 @@ from pyps.core.store import Store
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run_header import RunHeader
 from pyps_wire.errors import BadRequest
-from pyps_wire.partition import Partition
+from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
     from pyps.config import StopCondition
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Content:
-    """A run's plan, settings and shards on this server; replaced as a whole, never changed."""
+    """What a server holds of a run, replaced as a whole and never changed. This class itself: no run yet."""
 
+    # The run held, or the one that the server was started for; empty when nobody named one yet.
     run_id: str
-    partition: Partition
-    server_index: int
-    settings: RuleSettings
-    shards: Mapping[int, Store]
+    # The life of the run that versions belong to: it grows with each restore and reset.
+    epoch: int
+    # The rule in force with its settings, or what the server was started with; None when nobody said yet.
+    settings: RuleSettings | None
+    # This server's place among the run's servers.
+    server_index: int = 0
+    # The plan of the whole model.
+    partition: Partition | None = None
+    # This server's, by id.
+    shards: Mapping[int, Store] = field(default_factory=dict)
+    # What a coordinator keeps on each shard.
+    machine: VectorMachine | None = None
     # Held for all shards of a push or a pull, where the protocol wants one mutex for the model.
-    mutex: Lock
-    # What a coordinator keeps beside them.
-    machine: VectorMachine
-    # Who initialised it; None for a restored run.
-    founder: Claim | None
-    ready_at: float
+    mutex: Lock = field(default_factory=Lock)
+    # When the run was initialised or restored, in the run's clock.
+    ready_at: float | None = None
 
-    @cached_property
-    def parts(self) -> Mapping[int, int]:
-        """The part of the model that each shard belongs to."""
-        return {shard_id: self.partition.part_of(shard_id) for shard_id in self.shards}
+    @property
+    def model(self) -> Model | None:
+        """The whole model."""
+        return self.partition.model if self.partition else None
 
-    def roster_of(self, shard_id: int, roster: Roster) -> Roster:
-        """Those of a run's roster that hold a shard's part of the model."""
-        return roster.of_part(self.parts[shard_id])
-
-    def rosters(self, roster: Roster) -> list[Roster]:
-        """The rosters that this server's shards go by, each once."""
-        return [roster.of_part(part) for part in sorted(set(self.parts.values()))] or [roster]
+    @property
+    def num_servers(self) -> int:
+        """The servers of the run; 0 before there is one."""
+        return self.partition.num_servers if self.partition else 0
 
     @property
     def version_max(self) -> int:
@@ -59,12 +62,47 @@ class Content:
         return max((shard.version for shard in self.shards.values()), default=0)
 
     @property
-    def first(self) -> Store:
-        """The shard with the lowest number, whose counts stand for the run's."""
-        return self.shards[min(self.shards)]
+    def durable_version(self) -> int:
+        """The newest version that checkpoints hold of every shard here; 0 for none."""
+        return min((shard.durable_version for shard in self.shards.values()), default=0)
+
+    @property
+    def first(self) -> Store | None:
+        """The shard with the lowest number, whose counts stand for the run's; None where there is no shard."""
+        return self.shards[min(self.shards)] if self.shards else None
+
+    @property
+    def examples(self) -> int:
+        """Examples behind the updates made, counted on the first shard."""
+        return self.first.examples if self.first is not None else 0
+
+    @cached_property
+    def parts(self) -> Mapping[int, int]:
+        """The part of the model that each shard belongs to."""
+        return {shard_id: self.partition.part_of(shard_id) for shard_id in self.shards} if self.partition else {}
+
+    def rosters(self, roster: Roster) -> list[Roster]:
+        """Return the rosters of the parts that this server's shards belong to, each once."""
+        return [roster.of_part(part) for part in sorted(set(self.parts.values()))] or [roster]
+
+    def roster_of(self, shard_id: int, roster: Roster) -> Roster:
+        """Return the workers of a run's roster that hold a shard's part of the model."""
+        return roster.of_part(self.parts[shard_id])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyContent(Content):
+    """A run's plan, settings and shards on this server."""
+
+    partition: Partition
+    settings: RuleSettings
+    machine: VectorMachine
+    ready_at: float
+    # Who initialised it; None for a restored run.
+    initializer: Claim | None
 
     def shard(self, shard_id: int) -> Store:
-        """The shard of that number; BadRequest when it is not on this server."""
+        """Return the shard of that number; BadRequest when it is not on this server."""
         shard = self.shards.get(shard_id)
         if shard is None:
             raise BadRequest(
@@ -73,11 +111,11 @@ class Content:
             )
         return shard
 
-    def header(self, *, epoch: int, behaviour: Behaviour, told: Behaviour) -> RunHeader:
-        """What the run is, apart from its shards; `told` is the behaviour that the server was started with."""
+    def header(self, *, behaviour: Behaviour, told: Behaviour) -> RunHeader:
+        """Return what the run is, apart from its shards; the server was started with the behaviour `told`."""
         return RunHeader(
             run_id=self.run_id,
-            epoch=epoch,
+            epoch=self.epoch,
             server_index=self.server_index,
             num_servers=self.partition.num_servers,
             model=self.partition.model,

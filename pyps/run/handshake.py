@@ -20,7 +20,7 @@ from pyps_wire.partition import Model, Partition, first_difference, partition
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
-    from pyps.run.content import Content
+    from pyps.run.content import ReadyContent
     from pyps.run_header import RunHeader
 
 
@@ -287,7 +287,7 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
 def check_initialization(
     caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None, protocol: Aggregation
 ) -> tuple[Partition, RuleSettings]:
-    """The plan and settings of the run that the caller would found; refuses what the server could not hold."""
+    """The plan and settings of the run that the caller would initialise; refuses what the server could not hold."""
     check_run_told(caller.run_id, told=config.run_id)
     assert caller.model is not None
     check_model_size(caller.model, parameters_max=config.max_model_parameters)
@@ -301,7 +301,7 @@ def check_initialization(
     return partition(caller.model, num_servers=caller.num_servers), settings
 
 
-def check_joining(greeting: Greeting, content: Content, *, holding: Holding, waited: bool) -> None:
+def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding, waited: bool) -> None:
     """Refuses whoever does not fit the run that is there; `waited` callers belong to it, whoever named it."""
     asked = content.run_id if waited and not greeting.run_id else greeting.run_id
     check_run(asked, holding, observer=greeting.observer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from pyps.core import rules
@@ -22,7 +21,7 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.core.store import PendingBudget, ShardState
 from pyps.core.vectors.machine import VectorMachine
-from pyps.run.content import Content, listed
+from pyps.run.content import ReadyContent, listed
 from pyps.run.handshake import Opening
 from pyps.run_header import RestoredRun
 from pyps_wire.codecs import Codec
@@ -152,7 +151,7 @@ class ContentFactory:
         lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
         return cls(behaviour, recorder, pending, epoch, lives_max, vector_bytes_max=config.max_vector_bytes)
 
-    def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> Content:
+    def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> ReadyContent:
         """The content that the first parameters make, those of an initialisation that is complete."""
         opening = initialization.opening
         states = {
@@ -165,16 +164,18 @@ class ContentFactory:
             opening.server_index,
             initialization.settings,
             states,
-            founder=opening.claim,
+            initializer=opening.claim,
             now=now,
         )
 
-    def restored(self, restored: RestoredRun, *, now: float) -> Content:
+    def restored(self, restored: RestoredRun, *, now: float) -> ReadyContent:
         """The content that a checkpoint holds, whose arrays are the run's from now on."""
         header = restored.header
         plan = partition(header.model, num_servers=header.num_servers)
         states = dict(restored.shards)
-        content = self._make(header.run_id, plan, header.server_index, header.optimizer, states, founder=None, now=now)
+        content = self._make(
+            header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now
+        )
         if restored.machine is not None:
             content.machine.restore(restored.machine)
         return content
@@ -187,16 +188,26 @@ class ContentFactory:
         settings: RuleSettings,
         states: dict[int, ShardState],
         *,
-        founder: Claim | None,
+        initializer: Claim | None,
         now: float,
-    ) -> Content:
+    ) -> ReadyContent:
         shards = {}
         for shard_range in plan.of_server(server_index):
             state = states.pop(shard_range.shard_id)
             hyperparameters = settings.groups[shard_range.group]
             shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
         machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
-        return Content(run_id, plan, server_index, settings, shards, Lock(), machine, founder, now)
+        return ReadyContent(
+            run_id=run_id,
+            epoch=self.epoch,
+            settings=settings,
+            server_index=server_index,
+            partition=plan,
+            shards=shards,
+            machine=machine,
+            ready_at=now,
+            initializer=initializer,
+        )
 
     def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
         return Shard(

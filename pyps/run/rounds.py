@@ -34,7 +34,7 @@ from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.store import PendingBudget, Pushed, Store
 from pyps.core.update import Update
-from pyps.run.content import Content
+from pyps.run.content import ReadyContent
 from pyps.run.observers import Events
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
@@ -93,16 +93,16 @@ class RoundController:
         self._lock = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
         self.behaviour = config.behaviour
-        self._content: Content | None = None
+        self._content: ReadyContent | None = None
         # The workers with whom rounds were looked at last.
         self._roster = Roster()
         self._told: tuple[str, ...] = ()
 
-    def begin(self, content: Content) -> None:
+    def begin(self, content: ReadyContent) -> None:
         """Takes the shards in, which serve from now on."""
         with self._lock:
             self._content = content
-            if content.founder is None and not self._membership.expected_workers:
+            if content.initializer is None and not self._membership.expected_workers:
                 # Whoever pushed to a round before the server ended is likely to come back.
                 former: dict[int, set[str]] = {}
                 for shard_id, shard in content.shards.items():
@@ -124,12 +124,24 @@ class RoundController:
 
     def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
         # A server of a small model may hold none of its shards.
-        shard = self._content.first if self._content is not None and self._content.shards else None
+        shard = self._content.first if self._content is not None else None
         return self._caveats.sentences(self.behaviour, shard, num_workers=num_workers)
+
+    @property
+    def batch_size(self) -> int:
+        """The minibatch that the schedule wants of workers now; 0 where it has none or the run has not begun."""
+        shard, growth = self._content.first if self._content is not None else None, self.behaviour.batch_growth
+        return growth.size(shard.examples) if shard is not None and growth else 0
+
+    def roster_of(self, shard_id: int) -> Roster:
+        """The workers that are active at a shard: those, or processes of replicas, that hold its part."""
+        # A call that waits may name a shard of a run that was reset.
+        parts = self._content.parts if self._content is not None else {}
+        return self._membership.roster.of_part(parts.get(shard_id, 0))
 
     # Pushes.
 
-    def push(self, content: Content, plan: PushPlan, *, finding: Finding | None = None) -> Pushed:
+    def push(self, content: ReadyContent, plan: PushPlan, *, finding: Finding | None = None) -> Pushed:
         """Handles one pushed shard; see `Shard.push`."""
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
@@ -159,7 +171,7 @@ class RoundController:
         return pushed
 
     def _push(
-        self, content: Content, shard: Store, plan: PushPlan, gradient: Gradient, finding: Finding, *, began: float
+        self, content: ReadyContent, shard: Store, plan: PushPlan, gradient: Gradient, finding: Finding, *, began: float
     ) -> tuple[Roster, Pushed]:
         roster = self._hear(gradient, plan.secret, now=began)
         pushed = shard.push(
@@ -173,7 +185,7 @@ class RoundController:
         return roster, pushed
 
     def push_whole(
-        self, content: Content, plans: Sequence[PushPlan], *, finding: Finding | None = None
+        self, content: ReadyContent, plans: Sequence[PushPlan], *, finding: Finding | None = None
     ) -> list[Pushed]:
         """Handles the parts of a push as one, under the model's mutex; returns the result of each, in order.
 
@@ -239,7 +251,7 @@ class RoundController:
         return roster
 
     def _answered(
-        self, content: Content, shard: Store, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
+        self, content: ReadyContent, shard: Store, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
     ) -> None:
         gradient, (receipt, version, update), now = plan.gradient, pushed, self._clock()
         self._statistics.pushed(
@@ -347,7 +359,7 @@ class RoundController:
         content = self._content
         if content is None:
             return
-        if content.founder is None:
+        if content.initializer is None:
             missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
             self.carry_out(self._registry.look_at_restored(missing=missing, ready_at=content.ready_at, now=now))
         self._look_for_stalls(now)
@@ -473,7 +485,7 @@ class RoundController:
             self._renew_pacer(content)
         return Settled(gradients if new_protocol else 0, updates)
 
-    def _complete(self, content: Content, shard: Store, roster: Roster) -> int:
+    def _complete(self, content: ReadyContent, shard: Store, roster: Roster) -> int:
         updates = shard.complete(content.roster_of(shard.shard_id, roster))
         self._updated(shard, updates)
         return len(updates)
@@ -489,7 +501,7 @@ class RoundController:
         if self.on_update is not None:
             self.on_update(shard)
 
-    def _renew_pacer(self, content: Content) -> None:
+    def _renew_pacer(self, content: ReadyContent) -> None:
         pacer = None
         # Nothing crosses between servers: the first alone grants steps.
         if content.server_index == 0:

@@ -18,13 +18,10 @@ from pyps.core.member import WorkerInfo
 from pyps.core.membership import Membership
 from pyps.core.plan import PushPlan
 from pyps.core.registry import WorkerRegistry
-from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.staleness import StalenessPolicy
 from pyps.core.store import Pushed, Store
-from pyps.core.vectors.machine import VectorMachine
 from pyps.run import handshake
-from pyps.run.content import Content, Ending, RunRecorder
+from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
 from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, Welcome, is_measurement
 from pyps.run.initialization import ContentFactory, Initialization
 from pyps.run.observers import Events, Waits
@@ -33,7 +30,6 @@ from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
 from pyps.work import WorkQueue
 from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
-from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -69,21 +65,18 @@ class Run:
         # Held while one content is made the run's; taken before _lock.
         self._initializing = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
-        self.epoch = 0
         self._draining = False
-        self._clear()
+        self._clear(epoch=0)
 
-    def _clear(self) -> None:
+    def _clear(self, *, epoch: int) -> None:
         config = self.config
         self.statistics = Statistics()
-        self._registry = WorkerRegistry(
-            Membership(
-                lease_seconds=config.lease_seconds,
-                workers_max=config.max_workers,
-                expected_workers=config.expected_workers,
-            ),
-            stall_seconds=config.stall_seconds,
+        self.membership = Membership(
+            lease_seconds=config.lease_seconds,
+            workers_max=config.max_workers,
+            expected_workers=config.expected_workers,
         )
+        self._registry = WorkerRegistry(self.membership, stall_seconds=config.stall_seconds)
         self.rounds = RoundController(
             config,
             registry=self._registry,
@@ -101,9 +94,9 @@ class Run:
         self.incoming: Initialization | None = None
         self.work = WorkQueue(
             stall_seconds=config.stall_seconds,
-            batch_size_of=self.batch_size_in,
-            accumulate=lambda: self.aggregation.accumulate,
-            epochs_ahead=self.epochs_ahead,
+            batch_size_of=self._batch_size_in,
+            accumulate=lambda: self._aggregation.accumulate,
+            epochs_ahead=self._epochs_ahead,
             tell=self.events.add,
             # A checkpoint may not know of leases that were given out before the server ended.
             first_lease=time.time_ns() // 1_000,
@@ -112,28 +105,29 @@ class Run:
         self._ending = Ending(config.stop_condition, on_end=self._ended)
         if config.stop_condition is not None:
             self.rounds.on_update = partial(self._look_for_the_end, self._ending)
-        self._content: Content | None = None
+        self.content = Content(run_id=config.run_id, epoch=epoch, settings=self.told)
 
     # How workers come and go.
 
     def hello(self, greeting: Greeting) -> Welcome:
         """Takes a caller in, or refuses it with the reason; elects it where somebody has to initialise."""
         handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
-        if self._content is None and not greeting.observer:
+        if not self.is_ready and not greeting.observer:
             # Not under the lock: to cut a large model takes long. Who finds a run there after all is compared with it.
-            handshake.check_initialization(greeting, config=self.config, told=self.told, protocol=self.aggregation)
+            handshake.check_initialization(greeting, config=self.config, told=self.told, protocol=self._aggregation)
         now = self.clock()
         with self._lock:
             self._refuse_when_draining()
-            if self._content is not None:
+            content = self.content
+            if isinstance(content, ReadyContent):
                 # Who came while the server was empty waited for the first parameters: it is of this run.
                 waited = self._registry.is_member(greeting.worker_id, greeting.incarnation)
-                handshake.check_joining(greeting, self._content, holding=self.holding(), waited=waited)
+                handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
             if greeting.observer:
                 return Welcome()
-            greeting = handshake.with_parts(greeting, self.model, protocol=self.aggregation)
+            greeting = handshake.with_parts(greeting, content.model, protocol=self._aggregation)
             info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
             joined = self._registry.join(
                 greeting.worker_id,
@@ -145,7 +139,7 @@ class Run:
                 secret=greeting.secret,
             )
             self.rounds.carry_out(joined)
-            if self._content is not None or greeting.server_index != 0:
+            if self.is_ready or greeting.server_index != 0:
                 return Welcome()
             is_over = self.membership.is_over
             term = self.election.elect(greeting.name, greeting.incarnation, now=now, is_over=is_over)
@@ -165,7 +159,7 @@ class Run:
         scalars: Mapping[str, float],
     ) -> Pulse:
         """Renews a worker's lease and tells what the server wants of it."""
-        known = run_id == self.run_id or not run_id
+        known = run_id == self.content.run_id or not run_id
         try:
             if known:
                 now = self.clock()
@@ -175,8 +169,8 @@ class Run:
                 self.rounds.carry_out(heard)
         except UnknownWorker:
             known = False
-        state = self.state
-        return Pulse(known, state == RunState.FINISHED, state, self.epoch, self.version_max)
+        state, content = self.state, self.content
+        return Pulse(known, state == RunState.FINISHED, state, content.epoch, content.version_max)
 
     def heard(self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"") -> None:
         """Takes a worker's call as a heartbeat; refuses one of another run, of an unknown worker or not its own."""
@@ -185,15 +179,15 @@ class Run:
 
     def require_named(self, run_id: str) -> None:
         """Refuses a caller that names another run; one may name none, as while nobody knew its name."""
-        if self._content is not None:
-            self._require_run(self._content, run_id or None)
+        if self.is_ready:
+            self._require_run(self.content, run_id or None)
 
     def leave(
         self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"", *, failed: bool, message: str
     ) -> int:
         """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
         # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
-        if self._content is None or run_id == self.run_id:
+        if not self.is_ready or run_id == self.content.run_id:
             now = self.clock()
             left = self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message, secret=secret)
             self.rounds.carry_out(left)
@@ -208,7 +202,7 @@ class Run:
         with self._lock:
             if self._already_initialized(opening):
                 return None
-        told, protocol = self.told, self.aggregation
+        told, protocol = self.told, self._aggregation
         plan, settings = handshake.check_initialization(opening, config=self.config, told=told, protocol=protocol)
         plan.of_server(opening.server_index)
         with self._lock:
@@ -243,7 +237,7 @@ class Run:
             received = initialization.take()
         if received is None:
             return
-        content = self._factory().first(initialization, received, now=self.clock())
+        content = self._factory(self.content.epoch).first(initialization, received, now=self.clock())
         with self._initializing:
             with self._lock:
                 if self._already_initialized(initialization.opening):
@@ -263,7 +257,7 @@ class Run:
         """
         header = restored.header
         handshake.check_restoring(header, run_id=self.config.run_id, told=self.told)
-        told, kept = self.behaviour, Behaviour.parse(**header.behaviour)
+        told, kept = self.rounds.behaviour, Behaviour.parse(**header.behaviour)
         before: Mapping[str, object] = dict(header.told)
         anew = {name: said for name, said in told.texts.items() if self._is_told(name) and said != before[name]}
         texts: dict[str, Any] = {**kept.texts, **anew}
@@ -271,10 +265,9 @@ class Run:
         in_force.aggregation.check_servers(header.num_servers)
         in_force.aggregation.check_change(kept.aggregation)
         with self._lock:
-            self.epoch = header.epoch + 1
             # Gradients that wait are settled by the protocol that kept them, should another be told now.
             self.rounds.adopt(kept)
-            content = self._factory().restored(restored, now=self.clock())
+            content = self._factory(header.epoch + 1).restored(restored, now=self.clock())
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._begin_log(content)
@@ -299,8 +292,9 @@ class Run:
 
         Parameters that it brings are counted and logged as a pull of the worker.
         """
-        content = self._content
-        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
+        content = self.content
+        # The usual case first: a small push is over in no time.
+        if not isinstance(content, ReadyContent) or self._draining or (run_id is not None and run_id != content.run_id):
             content = self._serving(run_id)
         return self.rounds.push(content, plan, finding=finding)
 
@@ -376,8 +370,12 @@ class Run:
             return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
         self.heard(run_id, worker_id, incarnation, secret)
         shards = [content.shard(shard_id) for shard_id in shard_ids]
-        self.require_declared(worker_id, (shard.shard_id for shard in shards))
-        return shards or list(self.shards_of(worker_id).values())
+        member = self.membership.get(worker_id) if self.membership.parted else None
+        if member is None:
+            return shards or list(content.shards.values())
+        for shard in shards:
+            self.membership.require_part(worker_id, shard.shard_id, content.parts[shard.shard_id])
+        return shards or [shard for i, shard in content.shards.items() if member.holds(content.parts[i])]
 
     def stood_still(self, seconds: float) -> None:
         """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
@@ -390,18 +388,18 @@ class Run:
 
         It may run kernels, for rounds that others are done without: not for the event loop.
         """
-        now, content = self.clock() if now is None else now, self._content
+        now, content = self.clock() if now is None else now, self.content
         self.rounds.tick(now)
         self.work.tick(now)
-        if content is not None:
+        if content.ready_at is not None:
             self._ending.after_seconds(now - content.ready_at, content.shards.values())
             if self.measures and self._registry.done(expected_workers=1):
                 self.reset(content.run_id)
 
     def finish(self, reason: str = "stopped on request") -> None:
         """Ends the run: pushes are refused, workers told to stop; pulls go on."""
-        if self._content is not None:
-            self._ending.finish(self._content.shards.values(), reason)
+        if self.is_ready:
+            self._ending.finish(self.content.shards.values(), reason)
 
     def drain(self) -> None:
         """Refuses everything from now on, before the server ends; waiting calls end too."""
@@ -412,16 +410,15 @@ class Run:
     def reset(self, run_id: str, *, validate_only: bool = False) -> None:
         """Forgets the run that goes by that name: the server is empty afterwards."""
         with self._lock:
-            content = self._content
-            if content is None:
+            content = self.content
+            if not self.is_ready:
                 raise NotInitialized("this server holds no run: there is nothing to reset")
             if run_id != content.run_id:
                 raise RunMismatch(f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset")
             if validate_only:
                 return
             # Held versions of the forgotten run mean nothing in the next.
-            self.epoch += 1
-            self._clear()
+            self._clear(epoch=content.epoch + 1)
         for shard in content.shards.values():
             shard.finish()
         self.waits.wake_all()
@@ -436,155 +433,29 @@ class Run:
             return RunState.DRAINING
         if self._ending.over:
             return RunState.FINISHED
-        if self._content is not None:
+        if self.is_ready:
             return RunState.READY
         return RunState.INITIALIZING if self.election.busy else RunState.EMPTY
 
     @property
-    def run_id(self) -> str:
-        """The run held, or the one that the server was told to hold; empty when nobody named one yet."""
-        return self._content.run_id if self._content else self.config.run_id
+    def is_ready(self) -> bool:
+        """Whether there is a run, initialised or restored."""
+        return self.content.ready_at is not None
 
     @property
     def measures(self) -> bool:
         """Whether the run held is that of a `pyps bench`, of which nothing is to be kept."""
-        return is_measurement(self.run_id)
-
-    @property
-    def partition(self) -> Partition | None:
-        """The plan of the whole model, None before initialisation."""
-        return self._content.partition if self._content else None
-
-    @property
-    def model(self) -> Model | None:
-        """The whole model, None before initialisation."""
-        return self._content.partition.model if self._content else None
-
-    @property
-    def server_index(self) -> int:
-        """This server's place among the run's servers."""
-        return self._content.server_index if self._content else 0
-
-    @property
-    def num_servers(self) -> int:
-        """The servers of the run; 0 before initialisation."""
-        return self._content.partition.num_servers if self._content else 0
-
-    @property
-    def optimizer(self) -> RuleSettings | None:
-        """The rule in force with its settings, or what the server was told; None when nobody said yet."""
-        return self._content.settings if self._content else self.told
-
-    @property
-    def shards(self) -> Mapping[int, Store]:
-        """This server's shards by id; empty before initialisation."""
-        return self._content.shards if self._content else {}
-
-    @property
-    def version_max(self) -> int:
-        """The largest version among this server's shards: updates of the run."""
-        return self._content.version_max if self._content else 0
-
-    @property
-    def examples(self) -> int:
-        """Examples behind the updates made, counted on the shard with the lowest number."""
-        content = self._content
-        return content.first.examples if content is not None and content.shards else 0
-
-    @property
-    def incoming_bytes(self) -> int:
-        """The size of the first parameters on their way in."""
-        incoming = self.incoming
-        return incoming.num_bytes if incoming is not None else 0
-
-    @property
-    def durable_version(self) -> int:
-        """The newest version that checkpoints hold of every shard here; 0 for none."""
-        return min((shard.durable_version for shard in self.shards.values()), default=0)
-
-    @property
-    def ready_at(self) -> float | None:
-        """When the run was initialised or restored, in the run's clock."""
-        return self._content.ready_at if self._content else None
-
-    @property
-    def membership(self) -> Membership:
-        """The run's workers."""
-        return self._registry.membership
-
-    @property
-    def roster(self) -> Roster:
-        """Those of them that are active in the protocol's rounds."""
-        return self.membership.roster
-
-    def roster_of(self, shard_id: int) -> Roster:
-        """Those that are active at a shard: the workers, or processes of replicas, with its part."""
-        content = self._content
-        # A call that waits may ask after a shard of a run that was reset.
-        return self.roster.of_part(0 if content is None else content.parts.get(shard_id, 0))
-
-    def shards_of(self, worker_id: str) -> Mapping[int, Store]:
-        """This server's shards of the parts of the model that a worker holds; all where it did not name parts."""
-        content = self._content
-        member = self.membership.get(worker_id) if self.membership.parted else None
-        if content is None or member is None or not member.parts:
-            return self.shards
-        return {i: shard for i, shard in content.shards.items() if member.holds(content.parts[i])}
-
-    def require_declared(self, worker_id: str, shard_ids: Iterable[int]) -> None:
-        """Refuses (BadRequest) a worker that means shards of a part that it did not declare in Hello."""
-        content = self._content
-        if content is not None and self.membership.parted:
-            for shard_id in shard_ids:
-                self.membership.require_part(worker_id, shard_id, content.parts[shard_id])
-
-    # How it goes about its work.
-
-    @property
-    def behaviour(self) -> Behaviour:
-        """Protocol, staleness policy, schedule and their like, as they are in force."""
-        return self.rounds.behaviour
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """The protocol in force, a warm-up before it included."""
-        return self.rounds.behaviour.aggregation
-
-    @property
-    def staleness(self) -> StalenessPolicy:
-        """The staleness policy in force."""
-        return self.rounds.behaviour.staleness
+        return is_measurement(self.content.run_id)
 
     @property
     def mutex(self) -> Lock | None:
         """Held for all shards of a push or a pull, where the protocol wants one mutex for the model."""
-        content = self._content
-        return content.mutex if content is not None and self.aggregation.whole_model else None
-
-    @property
-    def machine(self) -> VectorMachine | None:
-        """What a coordinator keeps beside the shards; None before initialisation."""
-        return self._content.machine if self._content else None
-
-    @property
-    def batch_size(self) -> int:
-        """The minibatch that the schedule asks of workers now; 0 where it has none or the run has not begun."""
-        content, growth = self._content, self.behaviour.batch_growth
-        return growth.size(content.first.examples) if content and content.shards and growth else 0
-
-    def batch_size_in(self, epoch: int) -> int:
-        """The minibatch that the schedule asks for in that pass over the data; 0 where it has none."""
-        growth = self.behaviour.batch_growth
-        return growth.size(epoch * growth.epoch_examples) if growth else 0
-
-    def epochs_ahead(self) -> int:
-        """How many epochs of shared data free workers may begin ahead; none where steps wait for others' steps."""
-        return 0 if self.aggregation.barrier or self.rounds.steps.asks else self.config.epochs_ahead
+        return self.content.mutex if self.is_ready and self._aggregation.whole_model else None
 
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""
         last, now = self.statistics.last_update, self.clock()
-        return Holding(self.run_id, self.version_max, None if last is None else now - last)
+        return Holding(self.content.run_id, self.content.version_max, None if last is None else now - last)
 
     @property
     def done(self) -> bool:
@@ -606,28 +477,38 @@ class Run:
         content = self._require_content()
         return Snapshot(self._header(content), dict(content.shards), content.machine, work)
 
-    def _header(self, content: Content) -> RunHeader:
-        return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
+    def _header(self, content: ReadyContent) -> RunHeader:
+        return content.header(behaviour=self.rounds.behaviour, told=self.config.behaviour)
 
     # Helpers.
 
-    def _require_content(self) -> Content:
-        content = self._content
-        if content is None:
+    @property
+    def _aggregation(self) -> Aggregation:
+        return self.rounds.behaviour.aggregation
+
+    def _batch_size_in(self, epoch: int) -> int:
+        """Return the minibatch that the schedule wants in that pass over the data; 0 where it has none."""
+        growth = self.rounds.behaviour.batch_growth
+        return growth.size(epoch * growth.epoch_examples) if growth else 0
+
+    def _epochs_ahead(self) -> int:
+        """Return how many epochs of shared data free workers may begin ahead; none where steps wait for others."""
+        return 0 if self._aggregation.barrier or self.rounds.steps.asks else self.config.epochs_ahead
+
+    def _require_content(self) -> ReadyContent:
+        content = self.content
+        if not isinstance(content, ReadyContent):
             raise NotInitialized(
                 f"this server holds no parameters yet (it is {self.state.name.lower()}): "
                 "a worker's Hello and Initialize come first"
             )
         return content
 
-    def _serving(self, run_id: str | None) -> Content:
-        """The content, where the server serves the caller's run; None trusts the caller to mean this one."""
-        content = self._content
-        # The usual case first: a small push is over in no time.
-        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
-            content = self._require_content()
-            self._refuse_when_draining()
-            self._require_run(content, run_id)
+    def _serving(self, run_id: str | None) -> ReadyContent:
+        """Return the content, where the server serves the caller's run; None trusts the caller to mean this one."""
+        content = self._require_content()
+        self._refuse_when_draining()
+        self._require_run(content, run_id)
         return content
 
     def _require_run(self, content: Content, run_id: str | None) -> None:
@@ -652,29 +533,31 @@ class Run:
             opening.claim,
             now=self.clock(),
             holding=self.holding(),
-            version=self.version_max,
+            version=self.content.version_max,
             workers_alive=self.membership.num_alive,
         )
 
-    def _factory(self) -> ContentFactory:
-        return ContentFactory.of(self.config, self.behaviour, self.recorder, self.rounds.pending, epoch=self.epoch)
+    def _factory(self, epoch: int) -> ContentFactory:
+        return ContentFactory.of(self.config, self.rounds.behaviour, self.recorder, self.rounds.pending, epoch=epoch)
 
-    def _begin_log(self, content: Content) -> None:
+    def _begin_log(self, content: ReadyContent) -> None:
         if self.recorder is not None:
             self.recorder.begin(self._header(content), content.shards)
 
-    def _set_content(self, content: Content) -> None:
+    def _set_content(self, content: ReadyContent) -> None:
         self.rounds.begin(content)
-        self._content = content
-        self.election.done(content.run_id, content.founder)
+        self.content = content
+        self.election.done(content.run_id, content.initializer)
         self.incoming = None
         for shard in content.shards.values():
             # A restored run may have reached its end already.
             self._look_for_the_end(self._ending, shard)
 
     def _look_for_the_end(self, ending: Ending, shard: Store) -> None:
-        ending.after_update(shard, examples=lambda: self.examples, shards=self.shards.values())
+        ending.after_update(shard, examples=lambda: self.content.examples, shards=self.content.shards.values())
 
     def _ended(self, reason: str) -> None:
         self.waits.wake_all()
-        self.events.add("finished", "run finished", run=self.run_id, version=self.version_max, reason=reason)
+        self.events.add(
+            "finished", "run finished", run=self.content.run_id, version=self.content.version_max, reason=reason
+        )

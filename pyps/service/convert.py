@@ -266,9 +266,9 @@ def receipt_of(receipt: Receipt, run: Run | None, message: common.Receipt | None
     rounds = run.rounds
     if rounds.steps.pacer is not None and rounds.steps.asks:
         message.ask_to_proceed = True
-    if rounds.behaviour.batch_growth and (batch_size := run.batch_size):
+    if rounds.behaviour.batch_growth and (batch_size := run.rounds.batch_size):
         message.batch_size = batch_size
-    if (shard := run.shards.get(receipt.shard_id)) is not None:
+    if (shard := run.content.shards.get(receipt.shard_id)) is not None:
         message.next_rate = shard.next_rate
         if shard.durable_version:
             message.durable_version = shard.durable_version
@@ -296,7 +296,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
     """This server's shards and their versions."""
     return [
         common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.next_rate)
-        for i, shard in run.shards.items()
+        for i, shard in run.content.shards.items()
     ]
 
 
@@ -310,8 +310,8 @@ def hello_reply(
         features=FEATURES,
         software=SOFTWARE,
         state=int(run.state),  # type: ignore[arg-type]
-        run_id=run.run_id,
-        epoch=run.epoch,
+        run_id=run.content.run_id,
+        epoch=run.content.epoch,
         initialize=welcome.initialize,
         term=welcome.term,
         initialize_lease_seconds=run.election.lease_seconds,
@@ -324,26 +324,26 @@ def hello_reply(
         heartbeat_seconds=config.heartbeat_seconds,
         lease_seconds=config.lease_seconds,
         shards=shard_versions(run),
-        protocol=run.aggregation.text,
-        staleness=spell_out(run.staleness.name, run.staleness),
+        protocol=run.rounds.behaviour.aggregation.text,
+        staleness=spell_out(run.rounds.behaviour.staleness.name, run.rounds.behaviour.staleness),
         ask_to_proceed=run.rounds.steps.asks,
-        batch_size=run.batch_size,
-        accumulate=run.aggregation.accumulate,
-        clip_norm=run.behaviour.clip_norm,
-        current_version_only=run.aggregation.barrier,
+        batch_size=run.rounds.batch_size,
+        accumulate=run.rounds.behaviour.aggregation.accumulate,
+        clip_norm=run.rounds.behaviour.clip_norm,
+        current_version_only=run.rounds.behaviour.aggregation.barrier,
         codecs=CODECS.values(),  # type: ignore[arg-type]
-        server_index=run.server_index,
-        num_servers=run.num_servers,
+        server_index=run.content.server_index,
+        num_servers=run.content.num_servers,
         control_address=control_address,
         secret=secret,
     )
     for offer in offers:
         reply.MergeFrom(offer)
-    if run.optimizer is not None:
-        reply.optimizer.CopyFrom(settings_to(run.optimizer))
-    if run.partition is not None:
-        reply.model.CopyFrom(run.partition.model.to_proto())
-        reply.fingerprint = run.partition.fingerprint
+    if run.content.settings is not None:
+        reply.optimizer.CopyFrom(settings_to(run.content.settings))
+    if run.content.partition is not None:
+        reply.model.CopyFrom(run.content.partition.model.to_proto())
+        reply.fingerprint = run.content.partition.fingerprint
     return reply
 
 
@@ -355,12 +355,12 @@ def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
         state=int(pulse.state),  # type: ignore[arg-type]
         command=wire.HeartbeatReply.COMMAND_STOP if pulse.stop else wire.HeartbeatReply.COMMAND_UNSPECIFIED,
         version=pulse.version,
-        protocol=run.aggregation.text,
-        staleness=spell_out(run.staleness.name, run.staleness),
-        accumulate=run.aggregation.accumulate,
-        current_version_only=run.aggregation.barrier,
+        protocol=run.rounds.behaviour.aggregation.text,
+        staleness=spell_out(run.rounds.behaviour.staleness.name, run.rounds.behaviour.staleness),
+        accumulate=run.rounds.behaviour.aggregation.accumulate,
+        current_version_only=run.rounds.behaviour.aggregation.barrier,
         ask_to_proceed=run.rounds.steps.asks,
-        batch_size=run.batch_size,
+        batch_size=run.rounds.batch_size,
     )
 
 

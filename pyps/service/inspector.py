@@ -77,7 +77,7 @@ class Inspector(InspectorServicer):
     @_summing
     def ListShards(self, request: pb.ListShardsRequest, context: Context) -> pb.ListShardsReply:
         """This server's shards, with checksums of their parameters unless those are not wanted."""
-        partition, shards = self._run.partition, self._run.shards
+        partition, shards = self._run.content.partition, self._run.content.shards
         if partition is None:
             return pb.ListShardsReply()
         sums = not request.without_checksums
@@ -104,7 +104,7 @@ class Inspector(InspectorServicer):
     @_summing
     def ListTensors(self, request: pb.ListTensorsRequest, context: Context) -> pb.ListTensorsReply:
         """The tensors, or blocks of them, of which this server holds something, a page at a time."""
-        partition, shards = self._run.partition, self._run.shards
+        partition, shards = self._run.content.partition, self._run.content.shards
         if partition is None:
             return pb.ListTensorsReply()
         page_size = min(request.page_size or TENSORS_DEFAULT, TENSORS_MAX)
@@ -188,7 +188,7 @@ class Inspector(InspectorServicer):
         run, settled = self._run, Settled(0, 0)
         if run.state is RunState.FINISHED:
             raise RunFinished("the run has finished: nothing in it can be set any more")
-        if trains and run.model is None:
+        if trains and run.content.model is None:
             raise NotInitialized("this server holds no run yet: start its workers first")
         if trains:
             settled = run.configure(
@@ -200,7 +200,7 @@ class Inspector(InspectorServicer):
             )
         if expects and not request.validate_only:
             run.rounds.expect(request.expected_workers)
-        texts = run.behaviour.texts
+        texts = run.rounds.behaviour.texts
         return pb.ConfigureReply(
             protocol=texts["protocol"],
             staleness=texts["staleness"],
@@ -235,7 +235,7 @@ class Inspector(InspectorServicer):
     @_answering
     def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopReply:
         """Finishes the run."""
-        if self._run.model is None:
+        if self._run.content.model is None:
             raise NotInitialized("this server holds no run: there is nothing to stop")
         if not request.validate_only:
             self._run.finish()

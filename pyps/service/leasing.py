@@ -102,8 +102,8 @@ def queue_of(run: Run, sender: Sender) -> WorkQueue:
 
 def of_first_server(run: Run) -> WorkQueue:
     """The queue; BadRequest on a server that has none."""
-    if run.server_index != 0:
-        raise BadRequest(f"this is server {run.server_index}: ask server 0, which hands out the data set")
+    if run.content.server_index != 0:
+        raise BadRequest(f"this is server {run.content.server_index}: ask server 0, which hands out the data set")
     return run.work
 
 

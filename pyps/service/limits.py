@@ -87,7 +87,7 @@ class ByteBudget:
 
     def _reserves(self) -> tuple[int, list[str], int]:
         """What is kept for each of whom, the first before the others, and for how many that may still come."""
-        if self._run is None or not (shards := self._run.shards):
+        if self._run is None or not (shards := self._run.content.shards):
             return 0, [], 0
         reserve = RESERVE_SHARDS * (4 * max(shard.length for shard in shards.values()) + HEADER_BYTES)
         num_reserves = min(1 + self._run.config.max_workers, self.bytes_max // (2 * reserve))

@@ -70,7 +70,7 @@ class LocalServer(Server):
 
     def stop_unused(self) -> None:
         """Ends it where nobody has initialised a run."""
-        if self._run.partition is None:
+        if self._run.content.partition is None:
             self.stop("nobody trains here")
 
 

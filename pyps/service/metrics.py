@@ -82,21 +82,23 @@ class RunCollector(Collector):
         yield from _about_work(self._run.work.progress())
 
     def _about_run(self) -> Iterator[Metric]:
-        run, texts, roster = self._run, self._run.behaviour.texts, self._run.roster
+        run, texts, roster = self._run, self._run.rounds.behaviour.texts, self._run.membership.roster
         in_force = {name: texts[name] for name in ("protocol", "warmup", "staleness", "schedule")}
-        server = {"software": SOFTWARE, "instruction_set": _kernels.isa(), "server_index": str(run.server_index)}
-        rule = run.optimizer.rule if run.optimizer else ""
+        content, isa = run.content, _kernels.isa()
+        server = {"software": SOFTWARE, "instruction_set": isa, "server_index": str(content.server_index)}
+        rule = content.settings.rule if content.settings else ""
         yield InfoMetricFamily(
-            "pyps", "What is in force.", value={**server, **in_force, "run_id": run.run_id, "rule": rule}
+            "pyps", "What is in force.", value={**server, **in_force, "run_id": content.run_id, "rule": rule}
         )
         states = {state.name.lower(): float(state == run.state) for state in RunState}
         yield gauge("run_state", "1 for the state the run is in.", states, by="state")
-        yield gauge("epoch", "Restores and resets since the run began.", run.epoch)
+        yield gauge("epoch", "Restores and resets since the run began.", run.content.epoch)
         folder = self._checkpoints
         yield counter("checkpoint_failures", "Checkpoints that could not be written.", folder.failures if folder else 0)
         meaning = "Unix time of the newest checkpoint, before it of the server's start; none without --checkpoint-dir."
         yield gauge("checkpoint_timestamp_seconds", meaning, {"": folder.saved_at} if folder else {})
-        yield gauge("durable_version", "Newest version that checkpoints hold of every shard here.", run.durable_version)
+        meaning = "Newest version that checkpoints hold of every shard here."
+        yield gauge("durable_version", meaning, content.durable_version)
         members = Counter(member.state for member in run.membership.all())
         workers = {state.value: members[state] for state in WorkerState}
         yield gauge("workers", "Workers known, by state.", workers, by="state")
@@ -108,7 +110,7 @@ class RunCollector(Collector):
         yield gauge("workers_by_transport", meaning, ways, by="transport")
         yield gauge("workers_counted", "Workers that are active in the protocol's round (L).", roster.num_workers)
         yield gauge("workers_missing", "Expected workers that the protocol still waits for.", roster.missing)
-        yield gauge("batch_size", "The minibatch asked of workers; 0 where it is theirs.", run.batch_size)
+        yield gauge("batch_size", "The minibatch asked of workers; 0 where it is theirs.", run.rounds.batch_size)
         rates = {str(rate.group): rate.current for rate in learning_rates_of(run)}
         yield gauge("learning_rate", "Each parameter group's rate, with the schedule.", rates, by="group")
 
@@ -116,7 +118,7 @@ class RunCollector(Collector):
         """Yields the families of each worker and each shard, without samples where there are too many."""
         members = [member.worker_id for member in self._run.membership.all()]
         of_workers = {name: statistics.worker(name) for name in members} if len(members) <= LISTED_MAX else {}
-        shards = self._run.shards
+        shards = self._run.content.shards
         of_shards = {str(shard_id): statistics.shard(shard_id) for shard_id in shards}
         yield _staleness_of_each("worker", of_workers)
         yield _staleness_of_each("shard", of_shards if len(shards) <= LISTED_MAX else {})
@@ -138,7 +140,7 @@ class RunCollector(Collector):
         yield HistogramMetricFamily("pyps_apply_seconds", meaning, buckets=buckets, sum_value=apply.sum)
 
     def _about_shards(self) -> Iterator[Metric]:
-        shards = list(self._run.shards.values())
+        shards = list(self._run.content.shards.values())
         versions = {str(shard.shard_id): shard.version for shard in shards}
         yield gauge("shards", "Shards on this server.", len(shards))
         yield gauge("version_min", "The min of the shards' versions.", min(versions.values(), default=0))

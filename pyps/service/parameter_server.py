@@ -71,7 +71,7 @@ class ParameterServer:
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message, context.role))
         offers = [await transport.offer(greeting) for transport in self._transports]
-        secret, address, model = greeting.secret, self._control_address, self._run.model
+        secret, address, model = greeting.secret, self._control_address, self._run.content.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
         reply = partial(convert.hello_reply, self._run, welcome, secret=secret, control_address=address, offers=offers)
         return (await self._off_loop_where(large, reply)).SerializeToString()
@@ -92,7 +92,7 @@ class ParameterServer:
             await self._work.begin(partial(self._commit, begun[0]))
         return wire.InitializeReply(
             state=int(self._run.state),  # type: ignore[arg-type]
-            epoch=self._run.epoch,
+            epoch=self._run.content.epoch,
             shards=convert.shard_versions(self._run),
         ).SerializeToString()
 
@@ -133,7 +133,7 @@ class ParameterServer:
 
     async def pull(self, message: bytes, context: Call) -> None:
         """Sends the shards that are newer than those held, each as soon as it has the version wanted."""
-        num_shards = len(self._run.shards)
+        num_shards = len(self._run.content.shards)
         listed_bytes = convert.ENTRY_BYTES_MAX * num_shards + convert.LEASE_BYTES_MAX * LEASES_MAX
         request = convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
         if request.role != ROLE_OBSERVER:

@@ -119,7 +119,7 @@ class Staging:
         if self.parts and self.parts[0].push_id != message.push_id:
             self.require_all()
             yield
-        _require_possible([*self.parts, message], num_shards=len(self._run.shards))
+        _require_possible([*self.parts, message], num_shards=len(self._run.content.shards))
         self._account.hold(message.held_bytes)
         self.parts.append(message)
         if self._run.mutex is None:
@@ -175,7 +175,7 @@ class PushStream:
                         check_message_bytes(len(received), bytes_max=bytes_max)
                     request, payload = convert.parse_frame(wire.PushRequest, received, bytes_max=PUSH_HEADER_MAX)
                     message = Message(
-                        request, payload, run.shards, exchanges=self._exchanges, received_bytes=len(received)
+                        request, payload, run.content.shards, exchanges=self._exchanges, received_bytes=len(received)
                     )
                     gradient = message.plan.gradient
                     if first:

@@ -40,12 +40,12 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         software=SOFTWARE,
         instruction_set=_kernels.isa(),
         state=int(run.state),  # type: ignore[arg-type]
-        run_id=run.run_id,
-        epoch=run.epoch,
-        server_index=run.server_index,
-        num_servers=run.num_servers,
+        run_id=run.content.run_id,
+        epoch=run.content.epoch,
+        server_index=run.content.server_index,
+        num_servers=run.content.num_servers,
         tally=tally_of(run.statistics.total()),
-        examples=run.examples,
+        examples=run.content.examples,
         uptime_seconds=run.clock() - run.started_at,
         last_update_seconds=-1.0 if last is None else run.clock() - last,
         data_address=addresses.data,
@@ -53,10 +53,10 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         metrics_address=addresses.metrics,
         checkpoint="" if checkpoints is None else str(checkpoints.newest or ""),
         checkpoint_failure="" if checkpoints is None else checkpoints.failure,
-        durable_version=run.durable_version,
+        durable_version=run.content.durable_version,
         workers_alive=run.membership.num_alive,
-        roster=run.roster.workers,
-        workers_missing=run.roster.missing,
+        roster=run.membership.roster.workers,
+        workers_missing=run.membership.roster.missing,
         waiting_for=run.waits.descriptions(),
     )
     _tell_model(status, run)
@@ -66,7 +66,7 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
 
 def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
     """Where the server's memory goes."""
-    shards = list(host.run.shards.values())
+    shards = list(host.run.content.shards.values())
     return pb.Memory(
         parameters_bytes=4 * sum(shard.length for shard in shards),
         slots_bytes=sum(shard.slots_bytes for shard in shards),
@@ -76,7 +76,7 @@ def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
         resident_bytes=int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE,
         pending_bytes=sum(shard.pending_bytes for shard in shards),
         shared_bytes=sum(transport.shared_bytes for transport in transports),
-        first_parameters_bytes=host.run.incoming_bytes,
+        first_parameters_bytes=0 if host.run.incoming is None else host.run.incoming.num_bytes,
         ledger_bytes=sum(shard.ledger_bytes for shard in shards),
         serialized_bytes=host.serializations.bytes_held,
         late_messages=host.awaited.num_late,
@@ -85,7 +85,7 @@ def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
 
 def learning_rates_of(run: Run) -> list[pb.LearningRate]:
     """The learning rate of each parameter group that has a shard here, as its first shard has it."""
-    partition, shards = run.partition, run.shards
+    partition, shards = run.content.partition, run.content.shards
     if partition is None:
         return []
     first_shards = {partition.shard(shard_id).group: shards[shard_id] for shard_id in sorted(shards, reverse=True)}
@@ -99,7 +99,7 @@ def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: b
     """A shard and what was pushed to it."""
     shard_range = partition.shard(shard.shard_id)
     part = partition.model.group_parts[shard_range.group]
-    roster = run.roster.of_part(part)
+    roster = run.membership.roster.of_part(part)
     version, checksum = shard.version, ""
     if with_checksum:
         # Pushes wait for the copy alone.
@@ -206,13 +206,13 @@ def histogram_of(tally: Tally) -> pb.StalenessHistogram:
 
 
 def _tell_model(status: pb.Status, run: Run) -> None:
-    shards = run.shards
+    shards = run.content.shards
     versions = [shard.version for shard in shards.values()]
-    if run.optimizer is not None:
-        status.optimizer.CopyFrom(settings_to(run.optimizer))
+    if run.content.settings is not None:
+        status.optimizer.CopyFrom(settings_to(run.content.settings))
     status.num_shards = len(shards)
     status.num_parameters = sum(shard.length for shard in shards.values())
-    status.model_parameters = run.model.num_parameters if run.model else 0
+    status.model_parameters = run.content.model.num_parameters if run.content.model else 0
     status.version_min = min(versions, default=0)
     status.version_max = max(versions, default=0)
     status.pending_gradients = sum(shard.num_pending for shard in shards.values())
@@ -221,13 +221,13 @@ def _tell_model(status: pb.Status, run: Run) -> None:
 
 
 def _tell_behaviour(status: pb.Status, run: Run) -> None:
-    behaviour = run.behaviour
+    behaviour = run.rounds.behaviour
     texts = behaviour.texts
     status.protocol, status.staleness = texts["protocol"], texts["staleness"]
     status.schedule, status.warmup = texts["schedule"], texts["warmup"]
     staged = behaviour.aggregation
     status.warming_up = isinstance(staged, Staged) and status.version_min < staged.warm_up.updates
-    status.batch_growth, status.batch_size = texts["batch_growth"], run.batch_size
+    status.batch_growth, status.batch_size = texts["batch_growth"], run.rounds.batch_size
     status.clip_norm = behaviour.clip_norm
     status.warnings.extend(run.rounds.warnings)
     status.schedule_owner = run.rounds.owner.worker_id

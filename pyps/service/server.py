@@ -239,7 +239,7 @@ class Server:
             lines = [f"  {name.replace('_', ' '):<{width}}  {value}" for name, value in facts.items()]
             print(f"{SOFTWARE} parameter server", *lines, sep="\n", flush=True)
         if self._config.ready_file is not None:
-            ready = {**asdict(addresses), "pid": os.getpid(), "run_id": self._run.run_id}
+            ready = {**asdict(addresses), "pid": os.getpid(), "run_id": self._run.content.run_id}
             _write_whole(self._config.ready_file, json.dumps(ready))
 
     def _facts(self, addresses: Addresses) -> Mapping[str, str]:
@@ -252,12 +252,12 @@ class Server:
             "control": addresses.control,
             "metrics": f"http{'s' if self._host.tls else ''}://{addresses.metrics}/metrics",
             "access": _access(config),
-            "run": run.run_id or "named by the first worker",
-            "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
-            "protocol": run.aggregation.text,
+            "run": run.content.run_id or "named by the first worker",
+            "optimizer": str(run.content.settings) if run.content.settings else "asked for by the first worker",
+            "protocol": run.rounds.behaviour.aggregation.text,
             "staleness": _staleness_in_words(config, run),
-            "schedule": run.behaviour.schedule.text,
-            **(_held_in_words(run) if run.partition else {"shards": later, "memory": later}),
+            "schedule": run.rounds.behaviour.schedule.text,
+            **(_held_in_words(run) if run.content.partition else {"shards": later, "memory": later}),
             "in flight": f"at most {in_bytes(config.max_in_flight_bytes)} of pushes and pulls",
             "pending": f"at most {in_bytes(config.max_pending_bytes)} of gradients that wait for an update",
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
@@ -270,10 +270,10 @@ class Server:
         run = self._run
         log.info(
             "run ready",
-            run=run.run_id,
-            epoch=run.epoch,
-            server=f"{run.server_index} of {run.num_servers}",
-            optimizer=run.optimizer,
+            run=run.content.run_id,
+            epoch=run.content.epoch,
+            server=f"{run.content.server_index} of {run.content.num_servers}",
+            optimizer=run.content.settings,
             **_held_in_words(run),
         )
 
@@ -296,7 +296,7 @@ class Server:
             self._note_standstill()
             # On a thread, since it may make updates; at the present time: a wait for one counts against nobody.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
-            self._host.serializations.tidy(self._run.shards)
+            self._host.serializations.tidy(self._run.content.shards)
             if all_are_so(self._run):
                 # On a thread too: a shard may still be busy with an update that the last one to leave has completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
@@ -317,7 +317,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             over = self._run.done or self._run.state == RunState.FINISHED
-            before, progress = progress, (self._run.epoch, _versions(self._run))
+            before, progress = progress, (self._run.content.epoch, _versions(self._run))
             due = self._clock() >= next_at
             # Other shards of the last push may still be under way: an end is saved once nothing changes any more.
             at_end = over and progress == before and (due or progress != saved_end)
@@ -350,7 +350,7 @@ class Server:
 
     def _save(self, *, only_changes: bool = False) -> bool:
         """Writes a checkpoint where there is a folder and a run; False when it failed, which ends nothing."""
-        if self._checkpoints is None or self._run.partition is None or self._run.measures:
+        if self._checkpoints is None or self._run.content.partition is None or self._run.measures:
             return True
         if only_changes and _holds(self._checkpoints.newest, self._run):
             return True
@@ -435,7 +435,7 @@ def _access(config: ServerConfig) -> str:
 
 def _staleness_in_words(config: ServerConfig, run: Run) -> str:
     """What staleness costs, and where that comes from if nobody chose it."""
-    policy = run.staleness.text
+    policy = run.rounds.behaviour.staleness.text
     if policy != config.brought_policy:
         return policy
     return f"{policy}, as {config.protocol.partition(':')[0].strip()} brings it (--staleness)"
@@ -443,11 +443,11 @@ def _staleness_in_words(config: ServerConfig, run: Run) -> str:
 
 def _held_in_words(run: Run) -> dict[str, str]:
     """How much of the run lies here, and the memory that it takes."""
-    total = run.partition.num_shards if run.partition else 0
-    held = sum(shard.length for shard in run.shards.values())
-    slots = sum(shard.slots_bytes for shard in run.shards.values())
+    total = run.content.partition.num_shards if run.content.partition else 0
+    held = sum(shard.length for shard in run.content.shards.values())
+    slots = sum(shard.slots_bytes for shard in run.content.shards.values())
     return {
-        "shards": f"{len(run.shards)} of {total}, {held:,} parameters",
+        "shards": f"{len(run.content.shards)} of {total}, {held:,} parameters",
         "memory": f"{in_bytes(4 * held)} of parameters, {in_bytes(slots)} of slots",
     }
 
@@ -462,7 +462,7 @@ def _update_log_in_words(config: ServerConfig) -> str:
 
 
 def _versions(run: Run) -> dict[int, int]:
-    return {shard_id: shard.version for shard_id, shard in run.shards.items()}
+    return {shard_id: shard.version for shard_id, shard in run.content.shards.items()}
 
 
 def _holds(checkpoint: Path | None, run: Run) -> bool:

@@ -65,12 +65,12 @@ class VectorMachineService:
         """Makes the caller the coordinator."""
         request = parse(wire.AttachRequest, message)
         run, machine = self._run, self._coordinated(request.sender)
-        if not request.coordinator_epoch and run.server_index:
+        if not request.coordinator_epoch and run.content.server_index:
             raise BadRequest(
-                f"this is server {run.server_index}, and a coordinator's life is counted by server 0: attach there "
-                "first, and here with the coordinator_epoch that it told"
+                f"this is server {run.content.server_index}, and a coordinator's life is counted by server 0: attach "
+                "there first, and here with the coordinator_epoch that it told"
             )
-        if not run.server_index and request.coordinator_epoch not in (0, machine.coordinator_epoch):
+        if not run.content.server_index and request.coordinator_epoch not in (0, machine.coordinator_epoch):
             raise BadRequest(
                 f"there was no coordinator's life {request.coordinator_epoch}; expected 0, which takes the next, or "
                 f"the present one, {machine.coordinator_epoch}"
@@ -85,12 +85,12 @@ class VectorMachineService:
             num_portions=request.num_portions,
             num_workers=run.membership.num_alive,
         )
-        at_least = LIVES_PER_EPOCH * run.epoch + 1
+        at_least = LIVES_PER_EPOCH * run.content.epoch + 1
         check_secret(request.sender.secret)
         secret = request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN)
         life = {"coordinator_epoch": request.coordinator_epoch, "at_least": at_least}
         attached = await self._off_loop(partial(machine.attach, plan, secret=secret, **life))
-        if not run.server_index:
+        if not run.content.server_index:
             # From here on nobody before it begins a pass.
             run.work.coordinator.attach(attached.coordinator_epoch)
         run.events.add(
@@ -135,7 +135,7 @@ class VectorMachineService:
                         f"a stream holds stage {former.stage_id} of pass {former.pass_} and stage {part.stage_id} of "
                         f"pass {part.pass_}: send one stage in a stream"
                     )
-                shard = self._run.shards.get(part.shard_id)
+                shard = self._run.content.shards.get(part.shard_id)
                 complete = await self._work.compute(shard.length if shard else 0, partial(machine.stage, part))
         if part is None:
             raise BadRequest("Stage came without a message: send one for each shard of the stage")
@@ -155,12 +155,12 @@ class VectorMachineService:
         run = self._run
         if run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
-        if not run.aggregation.coordinated:
+        if not run.rounds.behaviour.aggregation.coordinated:
             raise BadRequest(
-                f"the protocol in force is {run.aggregation.name}, under which workers push gradients: start the "
-                f"servers with --protocol sandblaster for a coordinator"
+                f"the protocol in force is {run.rounds.behaviour.aggregation.name}, under which workers push gradients:"
+                " start the servers with --protocol sandblaster for a coordinator"
             )
-        machine = run.machine
+        machine = run.content.machine
         if machine is None:
             raise NotInitialized("this server holds no parameters yet: a worker's Hello and Initialize come first")
         return machine
@@ -169,7 +169,7 @@ class VectorMachineService:
         return await asyncio.get_running_loop().run_in_executor(self._coordinating, work)
 
     def _run_all(self, jobs: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
-        if self._work.is_little(sum(shard.length for shard in self._run.shards.values())):
+        if self._work.is_little(sum(shard.length for shard in self._run.content.shards.values())):
             return one_after_the_other(jobs)
         return self._work.run_together(jobs)
 

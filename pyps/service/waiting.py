@@ -76,7 +76,7 @@ class VersionWait:
         It renews a worker's lease.
         """
         self._run = run
-        self._shards = run.shards
+        self._shards = run.content.shards
         if self._shards and len(request.wants) > len(self._shards):
             raise BadRequest(
                 f"a pull names {len(request.wants)} shards, and this server holds {len(self._shards)}: name each once"
@@ -84,7 +84,7 @@ class VersionWait:
         # Whose lease and figures it counts for; an observer's counts for nobody.
         self.worker_id = "" if observer else sender.worker_id
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
-        wants = request.wants if request.epoch == run.epoch else ()
+        wants = request.wants if request.epoch == run.content.epoch else ()
         self.min_versions = {want.shard_id: want.min_version for want in wants}
         self.held_versions = {want.shard_id: want.held_version for want in wants}
         self.shards = run.shards_to_pull(
@@ -150,7 +150,7 @@ class VersionWait:
         while self._waiting:
             self._parking.look()
             # Shards of a forgotten run are finished too, and no answer.
-            if self._run.shards is not self._shards:
+            if self._run.content.shards is not self._shards:
                 raise NotInitialized("the run was reset while the pull waited")
             for shard_id, shard in self._waiting.items():
                 if self.is_ready(shard):
@@ -195,7 +195,9 @@ class VersionWait:
         return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))
 
     def _others(self, shard: Store) -> list[str]:
-        return [name for name in shard.waiting_for(self._run.roster_of(shard.shard_id)) if name != self.worker_id]
+        return [
+            name for name in shard.waiting_for(self._run.rounds.roster_of(shard.shard_id)) if name != self.worker_id
+        ]
 
 
 def names_in_words(names: list[str] | tuple[str, ...]) -> str:

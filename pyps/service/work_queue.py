@@ -177,13 +177,13 @@ class WorkQueueService:
 
     def _coordinated_by(self, sender: Sender) -> WorkQueue:
         """The queue, for a coordinator of the run."""
-        if self._run.partition is None:
+        if self._run.content.partition is None:
             raise NotInitialized("this server holds no run yet: a worker that starts brings it")
         check_run(sender.run_id, self._run.holding(), observer=True)
         return of_first_server(self._run)
 
     def _require_coordinator(self, request: wire.BeginPassRequest | wire.EndWorkRequest) -> None:
-        machine = self._run.machine
+        machine = self._run.content.machine
         assert machine is not None
         machine.require_coordinator(request.coordinator_epoch, request.sender.secret)
 

@@ -92,7 +92,7 @@ class VirtualServer:
         # A parameter group each: no shard holds numbers of two.
         self._model = Model(tuple(Tensor(f"{i}", each.shape, group=i) for i, each in enumerate(parameters)))
         self._initialize(parameters, settings)
-        self.shards = self.run.shards
+        self.shards = self.run.content.shards
         # When each shard will have done with the pushes it has, and when it goes on after a pause.
         self._free_at = dict.fromkeys(self.shards, 0.0)
         self._resumes_at = dict.fromkeys(self.shards, 0.0)
@@ -109,7 +109,7 @@ class VirtualServer:
     @property
     def epoch(self) -> int:
         """The epoch of all shards."""
-        return self.run.epoch
+        return self.run.content.epoch
 
     @property
     def asks(self) -> bool:
@@ -156,7 +156,7 @@ class VirtualServer:
         ):
             shard_id, min_version = shard.shard_id, min_versions[shard.shard_id]
             if shard.version < min_version and not shard.finished:
-                self._waits(worker_id, shard.waiting_for(self.run.roster_of(shard_id)), shard_id, min_version)
+                self._waits(worker_id, shard.waiting_for(self.run.rounds.roster_of(shard_id)), shard_id, min_version)
             shard.when_version(min_version, partial(self._readable, shard_id, then))
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:

@@ -114,7 +114,7 @@ from pyps_client import RemoteOptimizer
 from pyps_wire.in_process import SERVERS
 
 model = torch.nn.Linear(3, 1)
-atexit.register(lambda: print("updates:", run.shards[0].version))
+atexit.register(lambda: print("updates:", run.content.shards[0].version))
 optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), servers="local", push_every=2)
 [server] = SERVERS.values()
 run = server._host.run

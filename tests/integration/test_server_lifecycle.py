@@ -59,7 +59,8 @@ def test_a_server_that_cannot_start_ends_with_one_sentence(tmp_path):
 def test_what_the_first_parameters_took_is_given_back_once_they_serve(start_server, monkeypatch):
     server, served = start_server(), []
     module = "pyps.service.parameter_server"
-    monkeypatch.setattr(f"{module}.give_back_free_memory", lambda: served.append(len(server._server._run.shards)))
+    run = server._server._run
+    monkeypatch.setattr(f"{module}.give_back_free_memory", lambda: served.append(len(run.content.shards)))
     with WireWorker(server.data) as worker:
         worker.join(1.0)
         assert served == [len(worker.plan.shards)]

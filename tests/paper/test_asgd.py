@@ -80,7 +80,7 @@ def read_all(run: Run, worker_id: str) -> list[tuple[int, str]]:
     """The version and the digest of every shard, of one GET."""
     assert run.mutex is not None
     with run.mutex:
-        pulled = [pull(shard, worker_id) for shard in run.shards.values()]
+        pulled = [pull(shard, worker_id) for shard in run.content.shards.values()]
     return [(version, digest(parameters)) for version, parameters in pulled]
 
 

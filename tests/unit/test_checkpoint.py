@@ -79,7 +79,7 @@ def test_a_protocol_that_is_told_anew_brings_its_policy_and_no_other_changes_it(
     write_checkpoint(folder, header=dataclasses.replace(HEADER, told=HEADER.behaviour))
     for given, policy in (({}, "divide"), ({"protocol": "downpour"}, "none"), ({"protocol": "softsync:n=2"}, "divide")):
         run = restored_run(folder, resolve(given, {}, warn=print))
-        assert run.behaviour.staleness.text == policy, given
+        assert run.rounds.behaviour.staleness.text == policy, given
 
 
 def test_a_run_goes_on_with_the_momentum_that_it_had(folder: CheckpointFolder) -> None:
@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_the_momentum_that_it_had(folder: CheckpointFolder) -
     shards = {i: make_shard(np.zeros(16), shard_id=i, rule="adam", epoch=3) for i in (0, 1)}
     push(shards[1], np.ones(16), epoch=3, momentum=0.5)
     write_checkpoint(folder, shards, header=dataclasses.replace(HEADER, optimizer=settings))
-    assert [shard.hyperparameters["beta1"] for shard in restored_run(folder).shards.values()] == [0.9, 0.5]
+    assert [shard.hyperparameters["beta1"] for shard in restored_run(folder).content.shards.values()] == [0.9, 0.5]
 
 
 def test_examples_of_gradients_that_wait_count_with_the_update_that_takes_them(folder: CheckpointFolder) -> None:
@@ -98,7 +98,7 @@ def test_examples_of_gradients_that_wait_count_with_the_update_that_takes_them(f
     write_checkpoint(folder, shards, header=replace(HEADER, optimizer=sgd, behaviour=hardsync, told=hardsync))
     for protocol, examples, state in (("hardsync", 0, RunState.READY), ("async", 64, RunState.FINISHED)):
         run = restored_run(folder, resolve({"protocol": protocol, "stop_after": "examples=64"}, {}, warn=print))
-        assert (run.examples, run.state) == (examples, state), protocol
+        assert (run.content.examples, run.state) == (examples, state), protocol
 
 
 def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:
@@ -231,7 +231,7 @@ def test_two_lives_of_a_server_never_serve_under_one_epoch(folder: CheckpointFol
     # Nor under that of a checkpoint whose parameters are damaged.
     damaged = write_checkpoint(folder, header=dataclasses.replace(HEADER, epoch=9)) / "parameters.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    assert restored_run(folder).epoch == 10
+    assert restored_run(folder).content.epoch == 10
 
 
 def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> None:

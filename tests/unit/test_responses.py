@@ -244,7 +244,7 @@ def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None
 
 def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_names() -> None:
     run = serving("early")
-    shard = 4 * max(shard.length for shard in run.shards.values()) + HEADER_BYTES
+    shard = 4 * max(shard.length for shard in run.content.shards.values()) + HEADER_BYTES
     budget = ByteBudget(40 * 3 * shard, run)
     # Twenty have a part that nobody else gets: observers, and the nineteen workers that joined first.
     for greedy in ("unknown", "", *(f"w{index}" for index in range(15))):

@@ -119,7 +119,7 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
 
     class Caller:
         async def read(self) -> Any:
-            header = wire.PushRequest(sender=SENDER, sequence=1, kind=1, codec=1, epoch=run.epoch, num_shards=1)
+            header = wire.PushRequest(sender=SENDER, sequence=1, kind=1, codec=1, epoch=run.content.epoch, num_shards=1)
             return grpc.aio.EOF if answers else framing.join(header, bytes(4 * length))
 
         async def write(self, message: bytes) -> None:
@@ -172,7 +172,11 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     assert run.mutex is not None
     wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
     request = wire.PullRequest(
-        sender=SENDER, role=common.ROLE_WORKER, wants=wants, portion=LeaseRequest(sender=SENDER), epoch=run.epoch
+        sender=SENDER,
+        role=common.ROLE_WORKER,
+        wants=wants,
+        portion=LeaseRequest(sender=SENDER),
+        epoch=run.content.epoch,
     )
     request.codec = common.CODEC_FLOAT32
 

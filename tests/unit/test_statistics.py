@@ -195,8 +195,8 @@ def test_the_step_lost_is_that_of_the_updates_made() -> None:
 
 def test_status_memory_and_shards_are_reported_while_a_push_holds_their_shard(monkeypatch) -> None:
     run = serving()
-    shard = run.shards[0]
-    partition = run.partition
+    shard = run.content.shards[0]
+    partition = run.content.partition
     assert partition is not None
     held = SimpleNamespace(bytes_held=0, bytes_max=0, num_late=0)
     host: Any = SimpleNamespace(run=run, budget=held, serializations=held, awaited=held)

@@ -222,7 +222,7 @@ class Connection:
         self._receives_until = None
         self._num_begun += 1
         answer = partial(self._answer, request, payload, exchanges=kind == lane.EXCHANGE)
-        shard = self._run.shards.get(request.shard_id)
+        shard = self._run.content.shards.get(request.shard_id)
         if (shard is None or shard.length < INLINE_PARAMETERS_MAX) and self._num_answered == self._num_begun - 1:
             answer()
         else:
@@ -289,7 +289,7 @@ class Connection:
     def _answer(self, request: wire.PushRequest, payload: memoryview, *, exchanges: bool) -> None:
         run, staging = self._run, self._staging
         received_bytes = payload.nbytes
-        message = Message(request, payload, run.shards, exchanges=exchanges, received_bytes=received_bytes)
+        message = Message(request, payload, run.content.shards, exchanges=exchanges, received_bytes=received_bytes)
         if staging.takes(message):
             self._account.release(received_bytes)
             for _ in staging.add(message):

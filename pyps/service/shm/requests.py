@@ -40,7 +40,7 @@ class Exchange:
         self._attachment = attachment
         # Not under one mutex for the model, whose parts are handled as one.
         self.at_once = not run.rounds.behaviour.aggregation.whole_model
-        attachment.require_shards(run.shards)
+        attachment.require_shards(run.content.shards)
         if not request.gradients < len(attachment.gradients):
             raise BadRequest(
                 f"the exchange names gradients {request.gradients}; {len(attachment.gradients)} were attached, from 0"
@@ -155,7 +155,7 @@ class Pull:
         """Refuses what names other shards or workers than those attached; it renews its lease of the worker."""
         self._run = run
         self._attachment = attachment
-        attachment.require_shards(run.shards)
+        attachment.require_shards(run.content.shards)
         attachment.require_sender(request.sender)
         if request.HasField("portion"):
             raise BadRequest("the pull wants a portion, which shared memory does not bring: pull by gRPC or a lane")
@@ -227,16 +227,16 @@ class Requests:
         if run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
         # As one state of the run.
-        shards, plan, epoch = run.shards, run.partition, run.epoch
+        shards, plan, epoch = run.content.shards, run.content.partition, run.content.epoch
         # It renews its lease, and refuses strangers.
         run.shards_to_pull(
             sender.run_id, sender.worker_id, sender.incarnation, sender.secret, observer=False, shard_ids=()
         )
-        if plan is None or run.shards is not shards:
+        if plan is None or run.content.shards is not shards:
             raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
         member = run.membership.get(sender.worker_id)
         own = plan.of_parts(member.parts) if member is not None and member.parts else plan
-        content = Content(run.run_id, epoch, plan, own, run.server_index, shards)
+        content = Content(run.content.run_id, epoch, plan, own, run.content.server_index, shards)
         check_layout(request, content)
 
         def lay_out() -> Attachment:
@@ -283,7 +283,7 @@ class Requests:
 
     def serves(self, attachment: Attachment) -> bool:
         """Whether the run still has the shards that the memory was laid out for."""
-        return self._run.shards is attachment.content.shards
+        return self._run.content.shards is attachment.content.shards
 
 
 def _together(gradient: Gradient, shard: Store) -> bytes:

@@ -67,4 +67,4 @@ def test_a_command_keeps_to_the_bounds() -> None:
     with pytest.raises(BadRequest, match="learning_rate is 2, above learning_rate_max=1"):
         driver.run.configure(learning_rate=2.0)
     driver.run.configure(learning_rate=0.5)
-    assert driver.run.shards[0].learning_rate == 0.5
+    assert driver.run.content.shards[0].learning_rate == 0.5

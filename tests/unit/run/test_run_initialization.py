@@ -36,7 +36,7 @@ def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> Non
             first.add(shard.shard_id, FLOAT32, payload)
         anew.add(shard.shard_id, FLOAT32, payload)
     run.commit(anew)
-    assert run.shards
+    assert run.content.shards
 
 
 class SlowLog:
@@ -64,8 +64,8 @@ def test_others_are_answered_while_an_update_log_takes_the_first_parameters() ->
         assert log.asked.wait(DEADLINE_SECONDS)
         try:
             assert not pool.submit(run.hello, greeting_of("b")).result(DEADLINE_SECONDS).initialize
-            assert not run.shards
+            assert not run.content.shards
         finally:
             log.goes_on.set()
         committing.result(DEADLINE_SECONDS)
-    assert run.shards
+    assert run.content.shards

@@ -31,7 +31,7 @@ def peak_bytes(work: Callable[[], Run]) -> int:
     try:
         # Kept until the figure is taken.
         run = work()
-        assert run.version_max == 0
+        assert run.content.version_max == 0
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -18,7 +18,7 @@ from support import DEADLINE_SECONDS
     [("async", 1), ("asgd", 1), ("softsync:n=1", 1), ("hardsync", 0), ("backup:b=1", 0), ("ssp:s=1", 0), ("serial", 0)],
 )
 def test_free_workers_begin_an_epoch_ahead_where_nobody_waits_for_anothers_steps(protocol, ahead):
-    assert RunDriver("a", "b", protocol=protocol).run.epochs_ahead() == ahead
+    assert RunDriver("a", "b", protocol=protocol).run._epochs_ahead() == ahead
 
 
 class Crowded(Free):

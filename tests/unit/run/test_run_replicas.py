@@ -11,6 +11,7 @@ import pytest
 from pyps.core.gradient import Gradient
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
+from pyps.run.content import ReadyContent
 from pyps.run.handshake import Greeting, Opening
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
@@ -72,7 +73,9 @@ class Replicas(RunDriver):
 
     def versions(self) -> list[int]:
         """The versions of the parts' shards, those of one part being equal."""
-        versions = [{self.run.shards[s.shard_id].version for s in PLAN.of_parts({part}).shards} for part in (0, 1)]
+        versions = [
+            {self.run.content.shards[s.shard_id].version for s in PLAN.of_parts({part}).shards} for part in (0, 1)
+        ]
         return [version for of_part in versions for version in of_part]
 
 
@@ -116,9 +119,9 @@ def test_a_process_that_holds_others_up_stalls_with_its_replica_and_comes_back_b
     assert replicas.versions() == [2, 2]
     [message] = replicas.events("stalled")
     assert "worker b/1" in message
-    assert replicas.run.roster.workers == ("a",)
+    assert replicas.run.membership.roster.workers == ("a",)
     replicas.round("a", "b", version=2)
-    assert replicas.run.roster.workers == ("a", "b")
+    assert replicas.run.membership.roster.workers == ("a", "b")
 
 
 def test_the_gate_counts_replicas_part_by_part() -> None:
@@ -126,7 +129,7 @@ def test_the_gate_counts_replicas_part_by_part() -> None:
     replicas.round("a")
     replicas.push("b", 0)
     assert replicas.versions() == [1, 0]
-    assert replicas.run.shards[3].waiting_for(replicas.run.roster_of(3)) == ("b/1",)
+    assert replicas.run.content.shards[3].waiting_for(replicas.run.rounds.roster_of(3)) == ("b/1",)
 
     replicas.pass_seconds(12, *PROCESSES)
 
@@ -156,18 +159,18 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
     replicas = Replicas("a", "b", expected_workers="2")
     replicas.round("a", "b")
     replicas.round("a", version=1)
-    contributors = {worker_id for shard in replicas.run.shards.values() for worker_id in shard.contributors()}
+    contributors = {worker_id for shard in replicas.run.content.shards.values() for worker_id in shard.contributors()}
     assert contributors == {"a/0", "a/1"}
 
-    content = replicas.run._content
-    assert content is not None
+    content = replicas.run.content
+    assert isinstance(content, ReadyContent)
     for told, missing in (("0", 1), ("3", 3)):
         again = Replicas(protocol="hardsync", expected_workers=told)
-        again.run.rounds.begin(replace(content, founder=None))
-        assert again.run.roster.missing == missing, told
+        again.run.rounds.begin(replace(content, initializer=None))
+        assert again.run.membership.roster.missing == missing, told
         # Those that live have said so by then.
         again.pass_seconds(31)
-        assert again.run.roster.missing == 0, told
+        assert again.run.membership.roster.missing == 0, told
 
 
 def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_changes() -> None:
@@ -178,7 +181,7 @@ def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_chang
     with pytest.raises(BadRequest, match="leaves nobody of 1 workers"):
         replicas.run.configure(protocol="backup:b=1")
 
-    assert replicas.run.aggregation.text == "async"
+    assert replicas.run.rounds.behaviour.aggregation.text == "async"
 
 
 def test_a_replica_that_falls_silent_before_there_are_parameters_is_lost_and_its_turn_over() -> None:
@@ -203,7 +206,7 @@ def test_a_replica_that_falls_silent_before_there_are_parameters_is_lost_and_its
         replicas.initialize("a", 0, term)
     for part in (0, 1):
         replicas.initialize("b", part, later)
-    assert len(replicas.run.shards) == 5
+    assert len(replicas.run.content.shards) == 5
 
 
 def test_a_server_that_stood_still_loses_no_replica() -> None:
@@ -254,7 +257,7 @@ def test_what_an_earlier_term_left_is_thrown_away() -> None:
     replicas.hello("b", 1)
     assert later == term + 1
     replicas.initialize("b", 1, later)
-    assert not replicas.run.shards
+    assert not replicas.run.content.shards
 
     with pytest.raises(ReplicaLost, match="'a/1' failed"):
         replicas.initialize("a", 1, term)
@@ -262,5 +265,5 @@ def test_what_an_earlier_term_left_is_thrown_away() -> None:
     with pytest.raises(Superseded):
         replicas.initialize("c", 0, term)
     replicas.initialize("b", 0, later)
-    assert len(replicas.run.shards) == 5
+    assert len(replicas.run.content.shards) == 5
     assert replicas.run.incoming is None

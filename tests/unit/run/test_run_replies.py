@@ -66,7 +66,7 @@ def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole() ->
         else:
             pushed = [run.push(PushPlan(*part), run_id="r", finding=finding) for part in parts]
         assert {each.receipt.reason for each in pushed} == {Reason.NOT_FINITE}, protocol
-        assert run.version_max == 0, protocol
+        assert run.content.version_max == 0, protocol
         assert run.statistics.total().reasons == {Reason.NOT_FINITE: 2}, protocol
 
 
@@ -82,11 +82,11 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
     # Nor is heard of who pushes what does not fit.
     with pytest.raises(BadRequest, match="shard 0"):
         run.push(PushPlan(0, gradient(np.ones(3, np.float32))))
-    assert (run.version_max, run.roster.num_workers) == (0, 0)
+    assert (run.content.version_max, run.membership.roster.num_workers) == (0, 0)
     whole = serving(protocol="asgd")
     with pytest.raises(BadRequest, match="shard 1"):
         whole.push_whole([PushPlan(0, gradient(ones())), PushPlan(1, gradient(np.ones(3, np.float32)))])
-    assert (whole.version_max, whole.roster.num_workers) == (0, 0)
+    assert (whole.content.version_max, whole.membership.roster.num_workers) == (0, 0)
 
 
 def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path: Path) -> None:

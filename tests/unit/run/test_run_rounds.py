@@ -38,7 +38,7 @@ def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_
     driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2")
     driver.push("a")
     driver.push("b")
-    shard = driver.run.shards[0]
+    shard = driver.run.content.shards[0]
     original = shard.push
 
     def push(gradient, **keywords):
@@ -95,7 +95,7 @@ def test_a_push_to_a_round_of_many_workers_takes_no_more_than_one_to_a_round_of_
             driver.push(name)
         for name in names[:-2]:
             driver.push(name, base_version=1)
-            driver.run.shards[0].when_version(2, lambda: None)
+            driver.run.content.shards[0].when_version(2, lambda: None)
         return effort_of(lambda: driver.push(names[-2], base_version=1))
 
     few, many = last_before_the_update(8), last_before_the_update(64)
@@ -116,7 +116,7 @@ def test_bytes_that_wait_are_counted_until_they_are_an_update():
     with pytest.raises(LimitExceeded, match="--max-pending-bytes"):
         driver.push("b", shard_id=1)
     assert account.bytes_held == 64
-    assert driver.run.shards[1].num_pending == 1
+    assert driver.run.content.shards[1].num_pending == 1
     account.bytes_max = 1024
     driver.run.configure(protocol="async")
     assert (account.bytes_held, driver.versions()) == (0, [1, 1])
@@ -138,11 +138,11 @@ def test_a_push_under_one_mutex_is_applied_to_all_its_shards_or_fails_for_all_an
         (([1.0], 0), "4 bytes long"),
     ):
         assert words in refusal(push_whole, ([1.0] * 16, 0), wrong, sequence=1)
-        assert [shard.version for shard in run.shards.values()] == [0, 0]
+        assert [shard.version for shard in run.content.shards.values()] == [0, 0]
         assert run.mutex is not None and not run.mutex.locked()
     receipts = push_whole(([1.0] * 16, 0), ([2.0] * 16, 0), sequence=2)
     assert [(receipt.shard_id, receipt.version_after) for receipt in receipts] == [(0, 1), (1, 1)]
-    assert [pull(shard)[1][0] for shard in run.shards.values()] == [-1.0, -2.0]
+    assert [pull(shard)[1][0] for shard in run.content.shards.values()] == [-1.0, -2.0]
     # A part that is refused leaves the others alone.
     receipts = push_whole(([np.nan] * 16, 1), ([1.0] * 16, 1), sequence=3)
     assert [receipt.reason for receipt in receipts] == [Reason.NOT_FINITE, Reason.UNSPECIFIED]
@@ -150,12 +150,12 @@ def test_a_push_under_one_mutex_is_applied_to_all_its_shards_or_fails_for_all_an
 
 def test_a_change_is_checked_as_a_whole_before_anything_changes():
     driver = RunDriver("a", protocol="hardsync", expected_workers="1")
-    before = driver.run.behaviour
+    before = driver.run.rounds.behaviour
     with pytest.raises(BadRequest, match="nonsense"):
         driver.run.configure(protocol="async", schedule="nonsense")
     with pytest.raises(BadRequest, match="learning_rate"):
         driver.run.configure(protocol="async", learning_rate=float("nan"))
-    assert driver.run.behaviour is before
+    assert driver.run.rounds.behaviour is before
     assert driver.events("configured") == []
 
 
@@ -167,7 +167,7 @@ def test_a_restored_run_says_whose_settings_are_in_force():
     ):
         driver = RunDriver("a")
         driver.run.rounds.go_on(in_force, kept=kept, told=told)
-        assert driver.run.behaviour == in_force
+        assert driver.run.rounds.behaviour == in_force
         [message] = driver.events("configured")
         assert message.startswith(words)
 
@@ -177,7 +177,7 @@ def test_a_change_ends_the_warm_up_and_tells_what_it_settled():
     driver.push("a")
     settled = driver.run.configure(protocol="softsync:n=1")
     assert (settled.gradients, settled.updates) == (1, 1)
-    assert driver.run.behaviour.texts["warmup"] == ""
+    assert driver.run.rounds.behaviour.texts["warmup"] == ""
     assert "gradients settled 1, updates made 1" in driver.events("configured")[0]
 
 
@@ -189,16 +189,16 @@ def test_a_stalled_worker_is_left_out_after_its_time_and_comes_back_with_its_pus
     driver.pass_seconds(12)
     assert driver.versions() == [2, 0]
     assert "worker b" in driver.events("stalled")[0]
-    assert driver.run.roster.workers == ("a",)
+    assert driver.run.membership.roster.workers == ("a",)
     assert driver.push("b", base_version=1).reason is Reason.STALE
-    assert driver.run.roster.workers == ("a", "b")
+    assert driver.run.membership.roster.workers == ("a", "b")
 
 
 def test_counts_of_examples_on_some_gradients_only_are_told_once():
     driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2")
     driver.push("a")
     driver.push("b", 3.0, example_count=0)
-    assert driver.run.shards[0].read(lambda _, values: float(values[0])) == -2.0
+    assert driver.run.content.shards[0].read(lambda _, values: float(values[0])) == -2.0
     for _ in range(3):
         driver.run.tick()
     [message] = driver.events("warning")
@@ -219,15 +219,15 @@ def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
     assert driver.versions() == [1, 0]
     [message] = driver.events("stalled")
     assert "waited for joined, 1 more worker that has not joined" in message
-    assert driver.run.roster == Roster(("a",))
+    assert driver.run.membership.roster == Roster(("a",))
     assert driver.push("joined", base_version=1).outcome is Outcome.PENDING
-    assert driver.run.roster.workers == ("a", "joined")
+    assert driver.run.membership.roster.workers == ("a", "joined")
 
 
 def test_a_gate_at_which_nobody_waits_stays_shut():
     driver = RunDriver("a", protocol="hardsync", expected_workers="2", stall_seconds="10")
     driver.pass_seconds(35, "a")
-    assert driver.run.roster.missing == 2
+    assert driver.run.membership.roster.missing == 2
     assert driver.events("stalled") == []
 
 
@@ -252,10 +252,10 @@ def test_the_rate_of_a_schedule_that_a_worker_owns_is_not_set_beside_it():
     driver.push("a", learning_rate=0.5)
     with pytest.raises(ScheduleOwned, match=r"worker 'a' owns the schedule .* before the server's is changed"):
         driver.run.configure(learning_rate=0.1, staleness="divide")
-    assert (driver.run.shards[0].learning_rate, driver.run.behaviour.staleness.text) == (0.5, "none")
+    assert (driver.run.content.shards[0].learning_rate, driver.run.rounds.behaviour.staleness.text) == (0.5, "none")
     driver.run.leave("r", "a", 1, failed=False, message="")
     driver.run.configure(learning_rate=0.1)
-    assert driver.run.shards[0].learning_rate == 0.1
+    assert driver.run.content.shards[0].learning_rate == 0.1
 
 
 def test_a_call_that_waits_is_no_sign_of_life():
@@ -292,8 +292,8 @@ def test_a_reset_forgets_who_counted_and_what_waited():
     driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2")
     driver.push("a")
     driver.run.reset("r")
-    assert driver.run.roster.workers == ()
-    assert driver.run.roster.missing == 2
+    assert driver.run.membership.roster.workers == ()
+    assert driver.run.membership.roster.missing == 2
     assert driver.run.rounds.pending.bytes_held == 0
     assert driver.events("reset")
 

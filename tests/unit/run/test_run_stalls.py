@@ -35,10 +35,10 @@ def test_a_worker_left_out_counts_again_from_a_push_that_is_taken():
         driver.push("b", np.nan)
         driver.run.membership.stall("b")
     driver.push("b", np.nan)
-    assert driver.run.roster.workers == ()
+    assert driver.run.membership.roster.workers == ()
     # "a" has never pushed: nobody else is waited for.
     assert driver.push("b").outcome is Outcome.APPLIED
-    assert driver.run.roster.workers == ("b",)
+    assert driver.run.membership.roster.workers == ("b",)
 
 
 def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_until_it_goes():
