@@ -178,7 +178,7 @@ def rule_pass(memory: Memory, rule: UpdateRule, way: Way) -> Contender:
 
         def call() -> None:
             if way.guard:
-                assert _kernels.first_non_finite(payloads[0], way.codec) == -1
+                assert _kernels.first_non_finite(payloads[0], way.codec, memory.sizes[shard]) == -1
             bound.apply(gradients, rate=RATE, version=10, reply=reply, guarded=way.volatile)
 
         return call

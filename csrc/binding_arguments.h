@@ -12,6 +12,7 @@
 #include <string_view>
 #include <utility>
 
+#include "isa.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -34,19 +35,17 @@ class GilReleased {
   std::optional<py::gil_scoped_release> release_;
 };
 
-inline Codec to_codec(int number) {
-  for (const CodecTraits& traits : codec_traits) {
-    if (static_cast<int>(traits.codec) == number) return traits.codec;
+inline const CodecTraits& to_codec(int number) {
+  for (const CodecTraits& codec : all_codecs()) {
+    if (static_cast<int>(codec.codec) == number) return codec;
   }
   std::string known;
-  for (const CodecTraits& traits : codec_traits) {
-    const std::string each = std::to_string(static_cast<int>(traits.codec));
-    known += (known.empty() ? "" : ", ") + std::string(traits.name) + " (" + each + ")";
+  for (const CodecTraits& codec : all_codecs()) {
+    const std::string each = std::to_string(static_cast<int>(codec.codec));
+    known += (known.empty() ? "" : ", ") + std::string(codec.name) + " (" + each + ")";
   }
   throw py::value_error("codec is " + std::to_string(number) + "; expected " + known);
 }
-
-inline const char* name_of(Codec codec) { return traits_of(codec).name; }
 
 inline float to_float32(double value, const char* name) {
   const float rounded = static_cast<float>(value);
@@ -101,36 +100,20 @@ class Bytes {
   const std::string& name() const { return name_; }
 
   // Raw bytes may hold any codec; an array of numbers must hold the codec's own.
-  void require_format(Codec codec) const {
+  void require_count(const CodecTraits& codec, std::size_t count) const {
     const char* format = view_.format == nullptr ? "B" : view_.format;
     if (*format == '@' || *format == '=' || *format == '<') ++format;
-    const char wanted = traits_of(codec).format;
     const bool raw = view_.itemsize == 1 && std::strchr("Bbc", *format) != nullptr;
-    const bool matching =
-        static_cast<std::size_t>(view_.itemsize) == size_of(codec) && *format == wanted;
-    if (*format == '\0' || format[1] != '\0' || !(raw || matching)) {
+    if (*format == '\0' || format[1] != '\0' || !(raw || *format == codec.format)) {
       throw py::type_error(name_ + " has the buffer format '" +
-                           (view_.format == nullptr ? "" : view_.format) + "'; " + name_of(codec) +
-                           " takes raw bytes ('B', 'b', 'c') or '" + wanted + "'");
+                           (view_.format == nullptr ? "" : view_.format) + "'; " + codec.name +
+                           " takes raw bytes ('B', 'b', 'c') or '" + codec.format + "'");
     }
-  }
-
-  void require_count(Codec codec, std::size_t count) const {
-    require_format(codec);
-    if (size() != count * size_of(codec)) {
+    if (size() != codec.bytes_of(count)) {
       throw py::value_error(name_ + " holds " + std::to_string(size()) + " bytes; " +
-                            std::to_string(count) + " values of " + name_of(codec) + " take " +
-                            std::to_string(count * size_of(codec)));
+                            std::to_string(count) + " values of " + codec.name + " take " +
+                            std::to_string(codec.bytes_of(count)));
     }
-  }
-
-  std::size_t count_of(Codec codec) const {
-    require_format(codec);
-    if (size() % size_of(codec) != 0) {
-      throw py::value_error(name_ + " holds " + std::to_string(size()) +
-                            " bytes, which is no whole number of " + name_of(codec) + " values");
-    }
-    return size() / size_of(codec);
   }
 
  private:
@@ -233,16 +216,17 @@ class ReplyPlace {
                            "; expected None or a tuple (buffer, offset, codec)");
     }
     reply_ = py::reinterpret_borrow<py::tuple>(reply);
-    codec_ = to_codec(to_number<int>(reply_[2], "reply", "codec"));
+    const CodecTraits& codec = to_codec(to_number<int>(reply_[2], "reply", "codec"));
+    codec_ = codec.codec;
     const auto offset = to_number<std::int64_t>(reply_[1], "reply", "offset");
     open(reply_[0]);
-    size_ = count * size_of(codec_);
+    const std::size_t size = codec.bytes_of(count);
     const std::size_t held = buffer_size_;
     if (offset < 0 || static_cast<std::uint64_t>(offset) > held ||
-        size_ > held - static_cast<std::size_t>(offset)) {
+        size > held - static_cast<std::size_t>(offset)) {
       throw py::value_error("reply holds " + std::to_string(held) + " bytes; " +
-                            std::to_string(count) + " values of " + name_of(codec_) + " take " +
-                            std::to_string(size_) + " from byte " + std::to_string(offset) + " on");
+                            std::to_string(count) + " values of " + codec.name + " take " +
+                            std::to_string(size) + " from byte " + std::to_string(offset) + " on");
     }
     encoded_ = buffer_ + offset;
   }
@@ -273,7 +257,6 @@ class ReplyPlace {
   unsigned char* buffer_ = nullptr;
   std::size_t buffer_size_ = 0;
   unsigned char* encoded_ = nullptr;
-  std::size_t size_ = 0;
   Codec codec_ = Codec::float32;
 };
 

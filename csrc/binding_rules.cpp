@@ -49,14 +49,14 @@ class GradientList {
                            "; expected a tuple (payload, codec, factor)");
     }
     const auto part = [&](int index) { return py::handle(PyTuple_GET_ITEM(item.ptr(), index)); };
-    const Codec codec = to_codec(to_number<int>(part(1), name, "codec"));
+    const CodecTraits& codec = to_codec(to_number<int>(part(1), name, "codec"));
     const auto factor = static_cast<float>(to_number<double>(part(2), name, "factor"));
     if (!std::isfinite(factor)) {
       throw py::value_error(name + "'s factor is no number that is finite in float32");
     }
     const Bytes& payload = payloads_.emplace_back(part(0), name);
     payload.require_count(codec, count);
-    weighted_.push_back({.payload = payload.data(), .codec = codec, .factor = factor});
+    weighted_.push_back({.payload = payload.data(), .codec = codec.codec, .factor = factor});
   }
 
   std::deque<Bytes> payloads_;
@@ -178,7 +178,7 @@ void bandwidth(const py::list& list, py::handle gradient) {
   WrittenArrays arrays;
   for (const py::handle array : list) arrays.add(array, "array");
   const Bytes g(gradient, "gradient");
-  g.require_count(Codec::float32, arrays.count());
+  g.require_count(to_codec(1), arrays.count());
   arrays.require_apart(g);
   const Kernels& table = kernels();
   py::gil_scoped_release release;

@@ -38,35 +38,35 @@ py::bytes new_bytes(std::size_t size, unsigned char** data) {
   return py::reinterpret_steal<py::bytes>(object);
 }
 
-std::ptrdiff_t first_non_finite(py::handle gradient, int codec_number) {
-  const Codec codec = to_codec(codec_number);
+std::ptrdiff_t first_non_finite(py::handle gradient, int codec_number, std::size_t count) {
+  const CodecTraits& codec = to_codec(codec_number);
   const Bytes g(gradient, "gradient");
-  const std::size_t count = g.count_of(codec);
+  g.require_count(codec, count);
   const Kernels& table = kernels();
   const GilReleased without_gil(count);
-  return table.first_non_finite(g.data(), codec, count);
+  return table.first_non_finite(g.data(), codec.codec, count);
 }
 
 void decode(py::handle gradient, int codec_number, py::handle out) {
-  const Codec codec = to_codec(codec_number);
+  const CodecTraits& codec = to_codec(codec_number);
   const Bytes g(gradient, "gradient");
   const Floats values(out, "out", Access::write);
   g.require_count(codec, values.count());
   values.require_apart(g);
   const Kernels& table = kernels();
   const GilReleased without_gil(values.count());
-  table.decode(values.mutable_data(), g.data(), codec, values.count());
+  table.decode(values.mutable_data(), g.data(), codec.codec, values.count());
 }
 
 py::bytes encode(py::handle values, int codec_number) {
-  const Codec codec = to_codec(codec_number);
+  const CodecTraits& codec = to_codec(codec_number);
   const Floats v(values, "values", Access::read);
   unsigned char* out = nullptr;
-  py::bytes encoded = new_bytes(v.count() * size_of(codec), &out);
+  py::bytes encoded = new_bytes(codec.bytes_of(v.count()), &out);
   const Kernels& table = kernels();
   {
     const GilReleased without_gil(v.count());
-    table.encode(out, v.data(), codec, v.count());
+    table.encode(out, v.data(), codec.codec, v.count());
   }
   return encoded;
 }
@@ -156,25 +156,25 @@ py::bytes frame_with_room(std::size_t header_size, std::uint32_t field_number,
 
 py::bytes join_frame(const py::bytes& header, std::int64_t field_number, py::handle values,
                      int codec_number) {
-  const Codec codec = to_codec(codec_number);
+  const CodecTraits& codec = to_codec(codec_number);
   const std::uint32_t number = to_field_number(field_number);
   const Floats v(values, "values", Access::read);
   const Bytes head(header, "header");
   std::size_t offset = 0;
-  py::bytes message = frame_with_room(head.size(), number, v.count() * size_of(codec), &offset);
+  py::bytes message = frame_with_room(head.size(), number, codec.bytes_of(v.count()), &offset);
   auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(message.ptr()));
   std::memcpy(out, head.data(), head.size());
   const Kernels& table = kernels();
   {
     const GilReleased without_gil(v.count());
-    table.encode(out + offset, v.data(), codec, v.count());
+    table.encode(out + offset, v.data(), codec.codec, v.count());
   }
   return message;
 }
 
 py::tuple new_frame(std::size_t room, std::int64_t field_number, std::size_t count,
                     int codec_number) {
-  const Codec codec = to_codec(codec_number);
+  const CodecTraits& codec = to_codec(codec_number);
   const std::uint32_t number = to_field_number(field_number);
   if (count > INT32_MAX || room > INT32_MAX) {
     throw py::value_error("count is " + std::to_string(count) + " and room " +
@@ -182,7 +182,7 @@ py::tuple new_frame(std::size_t room, std::int64_t field_number, std::size_t cou
                           "; a message of that many values is beyond protobuf's 2 GiB");
   }
   std::size_t offset = 0;
-  const py::bytes message = frame_with_room(room, number, count * size_of(codec), &offset);
+  const py::bytes message = frame_with_room(room, number, codec.bytes_of(count), &offset);
   return py::make_tuple(message, offset);
 }
 
@@ -207,8 +207,8 @@ PYBIND11_MODULE(_kernels, module) {
   using py::arg;
   module.doc() = "The server's native kernels.";
   py::dict codecs;
-  for (const pyps::CodecTraits& traits : pyps::codec_traits) {
-    codecs[traits.name] = static_cast<int>(traits.codec);
+  for (const pyps::CodecTraits& codec : pyps::all_codecs()) {
+    codecs[codec.name] = static_cast<int>(codec.codec);
   }
   module.attr("CODECS") = codecs;
 
@@ -223,6 +223,7 @@ PYBIND11_MODULE(_kernels, module) {
   pyps::bind_rules(module);
   pyps::bind_vectors(module);
   module.def("first_non_finite", &pyps::first_non_finite, arg("gradient"), arg("codec"),
+             arg("count"),
              "Returns the index of the first NaN or infinity, -1 when there is none.");
   module.def("decode", &pyps::decode, arg("gradient"), arg("codec"), arg("out"),
              "Writes the encoded values as float32 into `out`.");

@@ -58,6 +58,10 @@ std::vector<std::string> available_isas() {
 
 const Kernels& kernels() { return *current_table().load(std::memory_order_relaxed); }
 
+std::span<const CodecTraits> all_codecs() {
+  return {kernels_baseline.codecs, kernels_baseline.num_codecs};
+}
+
 void select_isa(const std::string& name) { current_table() = find_table(name, "instruction set"); }
 
 }  // namespace pyps

@@ -1,6 +1,7 @@
 // Which instruction set the kernels run on.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,9 @@ std::vector<std::string> available_isas();
 // The table in use: the widest available or, if set, the one that the environment variable PYPS_ISA
 // names. It is chosen at the first call; std::invalid_argument says that PYPS_ISA cannot be had.
 const Kernels& kernels();
+
+// The codecs that kernels read and write, the same in every table.
+std::span<const CodecTraits> all_codecs();
 
 // Switches the table under every caller. For tests, which compare the sets.
 void select_isa(const std::string& name);

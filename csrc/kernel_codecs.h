@@ -27,11 +27,25 @@ float float_of(std::uint32_t bits) {
   return value;
 }
 
-// Each codec has a Word as it lies in memory and the two conversions. `exponent_mask` covers the
-// exponent, all ones in NaN and infinity; adding `exponent_one` then carries into the top bit.
+template <class C>
+constexpr bool is_words = requires { typename C::Word; };
 
-struct Float32 {
-  using Word = std::uint32_t;
+// A codec of words writes each number alone, as a Word, and has two conversions. `exponent_mask`
+// covers the exponent, all ones in NaN and infinity; adding `exponent_one` then carries into the
+// top bit.
+//
+// In a codec of blocks numbers share what is written, such as a scale. It says how many make a
+// `block`, of which block_max is a multiple; what lies in front of number k * block takes
+// bytes_of(k * block); and it has decode(float*, const Byte*, count) and encode(Byte*, const
+// float*, count) of one block, which may be the last and shorter. tests/int8_blocks.h is one.
+template <class W>
+struct Words {
+  using Word = W;
+  static constexpr std::size_t bytes_of(std::size_t count) { return count * sizeof(W); }
+};
+
+struct Float32 : Words<std::uint32_t> {
+  static constexpr CodecTraits traits = {Codec::float32, "float32", bytes_of, 'f'};
   static constexpr Word exponent_mask = 0x7f800000;
   static constexpr Word exponent_one = 0x00800000;
 
@@ -39,8 +53,8 @@ struct Float32 {
   static Word encode(float value) { return bits_of(value); }
 };
 
-struct Float16 {
-  using Word = std::uint16_t;
+struct Float16 : Words<std::uint16_t> {
+  static constexpr CodecTraits traits = {Codec::float16, "float16", bytes_of, 'e'};
   static constexpr Word exponent_mask = 0x7c00;
   static constexpr Word exponent_one = 0x0400;
 
@@ -77,8 +91,8 @@ struct Float16 {
   }
 };
 
-struct Bfloat16 {
-  using Word = std::uint16_t;
+struct Bfloat16 : Words<std::uint16_t> {
+  static constexpr CodecTraits traits = {Codec::bfloat16, "bfloat16", bytes_of, 'H'};
   static constexpr Word exponent_mask = 0x7f80;
   static constexpr Word exponent_one = 0x0080;
 
@@ -105,18 +119,77 @@ void store(Byte* encoded, std::size_t index, typename C::Word word) {
   __builtin_memcpy(encoded + index * sizeof word, &word, sizeof word);
 }
 
+// All codecs of this build.
+#ifndef PYPS_CODECS
+#define PYPS_CODECS Float32, Float16, Bfloat16
+#endif
+
+template <class... C>
+struct CodecList {
+  static constexpr CodecTraits traits[] = {C::traits...};
+};
+using Codecs = CodecList<PYPS_CODECS>;
+
+template <class Loop, class First, class... Rest>
+auto with_codec_of(CodecList<First, Rest...>, Codec codec, Loop loop) {
+  if constexpr (sizeof...(Rest) > 0) {
+    if (codec != First::traits.codec) return with_codec_of(CodecList<Rest...>{}, codec, loop);
+  }
+  return loop(First{});
+}
+
 // Calls `loop` with the codec as a type, so that the loop decodes without asking again.
 template <class Loop>
 auto with_codec(Codec codec, Loop loop) {
-  switch (codec) {
-    case Codec::float16:
-      return loop(Float16{});
-    case Codec::bfloat16:
-      return loop(Bfloat16{});
-    case Codec::float32:
-      break;
+  return with_codec_of(Codecs{}, codec, loop);
+}
+
+inline std::size_t bytes_of(Codec codec, std::size_t count) {
+  return with_codec(codec, [=](auto c) { return decltype(c)::bytes_of(count); });
+}
+
+template <class C>
+void decode_loop(float* __restrict values, const Byte* __restrict encoded, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
+    values[i] = C::decode(load<C>(encoded, i));
   }
-  return loop(Float32{});
+}
+
+template <class C>
+void encode_loop(Byte* __restrict encoded, const float* __restrict values, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
+    store<C>(encoded, i, C::encode(values[i]));
+  }
+}
+
+// Calls `body(start, size)` for each block of the codec.
+template <class C, class Body>
+void for_each_block(std::size_t count, Body body) {
+  for (std::size_t start = 0; start < count; start += C::block) {
+    body(start, count - start < C::block ? count - start : C::block);
+  }
+}
+
+template <class C>
+void decode_all(float* values, const Byte* encoded, std::size_t count) {
+  if constexpr (is_words<C>) {
+    decode_loop<C>(values, encoded, count);
+  } else {
+    for_each_block<C>(count, [=](std::size_t start, std::size_t size) {
+      C::decode(values + start, encoded + C::bytes_of(start), size);
+    });
+  }
+}
+
+template <class C>
+void encode_all(Byte* encoded, const float* values, std::size_t count) {
+  if constexpr (is_words<C>) {
+    encode_loop<C>(encoded, values, count);
+  } else {
+    for_each_block<C>(count, [=](std::size_t start, std::size_t size) {
+      C::encode(encoded + C::bytes_of(start), values + start, size);
+    });
+  }
 }
 
 }  // namespace

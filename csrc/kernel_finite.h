@@ -39,5 +39,32 @@ bool any_non_finite(const Byte* encoded, std::size_t count) {
   return is_carry<C>(carries);
 }
 
+template <class C>
+std::ptrdiff_t first_non_finite_in(const Byte* encoded, std::size_t count) {
+  if constexpr (is_words<C>) {
+    constexpr std::size_t scan_block_max = 4096;
+    for (std::size_t start = 0; start < count; start += scan_block_max) {
+      const std::size_t left = count - start;
+      const std::size_t block = left < scan_block_max ? left : scan_block_max;
+      const Byte* words = encoded + C::bytes_of(start);
+      if (!any_non_finite<C>(words, block)) continue;
+      for (std::size_t i = 0; i < block; ++i) {
+        if (any_non_finite<C>(words + C::bytes_of(i), 1)) {
+          return static_cast<std::ptrdiff_t>(start + i);
+        }
+      }
+    }
+  } else {
+    for (std::size_t start = 0; start < count; start += C::block) {
+      float values[C::block];
+      const std::size_t size = count - start < C::block ? count - start : C::block;
+      C::decode(values, encoded + C::bytes_of(start), size);
+      const auto found = first_non_finite_in<Float32>(reinterpret_cast<const Byte*>(values), size);
+      if (found >= 0) return static_cast<std::ptrdiff_t>(start) + found;
+    }
+  }
+  return -1;
+}
+
 }  // namespace
 }  // namespace pyps

@@ -24,13 +24,6 @@ constexpr std::size_t block_max = 512;
 // what is stored there has to be read from memory before it is overwritten.
 constexpr std::size_t stream_size_min = 256 * 1024;
 
-template <class C>
-void encode_loop(Byte* __restrict encoded, const float* __restrict values, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
-    store<C>(encoded, i, C::encode(values[i]));
-  }
-}
-
 // Writes a whole line of memory, past the caches where the processor can; `to` lies on a line.
 inline void stream_line(Byte* to, const Byte* from) {
 #if defined(__AVX512F__)
@@ -64,19 +57,19 @@ class ReplyWriter {
   ReplyWriter(Reply reply, std::size_t count)
       : to_(static_cast<Byte*>(reply.encoded)),
         codec_(reply.codec),
-        streams_(count * size_of(reply.codec) >= stream_size_min) {}
+        streams_(bytes_of(reply.codec, count) >= stream_size_min) {}
 
   // The next parameters in order, at most a block; those before them lie in front of them.
   void write(const float* parameters, std::size_t count) {
     if (to_ == nullptr) return;
     if (!streams_) {
       encode(to_, parameters, count);
-      to_ += count * size_of(codec_);
+      to_ += bytes_of(codec_, count);
     } else if (codec_ == Codec::float32) {
       stream(reinterpret_cast<const Byte*>(parameters) - waiting_, count * sizeof(float));
     } else {
       encode(words_ + waiting_, parameters, count);
-      stream(words_, count * size_of(codec_));
+      stream(words_, bytes_of(codec_, count));
       __builtin_memmove(words_, rest_, waiting_);
       rest_ = words_;
     }
@@ -90,7 +83,7 @@ class ReplyWriter {
 
  private:
   void encode(Byte* to, const float* parameters, std::size_t count) const {
-    with_codec(codec_, [=](auto c) { encode_loop<decltype(c)>(to, parameters, count); });
+    with_codec(codec_, [=](auto c) { encode_all<decltype(c)>(to, parameters, count); });
   }
 
   // `from` begins with what was left waiting, before `added` bytes.
@@ -116,7 +109,7 @@ class ReplyWriter {
   bool streams_;
   const Byte* rest_ = nullptr;
   std::size_t waiting_ = 0;
-  alignas(cache_line_size) Byte words_[cache_line_size + block_max * sizeof(std::uint16_t)];
+  alignas(cache_line_size) Byte words_[cache_line_size + block_max * sizeof(float)];
 };
 
 }  // namespace

@@ -55,13 +55,21 @@ template <bool adds>
 void sum_encoded(float* sum, const Gradient& gradient, std::size_t start, std::size_t count) {
   with_codec(gradient.codec, [&](auto c) {
     using C = decltype(c);
-    constexpr std::size_t word_size = sizeof(typename C::Word);
-    const Byte* words = static_cast<const Byte*>(gradient.payload) + start * word_size;
-    for_each_piece<update_piece>(
-        count, [=, factor = gradient.factor](std::size_t at, std::size_t size) {
-          prefetch(words + at * word_size, update_distance, size * word_size);
-          sum_loop<adds, C>(sum + at, words + at * word_size, factor, size);
-        });
+    const float factor = gradient.factor;
+    const Byte* encoded = static_cast<const Byte*>(gradient.payload) + C::bytes_of(start);
+    if constexpr (is_words<C>) {
+      constexpr std::size_t word_size = sizeof(typename C::Word);
+      for_each_piece<update_piece>(count, [=](std::size_t at, std::size_t size) {
+        prefetch(encoded + at * word_size, update_distance, size * word_size);
+        sum_loop<adds, C>(sum + at, encoded + at * word_size, factor, size);
+      });
+    } else {
+      for_each_block<C>(count, [=](std::size_t at, std::size_t size) {
+        float values[C::block];
+        C::decode(values, encoded + C::bytes_of(at), size);
+        sum_loop<adds, Float32>(sum + at, reinterpret_cast<const Byte*>(values), factor, size);
+      });
+    }
   });
 }
 
@@ -73,12 +81,12 @@ struct PrivateBlock {
   bool copy(const Gradient& gradient, std::size_t start, std::size_t count) {
     return with_codec(gradient.codec, [&](auto c) {
       using C = decltype(c);
-      constexpr std::size_t word_size = sizeof(typename C::Word);
-      const Byte* theirs = static_cast<const Byte*>(gradient.payload) + start * word_size;
-      __builtin_memcpy(words, theirs, count * word_size);
+      const Byte* theirs = static_cast<const Byte*>(gradient.payload) + C::bytes_of(start);
+      __builtin_memcpy(words, theirs, C::bytes_of(count));
       // From here on the copy is read: the compiler may not go back to the memory behind it.
       asm volatile("" : : "r"(words) : "memory");
-      return !is_carry<C>(exponent_carries<C>(words, count));
+      if constexpr (is_words<C>) return !is_carry<C>(exponent_carries<C>(words, count));
+      return first_non_finite_in<C>(words, count) < 0;
     });
   }
 };
@@ -107,10 +115,17 @@ class BlockSource {
       return;
     }
     with_codec(only.codec, [&](auto c) {
-      const Byte* theirs =
-          static_cast<const Byte*>(only.payload) + start * sizeof(typename decltype(c)::Word);
-      update(c, guarded ? copy_.words : theirs,
-             theirs + (guarded ? guarded_distance : update_distance), only.factor);
+      using C = decltype(c);
+      const Byte* theirs = static_cast<const Byte*>(only.payload) + C::bytes_of(start);
+      const Byte* encoded = guarded ? copy_.words : theirs;
+      if constexpr (is_words<C>) {
+        update(c, encoded, theirs + (guarded ? guarded_distance : update_distance), only.factor);
+      } else {
+        static_assert(block_max % C::block == 0 && C::bytes_of(block_max) <= sizeof copy_.words);
+        decode_all<C>(sum_, encoded, count);
+        const Byte* numbers = reinterpret_cast<const Byte*>(sum_);
+        update(Float32{}, numbers, numbers, only.factor);
+      }
     });
   }
 

@@ -23,39 +23,15 @@
 namespace pyps {
 namespace {
 
-template <class C>
-std::ptrdiff_t first_non_finite_loop(const Byte* encoded, std::size_t count) {
-  constexpr std::size_t scan_block_max = 4096;
-  for (std::size_t start = 0; start < count; start += scan_block_max) {
-    const std::size_t left = count - start;
-    const std::size_t block = left < scan_block_max ? left : scan_block_max;
-    const Byte* words = encoded + start * sizeof(typename C::Word);
-    if (!any_non_finite<C>(words, block)) continue;
-    for (std::size_t i = 0; i < block; ++i) {
-      if (any_non_finite<C>(words + i * sizeof(typename C::Word), 1)) {
-        return static_cast<std::ptrdiff_t>(start + i);
-      }
-    }
-  }
-  return -1;
-}
-
 std::ptrdiff_t first_non_finite(const void* gradient, Codec codec, std::size_t count) {
   return with_codec(codec, [=](auto c) {
-    return first_non_finite_loop<decltype(c)>(static_cast<const Byte*>(gradient), count);
+    return first_non_finite_in<decltype(c)>(static_cast<const Byte*>(gradient), count);
   });
-}
-
-template <class C>
-void decode_loop(float* __restrict values, const Byte* __restrict encoded, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
-    values[i] = C::decode(load<C>(encoded, i));
-  }
 }
 
 void decode(float* values, const void* encoded, Codec codec, std::size_t count) {
   with_codec(codec, [=](auto c) {
-    decode_loop<decltype(c)>(values, static_cast<const Byte*>(encoded), count);
+    decode_all<decltype(c)>(values, static_cast<const Byte*>(encoded), count);
   });
 }
 
@@ -131,6 +107,8 @@ void bandwidth(float* const* arrays, std::size_t num_arrays, const void* gradien
 extern const Kernels PYPS_KERNELS;
 const Kernels PYPS_KERNELS = {
     .isa = PYPS_ISA_NAME,
+    .codecs = Codecs::traits,
+    .num_codecs = sizeof Codecs::traits / sizeof *Codecs::traits,
     .rules = rules,
     .num_rules = sizeof rules / sizeof *rules,
     .first_non_finite = first_non_finite,

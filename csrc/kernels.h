@@ -15,28 +15,17 @@
 
 namespace pyps {
 
-// How one number is encoded on the wire, little-endian. The values are those of the wire contract.
+// How numbers are encoded on the wire, little-endian: a number of the wire contract.
+// kernel_codecs.h defines each.
 enum class Codec : int { float32 = 1, float16 = 2, bfloat16 = 3 };
 
 struct CodecTraits {
   Codec codec;
   const char* name;
-  std::size_t size;  // Of one number, in bytes.
-  char format;       // Python's name for the type of one number; bfloat16's bits are integers.
+  std::size_t (*bytes_of)(std::size_t count);
+  char
+      format;  // Python's type of one number (bfloat16's bits are integers); 0 where there is none.
 };
-
-// In the order of their numbers.
-constexpr CodecTraits codec_traits[] = {
-    {Codec::float32, "float32", 4, 'f'},
-    {Codec::float16, "float16", 2, 'e'},
-    {Codec::bfloat16, "bfloat16", 2, 'H'},
-};
-
-constexpr const CodecTraits& traits_of(Codec codec) {
-  return codec_traits[static_cast<int>(codec) - 1];
-}
-
-constexpr std::size_t size_of(Codec codec) { return traits_of(codec).size; }
 
 // One gradient of an update's sum. The payload may begin at any byte.
 struct Gradient {
@@ -84,6 +73,9 @@ struct Summary {
 // The functions of one instruction set.
 struct Kernels {
   const char* isa;
+
+  const CodecTraits* codecs;
+  std::size_t num_codecs;
 
   const Rule* rules;
   std::size_t num_rules;

@@ -68,8 +68,8 @@ class ShardKernel:
     def write(self, reply: Reply) -> None:
         """Write the parameters, encoded, to where a reply is wanted."""
 
-def first_non_finite(gradient: Buffer, codec: int) -> int:
-    """Returns the index of the first NaN or infinity, -1 when there is none."""
+def first_non_finite(gradient: Buffer, codec: int, count: int) -> int:
+    """Return the index of the first NaN or infinity among `count` numbers, -1 when there is none."""
 
 def decode(gradient: Buffer, codec: int, out: Floats) -> None:
     """Writes the encoded values as float32 into `out`."""

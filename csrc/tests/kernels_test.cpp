@@ -15,7 +15,7 @@ namespace {
 
 void test_codec(Codec codec, std::size_t count, std::size_t offset) {
   const pyps::Kernels& kernels = pyps::kernels();
-  const std::size_t size = count * size_of(codec);
+  const std::size_t size = bytes_of(codec, count);
   const std::vector<float> values = random_values(count, 2);
   Payload gradient(size, offset);
   kernels.encode(gradient.data(), values.data(), codec, count);
@@ -30,7 +30,7 @@ void test_codec(Codec codec, std::size_t count, std::size_t offset) {
 void test_guard(Codec codec, std::size_t count, std::size_t offset) {
   const pyps::Kernels& kernels = pyps::kernels();
   std::vector<float> values = random_values(count, 3);
-  Payload gradient(count * size_of(codec), offset);
+  Payload gradient(bytes_of(codec, count), offset);
   kernels.encode(gradient.data(), values.data(), codec, count);
   CHECK(kernels.first_non_finite(gradient.data(), codec, count) == -1);
   for (const float bad :

@@ -7,11 +7,13 @@ void test_kernels();
 void test_rules();
 void test_vectors();
 void test_framing();
+void test_blocks();
 
 int main() {
   test_kernels();
   test_rules();
   test_vectors();
   test_framing();
+  test_blocks();
   std::puts("native tests passed");
 }

@@ -128,7 +128,7 @@ struct Sum {
     float factor = 1.0f;
     for (const Codec codec : of) {
       const auto index = static_cast<unsigned>(payloads.size());
-      payloads.emplace_back(count * size_of(codec), (offset + 3 * index) % 8);
+      payloads.emplace_back(bytes_of(codec, count), (offset + 3 * index) % 8);
       unsigned char* data = payloads.back().data();
       std::vector<float> values = random_values(count, 10 + index);
       kernels.encode(data, values.data(), codec, count);
@@ -148,7 +148,7 @@ struct Sum {
 };
 
 void check_reply(const unsigned char* reply, Codec codec, const std::vector<float>& parameters) {
-  const std::size_t size = size_of(codec);
+  const std::size_t size = bytes_of(codec, 1);
   unsigned char expected[sizeof(float)];
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     pyps::kernels().encode(expected, &parameters[i], codec, 1);
@@ -164,7 +164,7 @@ void test_rule(const Rule& rule, const Sum& sum) {
   for (unsigned update = 0; update < 4; ++update) {
     const bool guarded = update % 2 == 1;
     const Codec codec = codecs[update % 3];
-    Payload reply(count * size_of(codec), (update + count) % 8);
+    Payload reply(bytes_of(codec, count), (update + count) % 8);
     float* const arrays[] = {found.p.data(), found.s.data(), found.t.data()};
     const std::size_t left_out =
         find(rule.name).update(arrays, {sum.gradients.data(), sum.gradients.size(), guarded},
@@ -183,12 +183,12 @@ void test_rule(const Rule& rule, const Sum& sum) {
 // Replies so long that they go past the caches, at every place in a line of memory.
 void test_long_replies() {
   for (const Codec codec : codecs) {
-    const std::size_t count = 256 * 1024 / size_of(codec) + 77;
+    const std::size_t count = 256 * 1024 / bytes_of(codec, 1) + 77;
     std::vector<float> parameters = random_values(count, 1);
     const std::vector<float> gradient = random_values(count, 2);
     const pyps::Gradient only = {gradient.data(), Codec::float32, 1.0f};
     for (std::size_t offset = 0; offset < 65; ++offset) {
-      Payload reply(count * size_of(codec), offset);
+      Payload reply(bytes_of(codec, count), offset);
       sgd(parameters, {&only, 1, offset % 2 == 1}, {reply.data(), codec}, rate);
       check_reply(reply.data(), codec, parameters);
     }
@@ -200,7 +200,7 @@ void test_left_out(Codec codec, std::size_t count, std::size_t bad) {
   const pyps::Kernels& kernels = pyps::kernels();
   std::vector<float> values(count, 1.0f);
   values[bad] = std::numeric_limits<float>::quiet_NaN();
-  Payload broken(count * size_of(codec), 3);
+  Payload broken(bytes_of(codec, count), 3);
   kernels.encode(broken.data(), values.data(), codec, count);
   const std::vector<float> sound(count, 2.0f);
   const pyps::Gradient both[] = {{broken.data(), codec, 1.0f},

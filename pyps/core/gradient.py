@@ -122,7 +122,8 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
     if gradient.kind == PayloadKind.NOTHING:
         return FINITE
-    index = _kernels.first_non_finite(gradient.payload, gradient.codec)
+    count = gradient.count(shard_length) if gradient.extents else shard_length
+    index = _kernels.first_non_finite(gradient.payload, gradient.codec, count)
     return FINITE if index < 0 else Finding(shard_id, gradient.parameter_index(index))
 
 
@@ -154,15 +155,18 @@ def decoded(payload: bytes | memoryview, codec: Codec, *, count: int) -> tuple[F
         _kernels.decode(payload, codec, values)
     else:
         codec.decode_into(payload, values)
-    return values, _kernels.first_non_finite(values.data, FLOAT32)
+    return values, _kernels.first_non_finite(values.data, FLOAT32, count)
 
 
 def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Gradient:
     """Returns the gradient as kernels read it; raises as `require_fitting`."""
-    if gradient.codec in NATIVE or gradient.kind == PayloadKind.NOTHING:
+    codec = gradient.codec
+    # An update is made extent by extent, which splits payloads.
+    readable = codec in NATIVE and (codec.dtype is not None or not gradient.extents)
+    if readable or gradient.kind == PayloadKind.NOTHING:
         return gradient
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
-    values, _ = decoded(gradient.payload, gradient.codec, count=gradient.count(shard_length))
+    values, _ = decoded(gradient.payload, codec, count=gradient.count(shard_length))
     return gradient._replace(codec=FLOAT32, payload=FLOAT32.encode(values))
 
 

@@ -146,7 +146,7 @@ class RoundController:
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
         began = self._clock()
-        if gradient.codec not in NATIVE:
+        if gradient.codec not in NATIVE or gradient.extents:
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.logged:
             # The log tells what was applied to the bit, so that is looked at anew.

@@ -85,7 +85,7 @@ def test_nan_stays_nan_and_keeps_its_sign():
 
 def test_finite_values_pass_the_guard():
     for codec, length in product(NATIVE, LENGTHS):
-        assert _kernels.first_non_finite(payload_of(length, codec, 1), codec) == -1, (codec, length)
+        assert _kernels.first_non_finite(payload_of(length, codec, 1), codec, length) == -1, (codec, length)
 
 
 def test_the_guard_agrees_with_numpy_on_every_pattern():
@@ -96,11 +96,12 @@ def test_the_guard_agrees_with_numpy_on_every_pattern():
         finite = np.isfinite(decode_reference(patterns, codec))
         numbers = [patterns[i * size : (i + 1) * size] for i in range(65536)]
 
-        passed = [_kernels.first_non_finite(number, codec) == -1 for number in numbers]
+        passed = [_kernels.first_non_finite(number, codec, 1) == -1 for number in numbers]
 
         assert passed == finite.tolist(), codec
         for offset in (0, 1, 3):
-            assert _kernels.first_non_finite(at_offset(patterns, offset), codec) == np.argmin(finite), (codec, offset)
+            found = _kernels.first_non_finite(at_offset(patterns, offset), codec, 65536)
+            assert found == np.argmin(finite), (codec, offset)
 
 
 def test_the_guard_finds_the_first_of_several():
@@ -110,7 +111,7 @@ def test_the_guard_finds_the_first_of_several():
             values = wide_values(length, 1)
             values[[index, -1]] = value
 
-            found = _kernels.first_non_finite(_kernels.encode(values, codec), codec)
+            found = _kernels.first_non_finite(_kernels.encode(values, codec), codec, length)
 
             assert found == index, (codec, length, value)
 
