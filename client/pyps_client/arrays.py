@@ -73,7 +73,7 @@ class Client:
         self._finite = FiniteGuard()
         self.session = Worker(
             self._model,
-            OptimizerSettings(rule=optimizer[0], groups=[GroupSettings(hyperparameters=optimizer[1])]),
+            _settings_of(optimizer),
             launch=launch,
             # The first parameters, end to end.
             initial=lambda: [np.concatenate([np.asarray(tensor).reshape(-1) for tensor in tensors.values()])],
@@ -214,7 +214,9 @@ class Client:
                 self._between_steps = False
 
     def _check(self, gradients: Arrays) -> None:
-        """Refuses unknown names, shapes and types, before anything is touched."""
+        """Refuse unknown names, shapes and types, before anything is changed."""
+        if not isinstance(gradients, Mapping):
+            raise ModelMismatch(f"The gradients are {_kind(gradients)}; expected a dictionary of arrays by name.")
         for name, gradient in gradients.items():
             if name not in self._places:
                 known = ", ".join(list(self._places)[:10])
@@ -407,7 +409,23 @@ def _places(model: Model) -> Iterator[tuple[Tensor, int]]:
         ends[tensor.group] += tensor.size
 
 
+def _settings_of(optimizer: Optimizer) -> OptimizerSettings:
+    try:
+        rule, hyperparameters = optimizer
+        return OptimizerSettings(rule=rule, groups=[GroupSettings(hyperparameters=hyperparameters)])
+    except (TypeError, ValueError):
+        raise BadRequest(
+            f"optimizer is {optimizer!r}; expected a rule and its settings, as ('sgd', {{'learning_rate': 0.1}})."
+        ) from None
+
+
+def _kind(value: object) -> str:
+    return f"of type {type(value).__name__}"
+
+
 def _model_of(tensors: Arrays, shard_size: int) -> Model:
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise BadRequest(f"tensors is {_kind(tensors)}; expected a dictionary of float32 arrays by their names.")
     if not tensors:
         raise BadRequest("No tensors were given: pass the model's first parameters by name.")
     for name, tensor in tensors.items():

@@ -89,7 +89,7 @@ def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
 
 
 class FiniteGuard:
-    """Counts gradients skipped in a row: overflow now and then is normal under mixed precision, nothing else is not."""
+    """Counts gradients skipped in a row. Mixed precision overflows now and then; many in a row are a fault."""
 
     def __init__(self) -> None:
         # In a row, and in all.

@@ -348,9 +348,11 @@ def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> No
                 copied(optimizer)
 
 
-def test_a_second_optimizer_of_other_parameters_is_told_that_a_run_holds_one(start_server) -> None:
+def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_the_first(start_server) -> None:
     server = start_server()
-    told = r"another RemoteOptimizer on .* take turns, .* servers for each .*run_id=.* optimizer all parameters"
+    told = (
+        r"open RemoteOptimizer on .* already, .* cell is run twice, close\(\) the first .* servers for each; .* groups"
+    )
     with remote(mlp(), server) as first:
         for second in (torch.nn.Linear(4, 1), mlp()):
             with pytest.raises(BadRequest, match=told):

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from client_support import addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.rules import translate
-from pyps_wire.errors import ScheduleOwned
+from pyps_wire.errors import ScheduleOwned, SettingsChanged
 from support import status_of
 from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of
 
@@ -219,6 +219,29 @@ def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
         backward(model, next(batches(1)))
         optimizer.step()
         assert optimizer.receipts[0].rate == 0.2
+
+
+def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_server) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.001)
+    with RemoteOptimizer(model, sgd, start_server().data, overlap="backward", transport="grpc") as optimizer:
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0].update(lr=9.0, weight_decay=1.0)
+        with pytest.raises(SettingsChanged, match="weight_decay"):
+            optimizer.load_state_dict(saved)
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert optimizer.receipts[0].rate == pytest.approx(0.001)
+        # A change is refused before the backward pass sends anything, and a replaced list is read.
+        optimizer.param_groups[0]["weight_decay"] = 1.0
+        with pytest.raises(SettingsChanged, match="weight_decay"):
+            backward(model, next(batches(1)))
+        assert optimizer.global_step == 1
+        optimizer.zero_grad()
+        optimizer.param_groups = [{**optimizer.param_groups[0], "weight_decay": 0.0, "lr": 0.002}]
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert optimizer.receipts[0].rate == pytest.approx(0.002)
 
 
 def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first(start_server) -> None:

@@ -247,6 +247,8 @@ def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index
 
 def _problem(parameter: torch.Tensor) -> str:
     """What keeps a parameter from living on a server, in words; empty for nothing."""
+    if parameter.is_inference():
+        return "was made under torch.inference_mode(), so that nothing can train it: make the model outside"
     if parameter.is_meta:
         return "is on the meta device and has no values: materialise the model first"
     if parameter.layout != torch.strided:

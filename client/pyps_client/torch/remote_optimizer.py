@@ -146,7 +146,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._steps = joining.steps(joined, self._rates)
             self._own_model = OwnModel(self._model, self.param_groups, peers)
             # Weakly: `leave` holds the steps, and the model may hold the optimizer.
-            self._steps.model_check = weakref.WeakMethod(self._own_model.check)
+            self._steps.check_before = weakref.WeakMethod(self._check)
             self._ending = Ending(self._session, self._steps)
             launch = self._session.launch
             _made[self] = (launch.servers, launch.worker_id)
@@ -364,12 +364,17 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 *(update, self.global_step),
             )
 
+    def _check(self, is_first: bool) -> None:
+        """Refuse a model or settings that were changed, before anything is sent ahead of a step."""
+        self._rates.follow(self.param_groups)
+        self._own_model.check(is_first)
+
     def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
         if self._guard.generation != fork.generation:
             self._guard.check()
         if self._ending.begun.locked():
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
-        self._rates.check(self.param_groups)
+        self._rates.follow(self.param_groups)
         if examples is not None:
             check_examples(examples)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
@@ -456,10 +461,10 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
         )
     if worker in others.values():
         raise BadRequest(
-            f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, as worker {launch.worker_id!r}, "
-            "and one run holds one model with one optimizer. For optimizers that take turns, as of a GAN, start "
-            "servers for each and name them (servers=, run_id=); otherwise give one torch optimizer all parameters, in "
-            "groups. To train on with a new one, close() the first."
+            f"This program has an open RemoteOptimizer on {', '.join(launch.servers)} already, as worker "
+            f"{launch.worker_id!r}. To make it again, as where a notebook's cell is run twice, close() the first. "
+            "To train two models, start servers for each; to train one model with two optimizers, give one torch "
+            "optimizer all parameters, in groups."
         )
 
 

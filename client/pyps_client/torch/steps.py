@@ -70,9 +70,9 @@ class Steps:
     ) -> None:
         """`local_rates`: the sizes of a local step now, one a parameter group; empty or zero for none."""
         self.session = worker
-        # Says what refuses a model that was changed so that steps would not train it, if anything does; that is told
-        # whether a step is the first.
-        self.model_check: Callable[[], Callable[[bool], object] | None] = lambda: None
+        # Returns the check of model and settings that precedes what is sent ahead of a step, if there is one; the check
+        # takes whether the step is the first.
+        self.check_before: Callable[[], Callable[[bool], object] | None] = lambda: None
         # Examples in each minibatch from now on; None where nobody says.
         self.examples_in_batch: int | None = None
         self._view = worker.view
@@ -227,7 +227,7 @@ class Steps:
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
         """Asks for a portion; the parameters come with it where one mutex is held for both, and no gradient gathers."""
         # DistributedDataParallel writes parameters too: what wrote them is the better word.
-        if (check := self.model_check()) is not None:
+        if (check := self.check_before()) is not None:
             check(self.steps == 0)
         if self._overlap.is_used or not self.session.gives_out_data or self._gradients.minibatch_count:
             return ask(None)
@@ -512,7 +512,7 @@ class Steps:
         if not self._schedule.leaves_early or self.finished or self._gradients.minibatch_count or self._torn:
             return None
         # As a step does before anything leaves.
-        if (check := self.model_check()) is not None:
+        if (check := self.check_before()) is not None:
             check(self.steps == 0)
         self._written.check(is_first=self._is_first)
         self._is_first = False

@@ -16,6 +16,8 @@ from pyps_client.launch import Launch, parse_servers
 from pyps_wire.errors import BadRequest
 from support import ROOT
 
+SGD = ("sgd", {"learning_rate": 0.1})
+
 
 def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
@@ -234,3 +236,21 @@ def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
 def test_the_client_tells_servers_the_version_that_it_is_released_under() -> None:
     project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert pyps_client.__version__ == project["version"]
+
+
+def test_wrong_arguments_of_a_client_are_refused_by_name_before_any_connection() -> None:
+    one = {"w": np.zeros(3, np.float32)}
+    for tensors, optimizer, complaint in (
+        ("sgd", SGD, "tensors is of type str; expected a dictionary of float32 arrays by their names"),
+        ([1, 2], SGD, "tensors is of type list"),
+        ({3: one["w"]}, SGD, "tensors is of type dict"),
+        ({}, SGD, "No tensors were given"),
+        ({"w": "abc"}, SGD, "Tensor 'w' is <U3"),
+        *(
+            (one, wrong, "expected a rule and its settings, as")
+            for wrong in ("sgd", {"rule": "sgd"}, ("sgd",), (3, {}))
+        ),
+        (one, ("sgd", {"learning_rate": "x"}), "expected a rule and its settings, as"),
+    ):
+        with pytest.raises(pyps_client.ConfigurationError, match=complaint):
+            pyps_client.Client(tensors, optimizer, servers="127.0.0.1:1")

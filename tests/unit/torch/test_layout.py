@@ -64,6 +64,10 @@ def test_what_cannot_live_on_a_server_is_refused_with_its_name() -> None:
         model = Holder(torch.nn.Parameter(torch.zeros(1)), parameter)
         with pytest.raises(BadRequest, match=f"Parameter 1 of group 0, 'p1' .*{words}"):
             plan(model, groups(*model.parameters()))
+    with torch.inference_mode():
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(BadRequest, match=r"'weight' .* was made under torch.inference_mode\(\)"):
+        plan(model, groups(*model.parameters()))
 
 
 def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -> None:

@@ -177,8 +177,13 @@ def test_groups_that_hold_others_or_no_numbers_are_refused() -> None:
         rates.changes()
 
 
-def test_a_list_in_the_place_of_the_optimizers_own_is_gone_by() -> None:
+def test_rates_are_those_of_the_optimizers_present_list_and_not_of_one_that_is_only_checked() -> None:
     optimizer = sgd()
     rates = rates_of(optimizer)
-    rates.check([dict(group, lr=0.25) for group in optimizer.param_groups])
+    others = [dict(group, lr=0.25) for group in optimizer.param_groups]
+    rates.check(others)
+    with pytest.raises(SettingsChanged):
+        rates.check([dict(group, lr=9.0, weight_decay=1.0) for group in optimizer.param_groups])
+    assert rates.changes() == {}
+    rates.follow(others)
     assert rates.changes() == {0: (0.25, None, False), 1: (0.25, None, False)}
