@@ -52,9 +52,7 @@ class Shard:
         self.vectors = list(self.matrix)
         self.x, self.y = self.vectors[:2]
         self.scalars = np.full(NUM_VECTORS, A, np.float32)
-        self.wide = np.zeros(size)
         self.torch_z = torch.from_numpy(self.z)
-        self.torch_wide = torch.from_numpy(self.wide)
         self.torch_matrix = torch.from_numpy(self.matrix)
         self.torch_vectors = list(self.torch_matrix)
         self.torch_x, self.torch_y = self.torch_vectors[:2]
@@ -75,14 +73,6 @@ class Contest(NamedTuple):
 def numpy_move(s: Shard) -> None:
     np.multiply(s.y, A, out=s.z)
     np.add(s.z, s.x, out=s.z)
-
-
-def numpy_axpy(s: Shard) -> None:
-    s.z += A * s.x
-
-
-def numpy_wide_axpy(s: Shard) -> None:
-    s.wide += A * s.x
 
 
 def numpy_combine(s: Shard) -> None:
@@ -112,48 +102,11 @@ def torch_fold(s: Shard) -> None:
 
 
 CONTESTS = {
-    "fill": Contest(4, lambda s: _kernels.vector_fill(s.z, A), lambda s: s.z.fill(A), lambda s: s.torch_z.fill_(A)),
     "copy": Contest(
         8,
         lambda s: _kernels.vector_copy(s.z, s.x),
         lambda s: np.copyto(s.z, s.x),
         lambda s: s.torch_z.copy_(s.torch_x),
-    ),
-    "scale": Contest(
-        8,
-        lambda s: _kernels.vector_scale(s.z, 0.5),
-        lambda s: np.multiply(s.z, 0.5, out=s.z),
-        lambda s: s.torch_z.mul_(0.5),
-    ),
-    "add": Contest(
-        12,
-        lambda s: _kernels.vector_add(s.z, s.x, s.y),
-        lambda s: np.add(s.x, s.y, out=s.z),
-        lambda s: torch.add(s.torch_x, s.torch_y, out=s.torch_z),
-    ),
-    "subtract": Contest(
-        12,
-        lambda s: _kernels.vector_subtract(s.z, s.x, s.y),
-        lambda s: np.subtract(s.x, s.y, out=s.z),
-        lambda s: torch.sub(s.torch_x, s.torch_y, out=s.torch_z),
-    ),
-    "multiply": Contest(
-        12,
-        lambda s: _kernels.vector_multiply(s.z, s.x, s.y),
-        lambda s: np.multiply(s.x, s.y, out=s.z),
-        lambda s: torch.mul(s.torch_x, s.torch_y, out=s.torch_z),
-    ),
-    "axpy": Contest(
-        12,
-        lambda s: _kernels.vector_axpy(s.z, A, s.x),
-        numpy_axpy,
-        lambda s: s.torch_z.add_(s.torch_x, alpha=A),
-    ),
-    "axpy to float64": Contest(
-        20,
-        lambda s: _kernels.vector_axpy(s.wide, A, s.x),
-        numpy_wide_axpy,
-        lambda s: s.torch_wide.add_(s.torch_x, alpha=A),
     ),
     "move": Contest(
         12,

@@ -14,7 +14,6 @@
 
 #include "isa.h"
 #include "kernels.h"
-#include "vectors.h"
 
 namespace pyps {
 
@@ -123,59 +122,46 @@ class Bytes {
 
 enum class Access { read, write };
 
-// A one-dimensional numpy array of float32 or float64, as it lies in memory.
-class Numbers {
+// A one-dimensional numpy array of float32, as it lies in memory.
+class Floats {
  public:
-  Numbers(py::handle object, std::string name, Access access)
-      : Numbers(object, std::move(name), access, {"float32 or float64", true}) {}
+  Floats(py::handle object, std::string name, Access access) : name_(std::move(name)) {
+    if (!py::isinstance<py::array>(object)) {
+      throw py::type_error(name_ + " is of type " + type_name(object) +
+                           "; expected a numpy.ndarray of float32");
+    }
+    array_ = py::reinterpret_borrow<py::array>(object);
+    const py::dtype dtype = array_.dtype();
+    if (dtype.num() != py::detail::npy_api::NPY_FLOAT_ || dtype.byteorder() != '=') {
+      throw py::type_error(name_ + " has dtype " + py::str(dtype).cast<std::string>() +
+                           "; expected float32");
+    }
+    if (array_.ndim() != 1) refuse(std::to_string(array_.ndim()) + "-dimensional; expected 1-D");
+    if ((array_.flags() & py::array::c_style) == 0) refuse("not C-contiguous");
+    if (access == Access::write && !array_.writeable()) refuse("not writable");
+    if (reinterpret_cast<std::uintptr_t>(array_.data()) % sizeof(float) != 0) {
+      refuse("not aligned to " + std::to_string(sizeof(float)) + " bytes");
+    }
+  }
 
-  const void* data() const { return array_.data(); }
-  void* mutable_data() const { return const_cast<void*>(array_.data()); }
+  const float* data() const { return static_cast<const float*>(array_.data()); }
+  float* mutable_data() const { return const_cast<float*>(data()); }
   std::size_t count() const { return static_cast<std::size_t>(array_.size()); }
-  std::size_t size() const { return count() * size_of(precision_); }
-  Precision precision() const { return precision_; }
+  std::size_t size() const { return count() * sizeof(float); }
   const std::string& name() const { return name_; }
 
-  void require_count(const Numbers& other) const {
+  void require_count(const Floats& other) const {
     if (count() == other.count()) return;
     refuse(std::to_string(count()) + " long; " + other.name() + " is " +
            std::to_string(other.count()) + " long");
   }
 
   // For loops that assume that what they write is nowhere else read.
-  void require_apart(const Numbers& other) const {
+  void require_apart(const Floats& other) const {
     require_apart(other.data(), other.size(), other.name());
   }
   void require_apart(const Bytes& other) const {
     require_apart(other.data(), other.size(), other.name());
-  }
-
- protected:
-  struct Types {
-    const char* names;
-    bool float64;
-  };
-
-  Numbers(py::handle object, std::string name, Access access, Types types)
-      : name_(std::move(name)) {
-    if (!py::isinstance<py::array>(object)) {
-      throw py::type_error(name_ + " is of type " + type_name(object) +
-                           "; expected a numpy.ndarray of " + types.names);
-    }
-    array_ = py::reinterpret_borrow<py::array>(object);
-    const py::dtype dtype = array_.dtype();
-    const bool float64 = dtype.num() == py::detail::npy_api::NPY_DOUBLE_ && types.float64;
-    if ((dtype.num() != py::detail::npy_api::NPY_FLOAT_ && !float64) || dtype.byteorder() != '=') {
-      throw py::type_error(name_ + " has dtype " + py::str(dtype).cast<std::string>() +
-                           "; expected " + types.names);
-    }
-    precision_ = float64 ? Precision::float64 : Precision::float32;
-    if (array_.ndim() != 1) refuse(std::to_string(array_.ndim()) + "-dimensional; expected 1-D");
-    if ((array_.flags() & py::array::c_style) == 0) refuse("not C-contiguous");
-    if (access == Access::write && !array_.writeable()) refuse("not writable");
-    if (reinterpret_cast<std::uintptr_t>(array_.data()) % size_of(precision_) != 0) {
-      refuse("not aligned to " + std::to_string(size_of(precision_)) + " bytes");
-    }
   }
 
  private:
@@ -192,17 +178,6 @@ class Numbers {
 
   std::string name_;
   py::array array_;
-  Precision precision_ = Precision::float32;
-};
-
-// One of float32.
-class Floats : public Numbers {
- public:
-  Floats(py::handle object, std::string name, Access access)
-      : Numbers(object, std::move(name), access, {"float32", false}) {}
-
-  const float* data() const { return static_cast<const float*>(Numbers::data()); }
-  float* mutable_data() const { return static_cast<float*>(Numbers::mutable_data()); }
 };
 
 // Where parameters are written to, encoded: (writable buffer, byte offset, codec), or None. The

@@ -118,12 +118,6 @@ const Kernels PYPS_KERNELS = {
     .bandwidth = bandwidth,
     .vectors =
         {
-            .fill = fill_vector,
-            .copy = copy_vector,
-            .scale = scale_vector,
-            .add = add_vectors,
-            .subtract = subtract_vectors,
-            .multiply = multiply_vectors,
             .move = move_vector,
             .dot = dot,
             .norm1 = norm1,

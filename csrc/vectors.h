@@ -1,10 +1,9 @@
 // Arithmetic on vectors that lie on the servers: Sandblaster's instructions (Dean et al. 2012,
 // section 4.2). Compiled once per instruction set, and free functions as those of kernels.h.
 //
-// A number is kept as float32 or float64, and every function takes any mixture. What is computed of
-// an element is computed in float64, rounded after each operation in the order written here, and
-// then rounded once to the target's precision. z may be the same array as others are; else it
-// shares no memory with them.
+// Numbers are float32. What is computed of an element is computed in float64, rounded after each
+// operation in the order written here, and then rounded once to float32. z may be the same array as
+// others are; else it shares no memory with them.
 //
 // A sum over elements is in float64, element i in lane i modulo `num_lanes`, the lanes added in
 // order: one value on every instruction set.
@@ -14,26 +13,9 @@
 
 namespace pyps {
 
-enum class Precision : int { float32, float64 };
-
-constexpr std::size_t size_of(Precision precision) {
-  return precision == Precision::float32 ? 4 : 8;
-}
-
-// Aligned to its numbers.
-struct Vector {
-  void* data;
-  Precision precision;
-};
-
-struct ConstVector {
-  const void* data;
-  Precision precision;
-};
-
 struct Term {
   double scalar;
-  ConstVector vector;
+  const float* vector;
 };
 
 // Two vectors of a list, as indices into it.
@@ -55,42 +37,24 @@ constexpr std::size_t gram_scratch_count(std::size_t num_vectors, std::size_t nu
 
 // The functions of one instruction set.
 struct VectorKernels {
-  // z = a
-  void (*fill)(Vector z, double a, std::size_t count);
-
-  // z = x
-  void (*copy)(Vector z, ConstVector x, std::size_t count);
-
-  // z = a * z
-  void (*scale)(Vector z, double a, std::size_t count);
-
-  // z = x + y
-  void (*add)(Vector z, ConstVector x, ConstVector y, std::size_t count);
-
-  // z = x - y
-  void (*subtract)(Vector z, ConstVector x, ConstVector y, std::size_t count);
-
-  // z = x * y
-  void (*multiply)(Vector z, ConstVector x, ConstVector y, std::size_t count);
-
   // z = x + a * y
-  void (*move)(Vector z, ConstVector x, double a, ConstVector y, std::size_t count);
+  void (*move)(float* z, const float* x, double a, const float* y, std::size_t count);
 
   // The sum of x * y.
-  double (*dot)(ConstVector x, ConstVector y, std::size_t count);
+  double (*dot)(const float* x, const float* y, std::size_t count);
 
   // The sum of |x|.
-  double (*norm1)(ConstVector x, std::size_t count);
+  double (*norm1)(const float* x, std::size_t count);
 
   // The largest |x|: 0 of no elements, NaN where one is NaN.
-  double (*norm_inf)(ConstVector x, std::size_t count);
+  double (*norm_inf)(const float* x, std::size_t count);
 
   // z = (0 + s0 * v0 + s1 * v1 + ...) / divisor, in one pass over memory.
-  void (*combine)(Vector z, const Term* terms, std::size_t num, double divisor, std::size_t count);
+  void (*combine)(float* z, const Term* terms, std::size_t num, double divisor, std::size_t count);
 
   // sums[k] = the sum of x * y for the k-th pair of vectors, to the bits that `dot` gives, in one
   // pass over memory. `scratch` has room for gram_scratch_count(num_vectors, num_pairs) numbers.
-  void (*gram)(double* sums, const Pair* pairs, std::size_t num_pairs, const ConstVector* vectors,
+  void (*gram)(double* sums, const Pair* pairs, std::size_t num_pairs, const float* const* vectors,
                std::size_t num_vectors, std::size_t count, double* scratch);
 };
 

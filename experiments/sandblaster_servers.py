@@ -20,9 +20,10 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps.core.vectors.machine import Plan, VectorMachine
-from pyps.core.vectors.program import Instruction, Operation, Precision, Program
+from pyps.core.vectors.program import Program
 from pyps.core.vectors.stages import StagePart
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings
+from pyps.service.vector_machine import instruction_from
 from pyps.service.work_messages import progress_to
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as machine_pb
@@ -105,7 +106,7 @@ class LocalLink:
 
     def _attach(self, server: int, message: bytes) -> Message:
         request = machine_pb.AttachRequest.FromString(message)
-        plan = Plan(request.history_pairs, request.vectors_float32, request.vectors_float64, request.stages)
+        plan = Plan(request.history_pairs, request.vectors, request.stages)
         attached = self._servers.machines[server].attach(plan, coordinator_epoch=request.coordinator_epoch)
         return machine_pb.AttachReply(
             coordinator_epoch=attached.coordinator_epoch,
@@ -121,7 +122,7 @@ class LocalLink:
         program = Program(
             request.coordinator_epoch,
             request.op_seq,
-            tuple(map(_instruction, request.instructions)),
+            tuple(map(instruction_from, request.instructions)),
             request.commits_iteration,
             request.state,
         )
@@ -179,20 +180,4 @@ def coordinate(
     def note(report: IterationReport) -> None:
         on_iteration(report, local.traffic - attached)
 
-    Lbfgs(machine, objective, settings, on_iteration=note).run(machine.standings, machine.state)
-
-
-def _instruction(plain: machine_pb.Instruction) -> Instruction:
-    return Instruction(
-        Operation(plain.operation),
-        target=plain.target,
-        left=plain.left,
-        right=plain.right,
-        scalar=plain.scalar,
-        precision=Precision(plain.precision) if plain.precision else Precision.FLOAT32,
-        names=tuple(plain.names),
-        others=tuple(plain.others),
-        scalars=tuple(plain.scalars),
-        stage_ids=tuple(plain.stage_ids),
-        count=plain.count,
-    )
+    Lbfgs(machine, objective, settings, on_iteration=note).run(machine.servers, machine.state)

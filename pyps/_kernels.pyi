@@ -15,7 +15,6 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 Floats = npt.NDArray[np.float32]
-Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 # Codec name -> number.
 CODECS: dict[str, int]
@@ -118,51 +117,32 @@ def write_header(frame: bytes, room: int, header: bytes) -> bool:
     False, and nothing is written, where it does not fit: it is longer than the room, or one byte shorter.
     """
 
-# Arithmetic on vectors: in float64 in the order written, rounded once to what `z` is made of. `z` may be the same
-# array as others are; else it shares no memory with them. Sums over elements are float64, in one order on every
-# instruction set.
+# Arithmetic on vectors: in float64 in the order written, rounded once. `z` may be the same array as others are; else it
+# shares no memory with them. Sums over elements are float64, in one order on every instruction set.
 
-def vector_fill(z: Numbers, a: float) -> None:
-    """z = a, in every element"""
-
-def vector_copy(z: Numbers, x: Numbers) -> None:
+def vector_copy(z: Floats, x: Floats) -> None:
     """z = x"""
 
-def vector_scale(z: Numbers, a: float) -> None:
-    """z = a * z"""
-
-def vector_add(z: Numbers, x: Numbers, y: Numbers) -> None:
-    """z = x + y"""
-
-def vector_subtract(z: Numbers, x: Numbers, y: Numbers) -> None:
-    """z = x - y"""
-
-def vector_multiply(z: Numbers, x: Numbers, y: Numbers) -> None:
-    """z = x * y, element by element"""
-
-def vector_axpy(z: Numbers, a: float, x: Numbers) -> None:
-    """z = z + a * x"""
-
-def vector_move(z: Numbers, x: Numbers, a: float, y: Numbers | None) -> None:
+def vector_move(z: Floats, x: Floats, a: float, y: Floats | None) -> None:
     """z = x + a * y, or z = x where y is None"""
 
-def vector_dot(x: Numbers, y: Numbers) -> float:
+def vector_dot(x: Floats, y: Floats) -> float:
     """Returns the sum of x * y."""
 
-def vector_norm1(x: Numbers) -> float:
+def vector_norm1(x: Floats) -> float:
     """Returns the sum of |x|."""
 
-def vector_norm_inf(x: Numbers) -> float:
+def vector_norm_inf(x: Floats) -> float:
     """Returns the largest |x|: 0.0 of no elements, NaN where one is NaN."""
 
-def vector_combine(z: Numbers, scalars: Sequence[float], vectors: Sequence[Numbers]) -> None:
+def vector_combine(z: Floats, scalars: Sequence[float], vectors: Sequence[Floats]) -> None:
     """z = 0 + scalars[0] * vectors[0] + scalars[1] * vectors[1] + ..., in one pass over memory"""
 
-def vector_fold(z: Numbers, stages: Sequence[Floats], divisor: float) -> None:
+def vector_fold(z: Floats, stages: Sequence[Floats], divisor: float) -> None:
     """z = (0 + stages[0] + stages[1] + ...) / divisor, in one pass over memory
 
     ValueError unless the divisor is above 0 and finite.
     """
 
-def vector_gram(names: Sequence[Numbers], others: Sequence[Numbers]) -> npt.NDArray[np.float64]:
+def vector_gram(names: Sequence[Floats], others: Sequence[Floats]) -> npt.NDArray[np.float64]:
     """Returns vector_dot of each of `names` with each of `others`, one row a name, in one pass over memory."""

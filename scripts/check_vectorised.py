@@ -36,14 +36,13 @@ INSTANTIATIONS = {
     "encode_loop": 3,
     # Over one, two and three arrays.
     "bandwidth_loop": 3,
-    # A number, a copy, a multiple; four operations on two vectors; the sums of a combination, of which those to float64
-    # become memcpy. Each to and of every precision.
-    "map_loop": 2 + 4 + 2 + 4 * 8 + 1,
-    # Products of two precisions, magnitudes of one.
-    "lane_loop": 4 + 2,
-    "norm_inf_loop": 2,
-    "add_term": 2,
-    "store_quotients": 2,
+    "move_vector": 1,
+    # Products and magnitudes.
+    "lane_loop": 2,
+    "norm_inf": 1,
+    "add_term": 1,
+    # Sums as they are, and divided.
+    "combine": 2,
     "widen": 1,
     "add_products": 1,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,15 +15,15 @@ from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
 from pyps.core.vectors.machine import Plan, Program, StagePart, VectorMachine
-from pyps.core.vectors.program import Instruction, Operation, Precision, num_answers
+from pyps.core.vectors.program import Instruction, Operation, combine_answers
 from pyps.lbfgs.machine import (
     GRADIENT_CHANGE,
     POINT_CHANGE,
-    VECTORS_FLOAT32,
-    VECTORS_FLOAT64,
+    VECTORS,
     Evaluation,
-    ServerStanding,
+    ServerState,
     allocate,
+    combine,
     fold,
     push_history,
 )
@@ -81,9 +80,9 @@ class VectorWorld:
         self.moment = 0
         self.sent: list[tuple[Instruction, ...]] = []
 
-    def attach(self, *, history: int = 10) -> tuple[list[ServerStanding], str]:
+    def attach(self, *, history: int = 10) -> tuple[list[ServerState], str]:
         """Makes the caller the coordinator; returns where the servers stand, and what server 0 has of the last one."""
-        plan = Plan(history, len(VECTORS_FLOAT32), len(VECTORS_FLOAT64), stages=16)
+        plan = Plan(history, len(VECTORS), stages=16)
         self.lives += 1
         epoch, found = 0, []
         for server in self.servers:
@@ -91,19 +90,16 @@ class VectorWorld:
             epoch = server.coordinator_epoch = attachment.coordinator_epoch
             server.op_seq = 0
             found.append(attachment)
-        return [ServerStanding(each.iteration, each.vectors) for each in found], found[0].state
+        return [ServerState(each.iteration, each.vectors) for each in found], found[0].state
 
     def execute(self, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> list[float]:
         self.sent.append(instructions)
         # Servers are independent, but for commits: any order is as good.
         order = range(len(self.servers)) if commits_iteration else reversed(range(len(self.servers)))
         parts = {server: self._execute(server, instructions, commits_iteration, state) for server in order}
-        kinds = [each.operation for each in instructions for _ in range(num_answers(each))]
-        answers = zip(*(parts[server] for server in sorted(parts)), strict=False)
-        return [
-            largest(part) if kind == Operation.NORM_INF else sum(part)
-            for kind, part in zip(kinds, answers, strict=False)
-        ]
+        # A server that had made the commit before answers with nothing.
+        answers = [parts[server] for server in sorted(parts) if parts[server]]
+        return combine_answers(instructions, answers) if answers else []
 
     def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
         self._execute(server, instructions, commits_iteration, state)
@@ -161,10 +157,6 @@ class VectorWorld:
         self.execute(push_history(), allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE))
 
 
-def largest(parts: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, parts)) else max(parts)
-
-
 class Passes:
     """An objective whose workers are a function: one stage a portion, in any order that the workers like."""
 
@@ -211,7 +203,7 @@ def rosenbrock_start(num_valleys: int) -> Doubles:
 # One machine alone.
 
 BYTES_MAX = 2**20
-PLAN = Plan(history_pairs=2, vectors_float32=4, vectors_float64=1, stages=2, num_portions=8)
+PLAN = Plan(history_pairs=2, vectors=5, stages=2, num_portions=8)
 LENGTHS = (17, 5, 33)
 
 
@@ -240,14 +232,14 @@ class Driver:
         self.op_seq += 1
         return list(results.scalars)
 
-    def make(self, name: str, values: npt.ArrayLike, precision: Precision = Precision.FLOAT32) -> None:
-        """Makes a vector of these values: they come as stages do, which are float32."""
-        self.execute(Instruction(Operation.ALLOC, target=name, precision=precision))
+    def make(self, name: str, values: npt.ArrayLike) -> None:
+        """Makes a vector of these values, which come as stages do."""
+        self.execute(allocate(name))
         self.write(name, values)
 
     def write(self, name: str, values: npt.ArrayLike) -> None:
         """Folds a stage of these values into the vector; other stages are forgotten."""
-        pass_ = self.machine.present_pass + 1
+        pass_ = self.machine.current_pass + 1
         self.execute(Instruction(Operation.BEGIN_PASS, count=pass_))
         self.stage(values, stage_id=1)
         self.execute(Instruction(Operation.FOLD, target=name, stage_ids=(1,), count=1))
@@ -257,7 +249,7 @@ class Driver:
         return [self.machine.stage(part) for part in self.parts(values, **fields)]
 
     def parts(self, values: npt.ArrayLike, **fields: Any) -> list[StagePart]:
-        fields = {"pass_": self.machine.present_pass, "portion_id": 0, "stage_id": 1, **fields}
+        fields = {"pass_": self.machine.current_pass, "portion_id": 0, "stage_id": 1, **fields}
         num_shards = fields.pop("num_shards", len(self.shards))
         whole = np.asarray(values, dtype=np.float32)
         cuts = np.split(whole, np.cumsum([shard.length for shard in self.shards.values()])[:-1])
@@ -272,6 +264,11 @@ class Driver:
     def held(self, name: str) -> npt.NDArray[Any]:
         """The numbers of a vector, which no caller could ask for."""
         return np.concatenate([vectors.arrays[name] for vectors in self.machine._vectors.values()])
+
+
+def fill(target: str, value: float) -> Instruction:
+    """target = value, in every element, where there is a vector "one" of ones."""
+    return combine(target, ["one"], [value])
 
 
 def make_machine(
@@ -290,13 +287,12 @@ def make_machine(
 # On the wire.
 
 # Room for a few vectors, a pair of history and two stages.
-WIRE_PLAN = {"history_pairs": 1, "vectors_float32": 4, "vectors_float64": 1, "stages": 2, "num_portions": 8}
+WIRE_PLAN = {"history_pairs": 1, "vectors": 5, "stages": 2, "num_portions": 8}
 
 
 def instruction(operation: str, **fields: object) -> wire.Instruction:
     """One instruction: instruction("DOT", left="x", right="y")."""
-    names = {"precision": "PRECISION_FLOAT32"} if operation == "ALLOC" else {}
-    return wire.Instruction(operation=f"OPERATION_{operation}", **{**names, **fields})
+    return wire.Instruction(operation=f"OPERATION_{operation}", **fields)
 
 
 class WireCoordinator:

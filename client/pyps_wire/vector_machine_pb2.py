@@ -15,31 +15,29 @@ _sym_db = _symbol_database.Default()
 from pyps_wire import common_pb2 as pyps__wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epyps_wire/vector_machine.proto\x12\x07pyps.v1\x1a\x16pyps_wire/common.proto\"\xba\x01\n\rAttachRequest\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pyps.v1.Sender\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\x04\x12\x15\n\rhistory_pairs\x18\x03 \x01(\r\x12\x17\n\x0fvectors_float32\x18\x04 \x01(\r\x12\x17\n\x0fvectors_float64\x18\x05 \x01(\r\x12\x0e\n\x06stages\x18\x06 \x01(\r\x12\x14\n\x0cnum_portions\x18\x07 \x01(\r\"\x9a\x01\n\x0b\x41ttachReply\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x04\x12\x11\n\titeration\x18\x02 \x01(\x06\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07vectors\x18\x04 \x03(\t\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x04\x12\x15\n\rplanned_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06secret\x18\x07 \x01(\x0c\"\xb6\x05\n\x0bInstruction\x12\x31\n\toperation\x18\x01 \x01(\x0e\x32\x1e.pyps.v1.Instruction.Operation\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0c\n\x04left\x18\x03 \x01(\t\x12\r\n\x05right\x18\x04 \x01(\t\x12\x0e\n\x06scalar\x18\x05 \x01(\x01\x12%\n\tprecision\x18\x06 \x01(\x0e\x32\x12.pyps.v1.Precision\x12\r\n\x05names\x18\x07 \x03(\t\x12\x0e\n\x06others\x18\x08 \x03(\t\x12\x0f\n\x07scalars\x18\t \x03(\x01\x12\x11\n\tstage_ids\x18\n \x03(\x06\x12\r\n\x05\x63ount\x18\x0b \x01(\x06\"\xbd\x03\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x13\n\x0fOPERATION_ALLOC\x10\x01\x12\x12\n\x0eOPERATION_FREE\x10\x02\x12\x12\n\x0eOPERATION_FILL\x10\x03\x12\x12\n\x0eOPERATION_COPY\x10\x04\x12\x13\n\x0fOPERATION_SCALE\x10\x05\x12\x11\n\rOPERATION_ADD\x10\x06\x12\x11\n\rOPERATION_SUB\x10\x07\x12\x11\n\rOPERATION_MUL\x10\x08\x12\x12\n\x0eOPERATION_AXPY\x10\t\x12\x11\n\rOPERATION_DOT\x10\n\x12\x13\n\x0fOPERATION_NORM1\x10\x0b\x12\x16\n\x12OPERATION_NORM_INF\x10\x0c\x12\x15\n\x11OPERATION_COMBINE\x10\r\x12\x12\n\x0eOPERATION_GRAM\x10\x0e\x12\x12\n\x0eOPERATION_FOLD\x10\x0f\x12\x1a\n\x16OPERATION_PUSH_HISTORY\x10\x10\x12\x19\n\x15OPERATION_DROP_OLDEST\x10\x11\x12\x12\n\x0eOPERATION_MOVE\x10\x12\x12\x18\n\x14OPERATION_BEGIN_PASS\x10\x13\"\xb2\x01\n\x0e\x45xecuteRequest\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pyps.v1.Sender\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\x06\x12\x0e\n\x06op_seq\x18\x03 \x01(\x06\x12*\n\x0cinstructions\x18\x04 \x03(\x0b\x32\x14.pyps.v1.Instruction\x12\x19\n\x11\x63ommits_iteration\x18\x05 \x01(\x06\x12\r\n\x05state\x18\x06 \x01(\t\"0\n\x0c\x45xecuteReply\x12\x0f\n\x07scalars\x18\x01 \x03(\x01\x12\x0f\n\x07version\x18\x02 \x01(\x12\"\xb9\x01\n\x0cStageRequest\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pyps.v1.Sender\x12\x0c\n\x04pass\x18\x02 \x01(\x04\x12\x12\n\nportion_id\x18\x03 \x01(\x04\x12\x10\n\x08stage_id\x18\x04 \x01(\x04\x12\x10\n\x08shard_id\x18\x05 \x01(\r\x12\x12\n\nnum_shards\x18\x06 \x01(\r\x12\x1d\n\x05\x63odec\x18\x07 \x01(\x0e\x32\x0e.pyps.v1.Codec\x12\x0f\n\x07payload\x18\x64 \x01(\x0c\"\x0c\n\nStageReply*T\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x15\n\x11PRECISION_FLOAT32\x10\x01\x12\x15\n\x11PRECISION_FLOAT64\x10\x02\x32\xb9\x01\n\rVectorMachine\x12\x36\n\x06\x41ttach\x12\x16.pyps.v1.AttachRequest\x1a\x14.pyps.v1.AttachReply\x12\x39\n\x07\x45xecute\x12\x17.pyps.v1.ExecuteRequest\x1a\x15.pyps.v1.ExecuteReply\x12\x35\n\x05Stage\x12\x15.pyps.v1.StageRequest\x1a\x13.pyps.v1.StageReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epyps_wire/vector_machine.proto\x12\x07pyps.v1\x1a\x16pyps_wire/common.proto\"\x99\x01\n\rAttachRequest\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pyps.v1.Sender\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\x04\x12\x15\n\rhistory_pairs\x18\x03 \x01(\r\x12\x0f\n\x07vectors\x18\x04 \x01(\r\x12\x0e\n\x06stages\x18\x05 \x01(\r\x12\x14\n\x0cnum_portions\x18\x06 \x01(\r\"\x9a\x01\n\x0b\x41ttachReply\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x04\x12\x11\n\titeration\x18\x02 \x01(\x06\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07vectors\x18\x04 \x03(\t\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x04\x12\x15\n\rplanned_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06secret\x18\x07 \x01(\x0c\"\x85\x04\n\x0bInstruction\x12\x31\n\toperation\x18\x01 \x01(\x0e\x32\x1e.pyps.v1.Instruction.Operation\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0c\n\x04left\x18\x03 \x01(\t\x12\r\n\x05right\x18\x04 \x01(\t\x12\x0e\n\x06scalar\x18\x05 \x01(\x01\x12\r\n\x05names\x18\x06 \x03(\t\x12\x0e\n\x06others\x18\x07 \x03(\t\x12\x0f\n\x07scalars\x18\x08 \x03(\x01\x12\x11\n\tstage_ids\x18\t \x03(\x06\x12\r\n\x05\x63ount\x18\n \x01(\x06\"\xb3\x02\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x13\n\x0fOPERATION_ALLOC\x10\x01\x12\x12\n\x0eOPERATION_COPY\x10\x02\x12\x15\n\x11OPERATION_COMBINE\x10\x03\x12\x11\n\rOPERATION_DOT\x10\x04\x12\x13\n\x0fOPERATION_NORM1\x10\x05\x12\x16\n\x12OPERATION_NORM_INF\x10\x06\x12\x12\n\x0eOPERATION_GRAM\x10\x07\x12\x12\n\x0eOPERATION_FOLD\x10\x08\x12\x1a\n\x16OPERATION_PUSH_HISTORY\x10\t\x12\x19\n\x15OPERATION_DROP_OLDEST\x10\n\x12\x12\n\x0eOPERATION_MOVE\x10\x0b\x12\x18\n\x14OPERATION_BEGIN_PASS\x10\x0c\"\xb2\x01\n\x0e\x45xecuteRequest\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pyps.v1.Sender\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\x06\x12\x0e\n\x06op_seq\x18\x03 \x01(\x06\x12*\n\x0cinstructions\x18\x04 \x03(\x0b\x32\x14.pyps.v1.Instruction\x12\x19\n\x11\x63ommits_iteration\x18\x05 \x01(\x06\x12\r\n\x05state\x18\x06 \x01(\t\"0\n\x0c\x45xecuteReply\x12\x0f\n\x07scalars\x18\x01 \x03(\x01\x12\x0f\n\x07version\x18\x02 \x01(\x12\"\xb9\x01\n\x0cStageRequest\x12\x1f\n\x06sender\x18\x01 \x01(\x0b\x32\x0f.pyps.v1.Sender\x12\x0c\n\x04pass\x18\x02 \x01(\x04\x12\x12\n\nportion_id\x18\x03 \x01(\x04\x12\x10\n\x08stage_id\x18\x04 \x01(\x04\x12\x10\n\x08shard_id\x18\x05 \x01(\r\x12\x12\n\nnum_shards\x18\x06 \x01(\r\x12\x1d\n\x05\x63odec\x18\x07 \x01(\x0e\x32\x0e.pyps.v1.Codec\x12\x0f\n\x07payload\x18\x64 \x01(\x0c\"\x0c\n\nStageReply2\xb9\x01\n\rVectorMachine\x12\x36\n\x06\x41ttach\x12\x16.pyps.v1.AttachRequest\x1a\x14.pyps.v1.AttachReply\x12\x39\n\x07\x45xecute\x12\x17.pyps.v1.ExecuteRequest\x1a\x15.pyps.v1.ExecuteReply\x12\x35\n\x05Stage\x12\x15.pyps.v1.StageRequest\x1a\x13.pyps.v1.StageReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pyps_wire.vector_machine_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_PRECISION']._serialized_start=1543
-  _globals['_PRECISION']._serialized_end=1627
   _globals['_ATTACHREQUEST']._serialized_start=68
-  _globals['_ATTACHREQUEST']._serialized_end=254
-  _globals['_ATTACHREPLY']._serialized_start=257
-  _globals['_ATTACHREPLY']._serialized_end=411
-  _globals['_INSTRUCTION']._serialized_start=414
-  _globals['_INSTRUCTION']._serialized_end=1108
-  _globals['_INSTRUCTION_OPERATION']._serialized_start=663
-  _globals['_INSTRUCTION_OPERATION']._serialized_end=1108
-  _globals['_EXECUTEREQUEST']._serialized_start=1111
-  _globals['_EXECUTEREQUEST']._serialized_end=1289
-  _globals['_EXECUTEREPLY']._serialized_start=1291
-  _globals['_EXECUTEREPLY']._serialized_end=1339
-  _globals['_STAGEREQUEST']._serialized_start=1342
-  _globals['_STAGEREQUEST']._serialized_end=1527
-  _globals['_STAGEREPLY']._serialized_start=1529
-  _globals['_STAGEREPLY']._serialized_end=1541
-  _globals['_VECTORMACHINE']._serialized_start=1630
-  _globals['_VECTORMACHINE']._serialized_end=1815
+  _globals['_ATTACHREQUEST']._serialized_end=221
+  _globals['_ATTACHREPLY']._serialized_start=224
+  _globals['_ATTACHREPLY']._serialized_end=378
+  _globals['_INSTRUCTION']._serialized_start=381
+  _globals['_INSTRUCTION']._serialized_end=898
+  _globals['_INSTRUCTION_OPERATION']._serialized_start=591
+  _globals['_INSTRUCTION_OPERATION']._serialized_end=898
+  _globals['_EXECUTEREQUEST']._serialized_start=901
+  _globals['_EXECUTEREQUEST']._serialized_end=1079
+  _globals['_EXECUTEREPLY']._serialized_start=1081
+  _globals['_EXECUTEREPLY']._serialized_end=1129
+  _globals['_STAGEREQUEST']._serialized_start=1132
+  _globals['_STAGEREQUEST']._serialized_end=1317
+  _globals['_STAGEREPLY']._serialized_start=1319
+  _globals['_STAGEREPLY']._serialized_end=1331
+  _globals['_VECTORMACHINE']._serialized_start=1334
+  _globals['_VECTORMACHINE']._serialized_end=1519
 # @@protoc_insertion_point(module_scope)

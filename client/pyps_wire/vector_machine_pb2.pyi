@@ -7,32 +7,21 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    PRECISION_UNSPECIFIED: _ClassVar[Precision]
-    PRECISION_FLOAT32: _ClassVar[Precision]
-    PRECISION_FLOAT64: _ClassVar[Precision]
-PRECISION_UNSPECIFIED: Precision
-PRECISION_FLOAT32: Precision
-PRECISION_FLOAT64: Precision
-
 class AttachRequest(_message.Message):
-    __slots__ = ("sender", "coordinator_epoch", "history_pairs", "vectors_float32", "vectors_float64", "stages", "num_portions")
+    __slots__ = ("sender", "coordinator_epoch", "history_pairs", "vectors", "stages", "num_portions")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HISTORY_PAIRS_FIELD_NUMBER: _ClassVar[int]
-    VECTORS_FLOAT32_FIELD_NUMBER: _ClassVar[int]
-    VECTORS_FLOAT64_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_PORTIONS_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     coordinator_epoch: int
     history_pairs: int
-    vectors_float32: int
-    vectors_float64: int
+    vectors: int
     stages: int
     num_portions: int
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., coordinator_epoch: _Optional[int] = ..., history_pairs: _Optional[int] = ..., vectors_float32: _Optional[int] = ..., vectors_float64: _Optional[int] = ..., stages: _Optional[int] = ..., num_portions: _Optional[int] = ...) -> None: ...
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., coordinator_epoch: _Optional[int] = ..., history_pairs: _Optional[int] = ..., vectors: _Optional[int] = ..., stages: _Optional[int] = ..., num_portions: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("coordinator_epoch", "iteration", "state", "vectors", "num_parameters", "planned_bytes", "secret")
@@ -53,23 +42,16 @@ class AttachReply(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., iteration: _Optional[int] = ..., state: _Optional[str] = ..., vectors: _Optional[_Iterable[str]] = ..., num_parameters: _Optional[int] = ..., planned_bytes: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Instruction(_message.Message):
-    __slots__ = ("operation", "target", "left", "right", "scalar", "precision", "names", "others", "scalars", "stage_ids", "count")
+    __slots__ = ("operation", "target", "left", "right", "scalar", "names", "others", "scalars", "stage_ids", "count")
     class Operation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OPERATION_UNSPECIFIED: _ClassVar[Instruction.Operation]
         OPERATION_ALLOC: _ClassVar[Instruction.Operation]
-        OPERATION_FREE: _ClassVar[Instruction.Operation]
-        OPERATION_FILL: _ClassVar[Instruction.Operation]
         OPERATION_COPY: _ClassVar[Instruction.Operation]
-        OPERATION_SCALE: _ClassVar[Instruction.Operation]
-        OPERATION_ADD: _ClassVar[Instruction.Operation]
-        OPERATION_SUB: _ClassVar[Instruction.Operation]
-        OPERATION_MUL: _ClassVar[Instruction.Operation]
-        OPERATION_AXPY: _ClassVar[Instruction.Operation]
+        OPERATION_COMBINE: _ClassVar[Instruction.Operation]
         OPERATION_DOT: _ClassVar[Instruction.Operation]
         OPERATION_NORM1: _ClassVar[Instruction.Operation]
         OPERATION_NORM_INF: _ClassVar[Instruction.Operation]
-        OPERATION_COMBINE: _ClassVar[Instruction.Operation]
         OPERATION_GRAM: _ClassVar[Instruction.Operation]
         OPERATION_FOLD: _ClassVar[Instruction.Operation]
         OPERATION_PUSH_HISTORY: _ClassVar[Instruction.Operation]
@@ -78,18 +60,11 @@ class Instruction(_message.Message):
         OPERATION_BEGIN_PASS: _ClassVar[Instruction.Operation]
     OPERATION_UNSPECIFIED: Instruction.Operation
     OPERATION_ALLOC: Instruction.Operation
-    OPERATION_FREE: Instruction.Operation
-    OPERATION_FILL: Instruction.Operation
     OPERATION_COPY: Instruction.Operation
-    OPERATION_SCALE: Instruction.Operation
-    OPERATION_ADD: Instruction.Operation
-    OPERATION_SUB: Instruction.Operation
-    OPERATION_MUL: Instruction.Operation
-    OPERATION_AXPY: Instruction.Operation
+    OPERATION_COMBINE: Instruction.Operation
     OPERATION_DOT: Instruction.Operation
     OPERATION_NORM1: Instruction.Operation
     OPERATION_NORM_INF: Instruction.Operation
-    OPERATION_COMBINE: Instruction.Operation
     OPERATION_GRAM: Instruction.Operation
     OPERATION_FOLD: Instruction.Operation
     OPERATION_PUSH_HISTORY: Instruction.Operation
@@ -101,7 +76,6 @@ class Instruction(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     RIGHT_FIELD_NUMBER: _ClassVar[int]
     SCALAR_FIELD_NUMBER: _ClassVar[int]
-    PRECISION_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
@@ -112,13 +86,12 @@ class Instruction(_message.Message):
     left: str
     right: str
     scalar: float
-    precision: Precision
     names: _containers.RepeatedScalarFieldContainer[str]
     others: _containers.RepeatedScalarFieldContainer[str]
     scalars: _containers.RepeatedScalarFieldContainer[float]
     stage_ids: _containers.RepeatedScalarFieldContainer[int]
     count: int
-    def __init__(self, operation: _Optional[_Union[Instruction.Operation, str]] = ..., target: _Optional[str] = ..., left: _Optional[str] = ..., right: _Optional[str] = ..., scalar: _Optional[float] = ..., precision: _Optional[_Union[Precision, str]] = ..., names: _Optional[_Iterable[str]] = ..., others: _Optional[_Iterable[str]] = ..., scalars: _Optional[_Iterable[float]] = ..., stage_ids: _Optional[_Iterable[int]] = ..., count: _Optional[int] = ...) -> None: ...
+    def __init__(self, operation: _Optional[_Union[Instruction.Operation, str]] = ..., target: _Optional[str] = ..., left: _Optional[str] = ..., right: _Optional[str] = ..., scalar: _Optional[float] = ..., names: _Optional[_Iterable[str]] = ..., others: _Optional[_Iterable[str]] = ..., scalars: _Optional[_Iterable[float]] = ..., stage_ids: _Optional[_Iterable[int]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("sender", "coordinator_epoch", "op_seq", "instructions", "commits_iteration", "state")

@@ -44,14 +44,14 @@ class VectorMachineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request, context):
-        """Executes instructions in order on all shards of the server: all of them or, where one cannot be, none.
+        """Executes instructions in order on all shards of the server: all of them or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stage(self, request_iterator, context):
-        """A worker's: lays a sum of gradients aside, one message a shard, until the coordinator folds it in or begins a new pass.
+        """For workers: stages a sum of gradients, one message a shard, until the coordinator folds it or begins another pass.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

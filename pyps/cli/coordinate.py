@@ -25,7 +25,6 @@ def coordinate(
     iterations: flags.Iterations = flags.DEFAULTS.iterations_max,
     history: flags.History = flags.DEFAULTS.history,
     line_search: flags.LineSearch = flags.DEFAULTS.line_search,
-    vector_free: flags.VectorFree = False,
     portions: Annotated[
         int,
         typer.Option(
@@ -52,7 +51,6 @@ def coordinate(
         iterations=iterations,
         history=history,
         line_search=line_search,
-        vector_free=vector_free,
         portions=portions,
         fold=fold,
         copies=copies,

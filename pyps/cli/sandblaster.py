@@ -40,7 +40,6 @@ def sandblaster(
     iterations: flags.Iterations = flags.DEFAULTS.iterations_max,
     history: flags.History = flags.DEFAULTS.history,
     line_search: flags.LineSearch = flags.DEFAULTS.line_search,
-    vector_free: flags.VectorFree = False,
     portions: Annotated[
         int,
         typer.Option(
@@ -75,7 +74,6 @@ def sandblaster(
         iterations=iterations,
         history=history,
         line_search=line_search,
-        vector_free=vector_free,
         portions=portions or PORTIONS_PER_WORKER * workers,
         fold=fold,
         copies=copies,

@@ -1,4 +1,4 @@
-"""What an optimizer without access to parameters works with: servers that execute instructions, workers' passes."""
+"""The interfaces of an optimizer that never sees a parameter: servers that execute instructions, workers' passes."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pyps.core.vectors.program import Instruction, Operation, Precision
+from pyps.core.vectors.program import GRADIENT, POINT, Instruction, Operation
 
 
 @dataclass(frozen=True)
-class ServerStanding:
-    """Where one server stood when the coordinator came to it."""
+class ServerState:
+    """The state of one server when the coordinator attached."""
 
-    iteration: int  # of the last commit that was executed there; 0 before the first
-    vectors: tuple[str, ...]  # names of the vectors there
+    iteration: int  # of the last commit there; 0 before the first
+    vectors: tuple[str, ...]  # their names
 
 
 class Machine(Protocol):
     """All servers as one: each executes the same instructions on its part of every vector."""
 
     def execute(self, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> list[float]:
-        """Executes one program on every server, one message each; returns the answers of its instructions in order.
+        """Execute one program on every server, one message each; return the answers of its instructions in order.
 
         An answer is the sum over servers in their order, in float64; for NORM_INF the largest, NaN if one is NaN.
-        A program that commits goes to server 0 first, and to the others when server 0 has answered: then no server is
-        ever ahead of what server 0 has written down in `state`, and a coordinator that comes back can have the others
-        make the same commit. A server whose iteration is as large already skips it and answers with no numbers.
+        A program that commits goes to server 0 first, and to the others once server 0 has answered: no server is ever
+        ahead of the `state` on server 0, and a restarted coordinator can have the others repeat the commit. A server
+        whose iteration is as large already skips it and answers with no numbers.
         """
         ...
 
     def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
-        """Executes a program on one server; when a coordinator comes back, they need not all have the same vectors."""
+        """Execute a program on one server: at a restart they may have different vectors."""
         ...
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one pass over the data set gave."""
+    """The result of one pass over the data set."""
 
-    loss_sum: float  # over all examples; not finite where one portion's loss was not
+    loss_sum: float  # over all examples; not finite if one portion's loss was not
     example_count: int
-    stage_ids: tuple[int, ...]  # to be folded in this order; together the sum of the gradients of all examples
+    stage_ids: tuple[int, ...]  # in the order to fold them; their sum is the sum of the gradients of all examples
 
     @property
     def loss(self) -> float:
-        """The mean loss of an example; NaN where there was none."""
+        """The mean loss of an example; NaN without examples."""
         return self.loss_sum / self.example_count if self.example_count else math.nan
 
 
@@ -54,41 +54,30 @@ class Objective(Protocol):
     """The loss, as a pass of all workers over the data set."""
 
     def evaluate(self, note: Mapping[str, float]) -> Evaluation:
-        """Makes one pass at the servers' parameters: BEGIN_PASS, the workers' portions, the end of the pass.
+        """Run one pass at the servers' parameters; its stages stay on the servers until the next call.
 
-        The stages lie on the servers until the next call. `note` is for people who ask how far the work is:
-        "iteration", "loss" (at the accepted point), "step_length" (of the trial), "gradient_norm".
+        `note` is shown to users: "iteration", "loss" (at the accepted point), "step_length" (of the trial),
+        "gradient_norm".
         """
         ...
 
 
-# The point last accepted, its gradient, a trial point's gradient, and the changes of both between the two.
-POINT, GRADIENT, TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE = "x", "g", "t", "s", "y"
-VECTORS_FLOAT32 = (POINT, GRADIENT, TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE)
-# The search direction, which the recursion makes in place: errors of rounding would add up over 2m terms in float32.
-DIRECTION = "d"
-VECTORS_FLOAT64 = (DIRECTION,)
+# Besides the accepted point and its gradient: the trial's gradient, the changes of both from the accepted point to the
+# trial, and the search direction.
+TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE, DIRECTION = "t", "s", "y", "d"
+VECTORS = (POINT, GRADIENT, TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE, DIRECTION)
 
 
 def allocate(target: str) -> Instruction:
-    precision = Precision.FLOAT64 if target in VECTORS_FLOAT64 else Precision.FLOAT32
-    return Instruction(Operation.ALLOC, target=target, precision=precision)
+    return Instruction(Operation.ALLOC, target=target)
 
 
 def copy(target: str, left: str) -> Instruction:
     return Instruction(Operation.COPY, target=target, left=left)
 
 
-def scale(target: str, scalar: float) -> Instruction:
-    return Instruction(Operation.SCALE, target=target, scalar=scalar)
-
-
-def subtract(target: str, left: str, right: str) -> Instruction:
-    return Instruction(Operation.SUB, target=target, left=left, right=right)
-
-
-def add_scaled(target: str, scalar: float, left: str) -> Instruction:
-    return Instruction(Operation.AXPY, target=target, scalar=scalar, left=left)
+def combine(target: str, names: Sequence[str], scalars: Sequence[float]) -> Instruction:
+    return Instruction(Operation.COMBINE, target=target, names=tuple(names), scalars=tuple(scalars))
 
 
 def dot(left: str, right: str) -> Instruction:
@@ -105,10 +94,6 @@ def norm_inf(left: str) -> Instruction:
 
 def products(names: Sequence[str], others: Sequence[str]) -> Instruction:
     return Instruction(Operation.GRAM, names=tuple(names), others=tuple(others))
-
-
-def combine(target: str, names: Sequence[str], scalars: Sequence[float]) -> Instruction:
-    return Instruction(Operation.COMBINE, target=target, names=tuple(names), scalars=tuple(scalars))
 
 
 def fold(target: str, stage_ids: Sequence[int], example_count: int) -> Instruction:

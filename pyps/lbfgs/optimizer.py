@@ -1,9 +1,9 @@
 """L-BFGS in a coordinator that never sees a parameter: Sandblaster (Dean et al. 2012, section 4.2, algorithm 1.2).
 
-The vectors lie on the servers, the gradients come from the workers; here are numbers. An iteration is a direction, a
-line search of some passes over the data set, and one commit: a program that is executed on a server whole or not at
-all, and brings the numbers that it takes to go on (`LbfgsState`). Whoever begins again after a commit takes the same
-steps, bit for bit, as long as a pass gives the same bits.
+The vectors are on the servers and the gradients come from the workers; the coordinator computes with numbers. An
+iteration is a direction, a line search of some passes over the data set, and one commit: a program that a server
+executes whole or not at all, and that brings the numbers that a restart needs (`LbfgsState`). A coordinator restarted
+after a commit takes the same steps, bit for bit, if a pass gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,35 +12,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pyps.core.vectors.program import PARAMETERS
+from pyps.core.vectors.program import GRADIENT, PARAMETERS, POINT
 from pyps.lbfgs.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
 from pyps.lbfgs.machine import (
     DIRECTION,
-    GRADIENT,
     GRADIENT_CHANGE,
-    POINT,
     POINT_CHANGE,
     TRIAL_GRADIENT,
     Evaluation,
     Machine,
     Objective,
-    ServerStanding,
-    add_scaled,
-    allocate,
+    ServerState,
     combine,
-    copy,
     dot,
-    drop_oldest,
     fold,
     move,
     norm1,
     norm_inf,
     products,
-    push_history,
-    scale,
-    subtract,
 )
-from pyps.lbfgs.resume import LbfgsState, Pair, take_up
+from pyps.lbfgs.resume import LbfgsState, Pair, resume
 from pyps_wire.errors import BadRequest, NotFinite
 
 LINE_SEARCHES = ("armijo", "wolfe")
@@ -48,27 +39,25 @@ LINE_SEARCHES = ("armijo", "wolfe")
 
 @dataclass(frozen=True, kw_only=True)
 class LbfgsSettings:
-    """Settings of L-BFGS; the defaults are those of a first attempt. Raises BadRequest for a value out of range."""
+    """Settings of L-BFGS. Raises BadRequest for a value out of range."""
 
-    # Pairs of differences that the direction is made of, m.
+    # Pairs of differences that make the direction, m.
     history: int = 10
-    # "armijo": shorter steps until the loss falls enough. "wolfe": until the slope has flattened as well.
+    # "armijo": shorter steps until the loss falls enough. "wolfe": until the slope has flattened too.
     line_search: str = "armijo"
-    # How much of the first slope's fall the loss must show, and what the slope must have come down to.
+    # The part of the first slope by which the loss must fall, and to which the slope must flatten.
     c1: float = 1e-4
     c2: float = 0.9
-    # armijo: each step is so much of the one before.
+    # armijo: the ratio of a step to the one before.
     backtrack: float = 0.5
     # Steps tried along one direction, each a pass over the data set.
     trials_max: int = 20
     iterations_max: int = 20
-    # Ends where no element of the gradient is larger.
+    # Ends when no element of the gradient is larger.
     gradient_tolerance: float = 1e-5
-    # Ends where an iteration lowers the loss by no more than this part of it; less is noise where models are float32.
+    # Ends when an iteration lowers the loss by no more than this part of it; less is noise in float32.
     loss_tolerance: float = 1e-7
-    # The direction from one table of products, in 2 messages an iteration in place of 2m.
-    vector_free: bool = False
-    # A pair is kept where s.y is larger than this times |s| |y|.
+    # A pair is kept if s.y is larger than this times |s| |y|.
     curvature: float = 1e-10
 
     def __post_init__(self) -> None:
@@ -84,7 +73,6 @@ class LbfgsSettings:
             _check(0.0 <= value < math.inf, name, value, expected="a finite number of at least 0")
 
     def make_line_search(self) -> LineSearch:
-        """Returns the search that is named."""
         if self.line_search == "wolfe":
             return StrongWolfe(c1=self.c1, c2=self.c2, trials_max=self.trials_max)
         return Armijo(c1=self.c1, backtrack=self.backtrack, trials_max=self.trials_max)
@@ -97,7 +85,7 @@ def _check(holds: bool, setting: str, value: float | str, *, expected: str) -> N
 
 @dataclass(frozen=True)
 class Measures:
-    """What is known of the gradient at a trial point, and of the pair that it would make."""
+    """Products of the gradient at a trial point, and of the pair that a commit of it would add."""
 
     slope: float  # t.d
     gradient_norm: float  # the largest element of t
@@ -107,37 +95,37 @@ class Measures:
 
     @property
     def finite(self) -> bool:
-        """Whether the gradient can be gone on with."""
+        """Whether the gradient is usable."""
         return math.isfinite(self.gradient_norm) and math.isfinite(self.slope)
 
 
 class Trials:
-    """The line of `line_search.Line`, with the servers' parameters at the trial last asked for."""
+    """A `line_search.Line`; the servers' parameters are at its last trial."""
 
     def __init__(self, machine: Machine, objective: Objective, note: Mapping[str, float]) -> None:
         self.passes = 0
-        self.measures: Measures | None = None  # of the slope last asked for
+        self.measures: Measures | None = None  # of the last slope
         self._machine = machine
         self._objective = objective
         self._note = note
         self._evaluation: Evaluation | None = None
 
     def loss(self, step: float) -> float:
-        """Moves the parameters to x + step d and makes a pass; nothing is folded yet."""
+        """Move the parameters to x + step d and run a pass, without folding its gradient."""
         self._machine.execute(move(POINT, step, DIRECTION))
         self._evaluation = self._objective.evaluate({**self._note, "step_length": step})
         self.passes += 1
         return self._evaluation.loss
 
     def slope(self) -> float:
-        """Folds the trial's gradient, and measures in the same message all that a commit would want to know."""
+        """Fold the trial's gradient, and compute in the same message the numbers that a commit needs."""
         assert self._evaluation is not None, "slope() follows loss()"
         self.measures = Measures(
             *self._machine.execute(
                 fold(TRIAL_GRADIENT, self._evaluation.stage_ids, self._evaluation.example_count),
-                # What the parameters changed by, after rounding.
-                subtract(POINT_CHANGE, PARAMETERS, POINT),
-                subtract(GRADIENT_CHANGE, TRIAL_GRADIENT, GRADIENT),
+                # The change after rounding.
+                combine(POINT_CHANGE, (PARAMETERS, POINT), (1.0, -1.0)),
+                combine(GRADIENT_CHANGE, (TRIAL_GRADIENT, GRADIENT), (1.0, -1.0)),
                 dot(TRIAL_GRADIENT, DIRECTION),
                 norm_inf(TRIAL_GRADIENT),
                 dot(POINT_CHANGE, GRADIENT_CHANGE),
@@ -148,46 +136,18 @@ class Trials:
         return self.measures.slope if self.measures.finite else math.nan
 
 
-def two_loop(machine: Machine, pairs: Sequence[Pair]) -> float:
-    """Makes d = -H g from at least one pair, oldest first; returns its slope, d.g, or NaN where a scalar is not finite.
-
-    Nocedal and Wright 2006, algorithm 7.4; H is the inverse Hessian that the m pairs stand for. 4m + 4 instructions in
-    2m + 1 messages: each product depends on the one before.
-    """
-    alphas: list[float] = []
-    program = [copy(DIRECTION, GRADIENT)]
-    for pair in reversed(pairs):
-        (product,) = machine.execute(*program, dot(pair.s, DIRECTION))
-        alphas.append(product / pair.sy)
-        program = [add_scaled(DIRECTION, -alphas[-1], pair.y)]
-        if not math.isfinite(alphas[-1]):
-            return math.nan
-    gamma = pairs[-1].sy / pairs[-1].yy  # the scale of the first guess of H
-    program.append(scale(DIRECTION, gamma))
-    for pair in pairs:
-        (product,) = machine.execute(*program, dot(pair.y, DIRECTION))
-        share = alphas.pop() - product / pair.sy
-        program = [add_scaled(DIRECTION, share, pair.s)]
-        if not math.isfinite(share):
-            return math.nan
-    (slope,) = machine.execute(*program, scale(DIRECTION, -1.0), dot(DIRECTION, GRADIENT))
-    return slope
-
-
 def steepest(machine: Machine) -> tuple[float, float]:
-    """Makes d = -g; returns its slope, d.g, and the sum of the elements of |g|."""
-    slope, norm = machine.execute(
-        copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0), dot(DIRECTION, GRADIENT), norm1(GRADIENT)
-    )
+    """Set d = -g; return its slope, d.g, and the sum of the elements of |g|."""
+    slope, norm = machine.execute(combine(DIRECTION, [GRADIENT], [-1.0]), dot(DIRECTION, GRADIENT), norm1(GRADIENT))
     return slope, norm
 
 
-def vector_free(machine: Machine, pairs: Sequence[Pair]) -> float:
-    """Makes the direction that `two_loop` makes, but for rounding; returns its slope, d.g,
-    or NaN where a coefficient is not finite.
+def quasi_newton(machine: Machine, pairs: Sequence[Pair]) -> float:
+    """Set d = -H g from at least one pair, oldest first; return its slope, d.g, or NaN if a coefficient is not finite.
 
-    Chen, Wang and Zhou 2014: every vector of the recursion is a combination of s_1..s_m, y_1..y_m and g, so it needs
-    only their products. Those of two s never occur. 3 instructions in 2 messages, whatever m is.
+    H is the inverse Hessian that the m pairs stand for, d that of the two-loop recursion (Nocedal and Wright 2006,
+    algorithm 7.4). Chen, Wang and Zhou 2014: every vector of the recursion is a combination of s_1..s_m, y_1..y_m and
+    g, so it needs only their products; those of two s never occur. 3 instructions in 2 messages for every m.
     """
     num_pairs = len(pairs)
     columns = [*(pair.y for pair in pairs), GRADIENT]
@@ -216,7 +176,7 @@ def vector_free(machine: Machine, pairs: Sequence[Pair]) -> float:
 
 
 def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
-    # Not by sum(): from Python 3.12 on it rounds otherwise, and a coordinator that comes back must find the same bits.
+    # Not by sum(): from Python 3.12 on it rounds differently, and a restarted coordinator must find the same bits.
     total = 0.0
     for a, b in zip(left, right, strict=True):
         total += a * b
@@ -225,32 +185,32 @@ def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class IterationReport:
-    """One iteration, as people may want to see it."""
+    """One iteration, for users."""
 
     iteration: int  # from 1
     loss: float  # at the point that was accepted
-    decrease: float  # by which it is lower than before
+    decrease: float
     step_length: float
     slope: float  # d.g at the point before
     gradient_norm: float  # the largest element of the gradient at the new point
     trials: int  # passes over the data set
-    pairs: int  # that made the direction; 0 where it was -g
-    pair_kept: bool  # whether s and y of this iteration went into the history
-    restarted: bool  # whether the history was thrown away, since its direction led nowhere
+    pairs: int  # that made the direction; 0 for -g
+    pair_kept: bool  # whether s and y of this iteration entered the history
+    restarted: bool  # whether the history was deleted because no step along its direction lowered the loss
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How it ended; the servers' parameters are at the point that was accepted last."""
+    """The end of an optimization; the servers' parameters are at the last accepted point."""
 
     iterations: int
     loss: float
     gradient_norm: float
     passes: int
     skipped: int  # pairs not kept
-    restarts: int  # histories thrown away
-    converged: bool  # False where iterations_max was reached, or no step lowered the loss
-    reason: str  # why it ended, as a sentence's end
+    restarts: int  # histories deleted
+    converged: bool  # False if iterations_max was reached, or no step lowered the loss
+    reason: str  # the end of a sentence
 
 
 @dataclass(frozen=True)
@@ -260,7 +220,7 @@ class _Direction:
 
 
 class Lbfgs:
-    """Lowers a loss, iteration by iteration. After an error of machine or objective `run` may be called again."""
+    """Lowers a loss, iteration by iteration. `run` may be called again after an error of machine or objective."""
 
     def __init__(
         self,
@@ -276,15 +236,19 @@ class Lbfgs:
         self._settings = settings or LbfgsSettings()
         self._on_iteration = on_iteration
         self._line_search = line_search or self._settings.make_line_search()
-        self._make_direction = vector_free if self._settings.vector_free else two_loop
         self._state = LbfgsState()
 
-    def run(self, servers: Sequence[ServerStanding], state: str = "") -> Summary:
-        """Goes on from where the servers are until it ends; `state` is what server 0 has of the last coordinator.
+    def run(self, servers: Sequence[ServerState], state: str = "") -> Summary:
+        """Iterate from the servers' state to the end.
 
-        Raises NotFinite where the loss or the gradient is not finite at the very first point.
+        Args:
+            servers: Their states, in order.
+            state: The text of the last commit on server 0.
+
+        Raises:
+            NotFinite: The loss or the gradient is not finite at the first point.
         """
-        self._state = take_up(self._machine, servers, state)
+        self._state = resume(self._machine, servers, state)
         if not self._state.evaluated:
             self._begin()
         converged, reason = self._ended()
@@ -306,7 +270,7 @@ class Lbfgs:
         )
 
     def _begin(self) -> None:
-        """Computes the loss and the gradient at the point itself. Nothing is committed: it can be done again."""
+        """Compute the loss and the gradient at the point itself, without a commit."""
         state = self._state
         evaluation = self._objective.evaluate({"iteration": float(state.iteration), "step_length": 0.0})
         loss, norm = evaluation.loss, math.nan
@@ -331,21 +295,21 @@ class Lbfgs:
         )
 
     def _ended(self) -> tuple[bool, str]:
-        """Returns whether it converged, and why it is over: nothing where it is not."""
+        """Return whether it converged, and the reason to end, which is empty if there is none."""
         state, settings = self._state, self._settings
         if state.gradient_norm <= settings.gradient_tolerance:
             return True, f"no element of the gradient is larger than {settings.gradient_tolerance:g}"
         if not state.moved:
             return True, "the last step was too small to change any parameter"
-        # The first step along -g is as long as a guess: that it gains little says nothing.
+        # The length of a first step along -g is a guess, so that it gains little means nothing.
         if not state.steepest and state.decrease <= settings.loss_tolerance * abs(state.loss):
             return True, f"the last iteration lowered the loss by no more than {settings.loss_tolerance:g} of it"
         if state.iteration >= settings.iterations_max:
-            return False, f"{settings.iterations_max} iterations were asked for"
+            return False, f"{settings.iterations_max} iterations were requested"
         return False, ""
 
     def _iterate(self) -> bool:
-        """Makes one iteration and commits it; False where no step lowers the loss, with the parameters back at x."""
+        """Run and commit one iteration; return False if no step lowers the loss, with the parameters back at x."""
         state = self._state
         note = {"iteration": state.iteration + 1.0, "loss": state.loss, "gradient_norm": state.gradient_norm}
         trials = Trials(self._machine, self._objective, note)
@@ -362,11 +326,11 @@ class Lbfgs:
         return True
 
     def _quasi_newton(self) -> _Direction | None:
-        """Makes the direction from the history; None where there is none, or the loss does not fall along it."""
+        """Compute the direction from the history; None without one, or if the loss does not fall along it."""
         pairs = self._state.pairs[-self._settings.history :]
         if not pairs:
             return None
-        slope = self._make_direction(self._machine, pairs)
+        slope = quasi_newton(self._machine, pairs)
         if not -math.inf < slope < 0.0:
             return None
         return _Direction(pairs, Start(self._state.loss, slope, step=1.0))
@@ -376,20 +340,17 @@ class Lbfgs:
         return _Direction((), Start(self._state.loss, slope, step=min(1.0, 1.0 / norm)))
 
     def _commit(self, direction: _Direction, found: Found, trials: Trials) -> None:
-        """Takes the trial as the new point, on all servers, and writes down what it takes to go on from there."""
-        assert trials.measures is not None, "a line search asks for the slope of the step it returns"
+        """Accept the trial as the new point on all servers, with the state that a restart needs."""
+        assert trials.measures is not None, "a line search computes the slope of the step that it returns"
         before, measures = self._state, trials.measures
         restarted = bool(before.pairs) and not direction.pairs
         kept = self._is_curved(measures)
-        pairs, held, newest = direction.pairs, before.held, before.newest
-        program = []
+        pairs, held, newest, drops = direction.pairs, before.held, before.newest, 0
         if kept:
             newest += 1
             pairs = (*pairs, Pair(newest, measures.sy, measures.yy))[-self._settings.history :]
             drops = held + 1 - len(pairs)
             held = len(pairs)
-            program = [push_history(), *[drop_oldest()] * drops, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
-        program += [copy(POINT, PARAMETERS), copy(GRADIENT, TRIAL_GRADIENT)]
         state = LbfgsState(
             iteration=before.iteration + 1,
             evaluated=True,
@@ -404,9 +365,10 @@ class Lbfgs:
             passes=before.passes + trials.passes,
             skipped=before.skipped + (not kept),
             restarts=before.restarts + restarted,
-            commit=tuple(program),
+            pushed=kept,
+            drops=drops,
         )
-        self._machine.execute(*program, commits_iteration=state.iteration, state=state.to_text())
+        self._machine.execute(*state.commit(), commits_iteration=state.iteration, state=state.to_text())
         self._state = state
         self._on_iteration(
             IterationReport(
@@ -424,5 +386,5 @@ class Lbfgs:
         )
 
     def _is_curved(self, measures: Measures) -> bool:
-        """Whether H stays positive definite with the pair, beyond doubt."""
+        """Return whether H certainly stays positive definite with the pair."""
         return measures.sy > self._settings.curvature * math.sqrt(measures.ss) * math.sqrt(measures.yy)

@@ -1,22 +1,21 @@
-"""What a coordinator writes down with each commit, and how the next one brings all servers to one point."""
+"""The state that a coordinator saves with each commit, and how a restarted one brings all servers to one point."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
-from pyps.core.vectors.program import PARAMETERS, Instruction, Operation
+from pyps.core.vectors.program import GRADIENT, PARAMETERS, POINT, Instruction
 from pyps.lbfgs.machine import (
-    GRADIENT,
+    DIRECTION,
     GRADIENT_CHANGE,
-    POINT,
     POINT_CHANGE,
-    VECTORS_FLOAT32,
-    VECTORS_FLOAT64,
+    TRIAL_GRADIENT,
+    VECTORS,
     Machine,
-    ServerStanding,
+    ServerState,
     allocate,
     copy,
     drop_oldest,
@@ -25,12 +24,14 @@ from pyps.lbfgs.machine import (
 )
 from pyps_wire.errors import BadRequest
 
-_FORMAT = 1
+_FORMAT = 2
+_ADVICE = "start the coordinator in the version that began this run, or restart the servers without --resume"
+_HALF_OF_PAIR = re.compile(r"s(\d+)")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two differences that lie in the servers' history: s of two points, y of their gradients."""
+    """Two differences in the servers' history: s of two points, y of their gradients."""
 
     number: int
     sy: float  # s.y = 1 / rho
@@ -49,143 +50,133 @@ class Pair:
 
 @dataclass(frozen=True)
 class LbfgsState:
-    """The accepted point after an iteration. With the vectors x, g and the history, all that it takes to go on."""
+    """The numbers of the accepted point: with the vectors x, g and the history, all that a restart needs."""
 
     iteration: int = 0
-    # False where the loss and the gradient at the point have yet to be computed: before the first iteration, and where
-    # the coordinator found servers that could not go on together.
+    # False if the loss and the gradient at the point are unknown: before the first iteration, and after a restart with
+    # servers at points of different iterations.
     evaluated: bool = False
     loss: float = 0.0
     gradient_norm: float = 0.0  # the largest element of g
-    decrease: float = 0.0  # by which the last iteration lowered the loss
-    steepest: bool = False  # whether it went along -g
+    decrease: float = 0.0  # of the loss in the last iteration
+    steepest: bool = False  # whether the last iteration went along -g
     moved: bool = True  # whether it changed any parameter
-    # Pairs that directions are made of, oldest first.
+    # The pairs that make directions, oldest first.
     pairs: tuple[Pair, ...] = ()
-    # All that lie on the servers, of which the oldest may be of no use any more; and the number of the newest, from 1.
+    # The number of pairs on the servers, of which the oldest may be unused; and the number of the newest, from 1.
     held: int = 0
     newest: int = 0
-    # Since the beginning: passes over the data set, pairs that were not kept, histories thrown away.
+    # Since the first iteration: passes over the data set, pairs that were not kept, histories deleted.
     passes: int = 0
     skipped: int = 0
     restarts: int = 0
-    # What the commit executed, so that servers that have not done so can.
-    commit: tuple[Instruction, ...] = ()
+    # Whether the commit adds a pair to the history, and how many old ones it deletes.
+    pushed: bool = False
+    drops: int = 0
+
+    def commit(self) -> list[Instruction]:
+        """Return the program that accepts this state's point, for servers whose trial it is."""
+        new_pair = [push_history(), *[drop_oldest()] * self.drops, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
+        return [*(new_pair if self.pushed else ()), copy(POINT, PARAMETERS), copy(GRADIENT, TRIAL_GRADIENT)]
 
     def to_text(self) -> str:
-        """Returns JSON; every float comes back with the same bits."""
-        plain = asdict(replace(self, commit=()))
-        plain["pairs"] = [[pair.number, pair.sy, pair.yy] for pair in self.pairs]
-        plain["commit"] = [instruction.to_plain() for instruction in self.commit]
-        return json.dumps({"format": _FORMAT, **plain}, allow_nan=False, separators=(",", ":"))
+        """Return JSON, from which every float comes back with the same bits."""
+        plain = {"format": _FORMAT, **asdict(self), "pairs": [astuple(pair) for pair in self.pairs]}
+        return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> LbfgsState:
-        """The reverse of `to_text`. Raises BadRequest for a text that no coordinator of this version wrote."""
+        """Parse `to_text`. Raises BadRequest for any other text."""
         try:
             plain = json.loads(text)
             found = plain.pop("format")
             if found == _FORMAT:
-                pairs: Sequence[Sequence[float]] = plain.pop("pairs")
-                return cls(
-                    pairs=tuple(Pair(int(number), sy, yy) for number, sy, yy in pairs),
-                    commit=tuple(Instruction.from_plain(instruction) for instruction in plain.pop("commit")),
-                    **plain,
-                )
+                return cls(pairs=tuple(Pair(*pair) for pair in plain.pop("pairs")), **plain)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadRequest(f"the coordinator's state on server 0 cannot be read ({error}); {_ADVICE}") from error
         raise BadRequest(f"the coordinator's state on server 0 has format {found}, expected {_FORMAT}; {_ADVICE}")
 
 
-_ADVICE = "start the coordinator in the version that began this run, or the servers anew"
+def resume(machine: Machine, servers: Sequence[ServerState], text: str) -> LbfgsState:
+    """Bring all servers to one accepted point, with their parameters there; return its state.
 
+    A server that missed the last commit repeats it. Servers at points of different iterations, as after a restore of
+    one of them from an older checkpoint, continue from their parameters without history: the state is not evaluated.
+    An interrupted call is repaired by the next.
 
-_HALF_OF_PAIR = re.compile(r"s(\d+)")
-
-
-def take_up(machine: Machine, servers: Sequence[ServerStanding], text: str) -> LbfgsState:
-    """Returns the state to go on from, the same on all servers, their parameters back at the accepted point.
-
-    `text` is what server 0 has of the last coordinator, empty where there was none. Where another server missed the
-    last commit it is made there now. Where servers stand at points of different iterations, as after a restore of one
-    of them from an older checkpoint, the state is one that is not evaluated: it goes on from the parameters, without
-    history. Whatever a coordinator left half done, and wherever this one is cut off, the next call mends it.
+    Args:
+        machine: The servers.
+        servers: Their states, in order.
+        text: The state on server 0, empty before the first commit.
     """
     state = LbfgsState.from_text(text) if text else LbfgsState()
-    for server, standing in enumerate(servers):
-        if POINT not in standing.vectors:
+    for server, found in enumerate(servers):
+        if POINT not in found.vectors:
             machine.execute_on(server, allocate(POINT), copy(POINT, PARAMETERS))
-    if not _can_go_on(servers, state):
-        state = _leave_behind(machine, servers, state)
-    elif state.evaluated and any(standing.iteration < state.iteration for standing in servers):
-        machine.execute(*state.commit, commits_iteration=state.iteration, state=text)
-    for server, standing in enumerate(servers):
-        missing = [name for name in _WORKING if name not in standing.vectors]
+    if not _can_continue(servers, state):
+        state = _discard_history(machine, servers, state)
+    elif state.evaluated and any(found.iteration < state.iteration for found in servers):
+        machine.execute(*state.commit(), commits_iteration=state.iteration, state=text)
+    for server, found in enumerate(servers):
+        missing = [name for name in VECTORS if name not in (POINT, *found.vectors)]
         if missing:
             machine.execute_on(server, *map(allocate, missing))
     if not state.evaluated:
-        state = _number_alike(machine, servers, state)
+        state = _align_pair_numbers(machine, servers, state)
     machine.execute(move(POINT))
     return state
 
 
-_WORKING = tuple(name for name in (*VECTORS_FLOAT32, *VECTORS_FLOAT64) if name != POINT)
-
-
-def _can_go_on(servers: Sequence[ServerStanding], state: LbfgsState) -> bool:
-    """Whether every server made the state's commit, or still has all that it needs to make it."""
+def _can_continue(servers: Sequence[ServerState], state: LbfgsState) -> bool:
+    """Return whether every server executed the state's commit, or can still execute it."""
     if servers[0].iteration != state.iteration:
         return False
-    return all(_has_made(standing, state) or _can_make(standing, state) for standing in servers)
+    return all(_has_committed(found, state) or _can_commit(found, state) for found in servers)
 
 
-def _has_made(standing: ServerStanding, state: LbfgsState) -> bool:
+def _has_committed(found: ServerState, state: LbfgsState) -> bool:
     needed = [GRADIENT, *_names(state, up_to=state.newest)] if state.evaluated else []
-    return standing.iteration == state.iteration and set(needed) <= set(standing.vectors)
+    return found.iteration == state.iteration and set(needed) <= set(found.vectors)
 
 
-def _can_make(standing: ServerStanding, state: LbfgsState) -> bool:
-    pushed = any(instruction.operation == Operation.PUSH_HISTORY for instruction in state.commit)
-    # A server that was restored has no gradient of a trial any more, so what is there is of the trial that was taken.
-    needed = [*VECTORS_FLOAT32, *_names(state, up_to=state.newest - pushed)]
-    behind = standing.iteration == state.iteration - 1
-    return state.evaluated and behind and set(needed) <= set(standing.vectors)
+def _can_commit(found: ServerState, state: LbfgsState) -> bool:
+    # A restored server has no trial gradient, so one that is there belongs to the accepted trial.
+    needed = {*VECTORS, *_names(state, up_to=state.newest - state.pushed)} - {DIRECTION}
+    return state.evaluated and found.iteration == state.iteration - 1 and needed <= set(found.vectors)
 
 
 def _names(state: LbfgsState, *, up_to: int) -> Iterable[str]:
     return (name for pair in state.pairs if pair.number <= up_to for name in (pair.s, pair.y))
 
 
-def _leave_behind(machine: Machine, servers: Sequence[ServerStanding], state: LbfgsState) -> LbfgsState:
-    """Commits that history and gradient are void: the points that servers stand at, whichever, are one point from now.
+def _discard_history(machine: Machine, servers: Sequence[ServerState], state: LbfgsState) -> LbfgsState:
+    """Commit that history and gradient are void: the servers' points, of whichever iterations, are one point from now.
 
-    Server 0 first, so that whoever comes back sees it before any server's working vectors are made anew. A server takes
-    commits one after the other.
+    Server 0 comes first, so that a restart finds this state before any server's vectors are allocated again. A server
+    accepts commits one after the other.
     """
-    last = max(standing.iteration for standing in servers) + 1
-    state = replace(state, evaluated=False, pairs=(), restarts=state.restarts + 1, commit=())
-    for server, standing in enumerate(servers):
-        for iteration in range(standing.iteration + 1, last + 1):
+    last = max(found.iteration for found in servers) + 1
+    state = replace(state, evaluated=False, pairs=(), restarts=state.restarts + 1, pushed=False, drops=0)
+    for server, found in enumerate(servers):
+        for iteration in range(found.iteration + 1, last + 1):
             text = replace(state, iteration=iteration).to_text()
             machine.execute_on(server, move(POINT), commits_iteration=iteration, state=text)
     return replace(state, iteration=last)
 
 
-def _number_alike(machine: Machine, servers: Sequence[ServerStanding], state: LbfgsState) -> LbfgsState:
-    """Leaves one useless pair on every server, of the same number, so that the next will be called alike everywhere.
+def _align_pair_numbers(machine: Machine, servers: Sequence[ServerState], state: LbfgsState) -> LbfgsState:
+    """Leave one unused pair of the same number on every server, so that the next has the same name everywhere.
 
-    Servers at different iterations have pushed more pairs, or fewer; each names a pair by counting.
+    Servers at different iterations have pushed different numbers of pairs, and each names a pair by counting.
     """
-    numbers = [
-        [int(match[1]) for match in map(_HALF_OF_PAIR.fullmatch, standing.vectors) if match] for standing in servers
-    ]
+    numbers = [[int(match[1]) for match in map(_HALF_OF_PAIR.fullmatch, found.vectors) if match] for found in servers]
     if not any(numbers):
         return replace(state, held=0, newest=0)
-    newest = max(max(found, default=0) for found in numbers) + 1
-    for server, found in enumerate(numbers):
-        program = [drop_oldest()] * (len(found) - 1)
-        for number in range(max(found, default=0) + 1, newest + 1):
-            drop = [drop_oldest()] if found or number > 1 else []
+    newest = max(max(of_server, default=0) for of_server in numbers) + 1
+    for server, of_server in enumerate(numbers):
+        program = [drop_oldest()] * (len(of_server) - 1)
+        for number in range(max(of_server, default=0) + 1, newest + 1):
+            drop = [drop_oldest()] if of_server or number > 1 else []
             program += [push_history(), *drop, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
         machine.execute_on(server, *program)
     return replace(state, held=1, newest=newest)

@@ -1,4 +1,4 @@
-"""What a coordinator calls to calculate with vectors on the servers, and workers to stage sums of gradients."""
+"""The VectorMachine service: a coordinator's instructions on vectors, and workers' staged sums of gradients."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
 import grpc
 
 from pyps import logs
-from pyps.core.vectors.machine import Plan, VectorMachine, one_after_the_other
-from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Precision, Program
-from pyps.core.vectors.shard_vectors import Answer
+from pyps.core.vectors.machine import Answer, Job, Plan, VectorMachine, in_sequence
+from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Program
 from pyps.core.vectors.stages import StagePart
 from pyps.run.handshake import SECRET_BYTES_MIN, RunState, check_secret
 from pyps.run.run import Run
@@ -29,15 +28,12 @@ from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE
 from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable
 
-# A restored server knows of the coordinators that its checkpoint tells of. Those that came after it, in the same epoch
-# of the run, are fewer than this.
+# A restored server does not know of the coordinators that came after its checkpoint, in the same epoch of the run: they
+# are fewer than this.
 LIVES_PER_EPOCH = 1000
-
-# What a program within its bounds can come to.
-PROGRAM_BYTES_MAX = 8 * 2**20
-
-# The upper bound of lives.
 LIVES_END = 2**62
+# The largest message of a program within its bounds.
+PROGRAM_BYTES_MAX = 8 * 2**20
 
 log = logs.get("pyps.service")
 
@@ -49,11 +45,11 @@ class VectorMachineService:
         self._run = run
         self._work = work
         self._budget = budget
-        # A program may have to wait until a checkpoint is written: no thread that others need waits with it.
+        # A thread of its own: a program may have to wait until a checkpoint is written.
         self._coordinating = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service's handlers: bytes in, bytes out."""
+        """Return the service's handlers, of bytes to bytes."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Attach": grpc.unary_unary_rpc_method_handler(self.attach),
             "Execute": grpc.unary_unary_rpc_method_handler(self.execute),
@@ -62,13 +58,13 @@ class VectorMachineService:
         return grpc.method_handlers_generic_handler(VECTOR_MACHINE, methods)
 
     async def attach(self, message: bytes, context: Call) -> bytes:
-        """Makes the caller the coordinator."""
+        """Make the caller the coordinator."""
         request = parse(wire.AttachRequest, message)
         run, machine = self._run, self._coordinated(request.sender)
         if not request.coordinator_epoch and run.content.server_index:
             raise BadRequest(
                 f"this is server {run.content.server_index}, and a coordinator's life is counted by server 0: attach "
-                "there first, and here with the coordinator_epoch that it told"
+                "there first, and here with the coordinator_epoch of its reply"
             )
         if not run.content.server_index and request.coordinator_epoch not in (0, machine.coordinator_epoch):
             raise BadRequest(
@@ -76,11 +72,10 @@ class VectorMachineService:
                 f"the present one, {machine.coordinator_epoch}"
             )
         if request.coordinator_epoch >= LIVES_END:
-            raise BadRequest(f"a coordinator's life is {request.coordinator_epoch}; expected what server 0 told")
+            raise BadRequest(f"a coordinator's life is {request.coordinator_epoch}; expected that of server 0's reply")
         plan = Plan(
             history_pairs=request.history_pairs,
-            vectors_float32=request.vectors_float32,
-            vectors_float64=request.vectors_float64,
+            vectors=request.vectors,
             stages=request.stages,
             num_portions=request.num_portions,
             num_workers=run.membership.num_alive,
@@ -91,7 +86,7 @@ class VectorMachineService:
         life = {"coordinator_epoch": request.coordinator_epoch, "at_least": at_least}
         attached = await self._off_loop(partial(machine.attach, plan, secret=secret, **life))
         if not run.content.server_index:
-            # From here on nobody before it begins a pass.
+            # From here on no earlier coordinator begins a pass.
             run.work.coordinator.attach(attached.coordinator_epoch)
         run.events.add(
             "coordinator",
@@ -103,14 +98,14 @@ class VectorMachineService:
         return wire.AttachReply(**asdict(attached), secret=secret).SerializeToString()
 
     async def execute(self, message: bytes, context: Call) -> bytes:
-        """Executes a program."""
+        """Execute a program."""
         request = parse(wire.ExecuteRequest, message, bytes_max=PROGRAM_BYTES_MAX)
         _require_few(request.instructions)
         machine = self._coordinated(request.sender)
         program = Program(
             coordinator_epoch=request.coordinator_epoch,
             op_seq=request.op_seq,
-            instructions=tuple(_instruction(number, i) for number, i in enumerate(request.instructions, start=1)),
+            instructions=tuple(instruction_from(i, number) for number, i in enumerate(request.instructions, start=1)),
             commits_iteration=request.commits_iteration,
             state=request.state,
         )
@@ -119,7 +114,7 @@ class VectorMachineService:
         return wire.ExecuteReply(scalars=results.scalars, version=results.version).SerializeToString()
 
     async def stage(self, _: object, context: Call) -> bytes:
-        """Lays a sum of gradients aside, shard by shard."""
+        """Stage a sum of gradients, shard by shard."""
         part: StagePart | None = None
         complete = False
         while (message := await context.receive(under_way=part is not None)) is not None:
@@ -138,16 +133,16 @@ class VectorMachineService:
                 shard = self._run.content.shards.get(part.shard_id)
                 complete = await self._work.compute(shard.length if shard else 0, partial(machine.stage, part))
         if part is None:
-            raise BadRequest("Stage came without a message: send one for each shard of the stage")
+            raise BadRequest("Stage has no message: send one for each shard of the stage")
         if not complete:
             raise BadRequest(
-                f"stage {part.stage_id} ended before each of its {part.num_shards} shards was here: send them all in "
+                f"stage {part.stage_id} ended before each of its {part.num_shards} shards arrived: send them all in "
                 "one stream"
             )
         return wire.StageReply().SerializeToString()
 
     def _coordinated(self, sender: Sender) -> VectorMachine:
-        """The machine, for a caller that means this run."""
+        """Return the machine to a caller that names this run."""
         self._run.shards_to_pull(sender.run_id, "", 0, observer=True, shard_ids=())
         return self._machine()
 
@@ -168,26 +163,24 @@ class VectorMachineService:
     async def _off_loop(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._coordinating, work)
 
-    def _run_all(self, jobs: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
+    def _run_all(self, jobs: Sequence[Job]) -> list[list[Answer]]:
         if self._work.is_little(sum(shard.length for shard in self._run.content.shards.values())):
-            return one_after_the_other(jobs)
+            return in_sequence(jobs)
         return self._work.run_together(jobs)
 
 
 def _require_few(instructions: Sequence[wire.Instruction]) -> None:
-    """Refuses a program beyond its bounds before objects are made of it; which bound, the machine would say."""
-    few = len(instructions) <= INSTRUCTIONS_MAX
-    if (
-        not few
-        or sum(len(i.names) + len(i.others) + len(i.scalars) + len(i.stage_ids) for i in instructions) > LISTED_MAX
-    ):
+    """Refuse a program beyond its bounds before it is converted."""
+    listed = (len(i.names) + len(i.others) + len(i.scalars) + len(i.stage_ids) for i in instructions)
+    if len(instructions) > INSTRUCTIONS_MAX or sum(listed) > LISTED_MAX:
         raise BadRequest(
             f"the program has {len(instructions)} instructions; expected {INSTRUCTIONS_MAX} at most, and {LISTED_MAX} "
             "names, stages and scalars in them: send it in parts"
         )
 
 
-def _instruction(number: int, plain: wire.Instruction) -> Instruction:
+def instruction_from(plain: wire.Instruction, number: int = 1) -> Instruction:
+    """Return a message as an instruction. BadRequest names its number where the operation is unknown."""
     try:
         operation = Operation(plain.operation)
     except ValueError:
@@ -195,27 +188,9 @@ def _instruction(number: int, plain: wire.Instruction) -> Instruction:
             f"instruction {number} has the operation {plain.operation}; expected {min(Operation):d} to "
             f"{max(Operation):d}, as in vector_machine.proto"
         ) from None
-    precision = Precision.FLOAT32
-    if operation == Operation.ALLOC:
-        try:
-            precision = Precision(plain.precision)
-        except ValueError:
-            raise BadRequest(
-                f"instruction {number} (ALLOC) has the precision {plain.precision}; expected FLOAT32 (1) or FLOAT64 (2)"
-            ) from None
-    return Instruction(
-        operation,
-        target=plain.target,
-        left=plain.left,
-        right=plain.right,
-        scalar=plain.scalar,
-        precision=precision,
-        names=tuple(plain.names),
-        others=tuple(plain.others),
-        scalars=tuple(plain.scalars),
-        stage_ids=tuple(plain.stage_ids),
-        count=plain.count,
-    )
+    operands: dict[str, Any] = {each.name: getattr(plain, each.name) for each in fields(Instruction)[1:]}
+    lists = {name: tuple(value) for name, value in operands.items() if not isinstance(value, str | int | float)}
+    return Instruction(operation, **operands | lists)
 
 
 def _stage_part(request: wire.StageRequest, payload: memoryview) -> StagePart:

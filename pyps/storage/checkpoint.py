@@ -22,11 +22,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from pyps import __version__
 from pyps.core.arrays import Floats
@@ -34,11 +32,11 @@ from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
 from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
-from pyps.core.vectors.program import Precision, VectorTable
+from pyps.core.vectors.program import VectorTable
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
 from pyps.storage.plain import checksum_of, contribution_from_plain, contribution_to_plain, split_payloads
-from pyps.storage.tensor_file import FLOAT32, TensorFile, TensorReader, Writable
+from pyps.storage.tensor_file import TensorFile, TensorReader, Writable
 from pyps_wire.errors import PypsError
 
 FORMAT_VERSION = 3
@@ -100,12 +98,8 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 VECTORS = "vectors.safetensors"
-_DTYPES: Mapping[Precision, np.dtype[Any]] = {
-    Precision.FLOAT32: np.dtype("<f4"),
-    Precision.FLOAT64: np.dtype("<f8"),
-}
-# Reads a tensor by name, type and checksum.
-ReadTensor: TypeAlias = Callable[[str, np.dtype[Any], str], npt.NDArray[Any]]
+# Reads a tensor by name and checksum.
+ReadTensor: TypeAlias = Callable[[str, str], Floats]
 
 
 class VectorsWriter:
@@ -115,13 +109,9 @@ class VectorsWriter:
         """`lengths` are the shards' numbers of parameters, in the order in which they will come."""
         self._machine = machine
         self._state = machine.state()
-        kept = self._state.standing.kept
-        names = [(shard_id, name) for shard_id in lengths for name in kept]
-        self._file = TensorFile(
-            file,
-            {_name(shard_id, name): (lengths[shard_id],) for shard_id, name in names},
-            dtypes={_name(shard_id, name): _DTYPES[kept[name]] for shard_id, name in names},
-        )
+        kept = self._state.table.kept
+        sizes = {_name(shard_id, name): (length,) for shard_id, length in lengths.items() for name in kept}
+        self._file = TensorFile(file, sizes)
         self._checksums: dict[str, str] = {}
 
     def add(self, shard_id: int) -> None:
@@ -132,13 +122,13 @@ class VectorsWriter:
 
     def entry(self) -> dict[str, Any]:
         """What the manifest says of it, once all shards are written."""
-        state, standing = self._state, self._state.standing
+        state, table = self._state, self._state.table
         return {
             "coordinator_epoch": state.coordinator_epoch,
             "iteration": state.iteration,
             "state": state.text,
-            "vectors": {name: precision.name for name, precision in standing.vectors.items()},
-            "history": {"oldest": standing.oldest, "newest": standing.newest},
+            "vectors": sorted(table.names),
+            "history": {"oldest": table.oldest, "newest": table.newest},
             "checksums": self._checksums,
         }
 
@@ -146,9 +136,8 @@ class VectorsWriter:
 def machine_state_from(entry: Mapping[str, Any]) -> MachineState:
     """Returns what the manifest tells of a machine, without the vectors."""
     history = entry["history"]
-    vectors = {name: Precision[precision] for name, precision in entry["vectors"].items()}
-    standing = VectorTable(vectors, history["oldest"], history["newest"])
-    return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], standing)
+    table = VectorTable(frozenset(entry["vectors"]), history["oldest"], history["newest"])
+    return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], table)
 
 
 def with_vectors(
@@ -157,8 +146,7 @@ def with_vectors(
     """Returns the state with the vectors that the manifest's entry names, as `read` gives them."""
     vectors = {
         shard_id: {
-            name: read(_name(shard_id, name), _DTYPES[precision], entry["checksums"][_name(shard_id, name)])
-            for name, precision in state.standing.kept.items()
+            name: read(_name(shard_id, name), entry["checksums"][_name(shard_id, name)]) for name in state.table.kept
         }
         for shard_id in shard_ids
     }
@@ -279,17 +267,12 @@ class Checkpoint:
         if self._machine is None or self._machine_state is None:
             return None
         with _opened(self.path / VECTORS) as tensors:
-
-            def read(name: str, dtype: np.dtype[Any], checksum: str) -> npt.NDArray[Any]:
-                return self._array(tensors, VECTORS, name, checksum, dtype=dtype)
-
+            read = partial(self._array, tensors, VECTORS)
             return with_vectors(self._machine_state, self._machine, self._shards, read)
 
-    def _array(
-        self, tensors: TensorReader, file_name: str, name: str, checksum: str, *, dtype: np.dtype[Any] = FLOAT32
-    ) -> npt.NDArray[Any]:
+    def _array(self, tensors: TensorReader, file_name: str, name: str, checksum: str) -> Floats:
         try:
-            values = tensors.read_as(name, dtype)
+            values = tensors.read(name)
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(f"{self.path / file_name} does not give {name}: {error}") from None
         found = checksum_of(values)

@@ -26,34 +26,28 @@ class Writable(Protocol):
         """Appends the data."""
 
 
-# The format's name of what numpy writes.
-_KINDS: Mapping[np.dtype[Any], str] = {np.dtype("<f4"): "F32", np.dtype("<f8"): "F64"}
 FLOAT32 = np.dtype("<f4")
 
 
 class TensorFile:
-    """A safetensors file of float tensors in the making: names and shapes first, then values."""
+    """Writes a safetensors file of float32 tensors: names and shapes first, then values."""
 
     def __init__(
         self,
         file: Writable,
         shapes: Mapping[str, tuple[int, ...]],
         *,
-        dtypes: Mapping[str, np.dtype[Any]] | None = None,
         metadata: Mapping[str, str] | None = None,
     ):
-        """`dtypes` are those of the tensors that are not float32."""
         self._file = file
-        self._dtypes = {name: (dtypes or {}).get(name, FLOAT32) for name in shapes}
         self._sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         self._missing = self._expected()
         self._name, self._left = next(self._missing, ("", 0))
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         offset = 0
         for name, shape in shapes.items():
-            dtype = self._dtypes[name]
-            end = offset + dtype.itemsize * self._sizes[name]
-            header[name] = {"dtype": _KINDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            end = offset + FLOAT32.itemsize * self._sizes[name]
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -65,7 +59,7 @@ class TensorFile:
             return
         assert name == self._name, f"{self._name!r} comes next, not {name!r}"
         assert values.size <= self._left, f"{name!r} has {self._left} values left, not {values.size}"
-        self._file.write(np.ascontiguousarray(values, dtype=self._dtypes[name]).reshape(-1).data.cast("B"))
+        self._file.write(np.ascontiguousarray(values, dtype=FLOAT32).reshape(-1).data.cast("B"))
         self._left -= values.size
         if not self._left:
             self._name, self._left = next(self._missing, ("", 0))
@@ -107,25 +101,18 @@ class TensorReader:
 
     def read(self, name: str) -> Floats:
         """Returns the values of a float32 tensor in one row. Raises ValueError where the file does not hold them."""
-        values: Floats = self.read_as(name, FLOAT32)
-        return values
-
-    def read_as(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Returns the values of a float32 or float64 tensor in one row; raises as `read`."""
         try:
             kind, (begin, end) = self._header[name]["dtype"], self._header[name]["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise ValueError("there is no such tensor") from None
-        size = dtype.itemsize
-        if kind != _KINDS[dtype] or not (
-            type(begin) is type(end) is int and 0 <= begin <= end and (end - begin) % size == 0
-        ):
-            raise ValueError(f"it is {kind!r} from {begin!r} to {end!r}, not {dtype.name}")
+        size = FLOAT32.itemsize
+        if kind != "F32" or not (type(begin) is type(end) is int and 0 <= begin <= end and (end - begin) % size == 0):
+            raise ValueError(f"it is {kind!r} from {begin!r} to {end!r}, not float32")
         self._file.seek(0, 2)
         if self._start + end > self._file.tell():
             raise ValueError("the file ends before it")
-        values = aligned_zeros((end - begin) // FLOAT32.itemsize)
+        values = aligned_zeros((end - begin) // size)
         self._file.seek(self._start + begin)
         if self._file.readinto(values.view(np.uint8).data) != end - begin:
             raise ValueError("the file ends before it")
-        return values.view(dtype)
+        return values

@@ -40,7 +40,7 @@ FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 
 
 # Room for the passes of a small data set.
-PLAN = {"history_pairs": 1, "vectors_float32": 4, "vectors_float64": 1, "stages": 64, "num_portions": 64}
+PLAN = {"history_pairs": 1, "vectors": 5, "stages": 64, "num_portions": 64}
 
 
 class Conductor:

@@ -15,8 +15,9 @@ from pyps.cli.coordination.link import TrafficMeter
 from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine
 from pyps.cli.sandblaster import worker_command
 from pyps.config import ConfigError
-from pyps.core.vectors.program import Instruction, Operation, Precision, num_answers
+from pyps.core.vectors.program import Instruction, Operation
 from pyps.lbfgs.optimizer import LbfgsSettings
+from pyps.service.vector_machine import instruction_from
 from pyps_wire import vector_machine_pb2 as pb
 from pyps_wire.common_pb2 import Sender
 from shards import refusal
@@ -44,7 +45,7 @@ def test_a_plan_has_a_stage_a_portion_or_one_a_group_and_worker() -> None:
 
 def test_settings_are_spelled_as_the_flags_that_give_them() -> None:
     settings = CoordinationSettings(
-        lbfgs=LbfgsSettings(history=3, line_search="wolfe", vector_free=True, gradient_tolerance=1e-7),
+        lbfgs=LbfgsSettings(history=3, line_search="wolfe", gradient_tolerance=1e-7),
         num_portions=40,
         fold=Fold(2),
         copies=3,
@@ -53,7 +54,6 @@ def test_settings_are_spelled_as_the_flags_that_give_them() -> None:
 
     flags = spelled_coordination(settings)
 
-    assert "--vector-free" in flags
     pairs = dict(itertools.pairwise(flags))
     assert pairs["--history"] == "3"
     assert pairs["--line-search"] == "wolfe"
@@ -86,17 +86,12 @@ class AnsweringLink:
 def test_an_instruction_becomes_its_message() -> None:
     lists = {"names": ("a",), "others": ("b",), "scalars": (0.5,), "stage_ids": (7,)}
     for operation in Operation:
-        instruction = Instruction(
-            operation, target="z", left="x", right="y", scalar=2.0, precision=Precision.FLOAT64, count=9, **lists
-        )
-        link = AnsweringLink([0.0] * num_answers(instruction))
+        instruction = Instruction(operation, target="z", left="x", right="y", scalar=2.0, count=9, **lists)
+        link = AnsweringLink([0.0] * instruction.num_answers)
         link.machine().execute(instruction)
         [[message]] = [request.instructions for request in link.asked]
         assert pb.Instruction.Operation.Name(message.operation) == f"OPERATION_{operation.name}"
-        precision = "FLOAT64" if operation is Operation.ALLOC else "UNSPECIFIED"
-        assert pb.Precision.Name(message.precision) == f"PRECISION_{precision}"
-        assert (message.target, message.left, message.right, message.scalar, message.count) == ("z", "x", "y", 2.0, 9)
-        assert {name: tuple(getattr(message, name)) for name in lists} == lists
+        assert instruction_from(message) == instruction
 
 
 def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_norms() -> None:

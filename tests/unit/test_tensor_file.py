@@ -47,16 +47,8 @@ def test_the_reader_reads_what_the_library_wrote_into_aligned_arrays() -> None:
         np.testing.assert_array_equal(read, values[name].ravel())
 
 
-def test_tensors_may_be_float64_among_others_that_are_not() -> None:
-    double, single = np.arange(5) / 3, np.ones(3, np.float32)
-    memory = io.BytesIO()
-    tensors = TensorFile(memory, {"single": (3,), "double": (5,)}, dtypes={"double": np.dtype("<f8")})
-    tensors.write("single", single)
-    tensors.write("double", double)
-    assert load(memory.getvalue())["double"].tobytes() == double.tobytes()
-    reader = TensorReader(io.BytesIO(memory.getvalue()))
-    assert reader.read_as("double", np.dtype("<f8")).tobytes() == double.tobytes()
-    assert reader.read("single").tobytes() == single.tobytes()
+def test_a_tensor_that_is_not_float32_is_refused() -> None:
+    reader = TensorReader(io.BytesIO(save({"double": np.ones(3)})))
     with pytest.raises(ValueError, match="not float32"):
         reader.read("double")
 

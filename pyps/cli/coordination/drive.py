@@ -70,7 +70,7 @@ class Coordination:
             say=self._progress.say,
         )
         lbfgs = Lbfgs(machine, objective, self._settings.lbfgs, on_iteration=self._on_iteration)
-        summary = lbfgs.run(machine.standings, machine.state)
+        summary = lbfgs.run(machine.servers, machine.state)
         self._save()
         end = EndWorkRequest(
             sender=self._link.sender, coordinator_epoch=machine.coordinator_epoch, message=summary.reason

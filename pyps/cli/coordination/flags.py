@@ -22,9 +22,6 @@ PORTIONS_HELP = "With the same number and --fold portion any number of workers c
 Iterations = Annotated[int, typer.Option(help="Iterations at the most, those before a restart included.", min=1)]
 History = Annotated[int, typer.Option(help="Pairs of differences that L-BFGS keeps, m.", min=1, max=HISTORY_MAX)]
 LineSearch = Annotated[str, typer.Option(help=f"How a step's length is found: {' or '.join(LINE_SEARCHES)}.")]
-VectorFree = Annotated[
-    bool, typer.Option("--vector-free", help="Make the direction from one table of products: fewer messages.")
-]
 FoldText = Annotated[
     str,
     typer.Option(
@@ -52,7 +49,6 @@ def coordination_settings(
     iterations: int,
     history: int,
     line_search: str,
-    vector_free: bool,
     portions: int,
     fold: str,
     copies: int,
@@ -70,7 +66,6 @@ def coordination_settings(
             iterations_max=iterations,
             gradient_tolerance=tolerance,
             loss_tolerance=loss_tolerance,
-            vector_free=vector_free,
         ),
         num_portions=portions,
         fold=Fold.parse(fold),
@@ -86,7 +81,6 @@ def spelled_coordination(settings: CoordinationSettings) -> tuple[str, ...]:
         *("--iterations", str(lbfgs.iterations_max)),
         *("--history", str(lbfgs.history)),
         *("--line-search", lbfgs.line_search),
-        *(("--vector-free",) if lbfgs.vector_free else ()),
         *("--portions", str(settings.num_portions)),
         *("--fold", str(settings.fold)),
         *("--copies", str(settings.copies)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from pyps.cli.coordination.link import Link
-from pyps.core.vectors.program import Instruction, Operation, num_answers
-from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, ServerStanding
+from pyps.core.vectors.program import Instruction, Operation, combine_answers
+from pyps.lbfgs.machine import VECTORS, Evaluation, ServerState
 from pyps_client.launch import Launch
 from pyps_client.transport.connection import CALL_SECONDS
 from pyps_wire import vector_machine_pb2 as pb
@@ -65,8 +65,7 @@ class MemoryPlan:
         """The plan as the servers are asked for it, without who asks."""
         return AttachRequest(
             history_pairs=self.history,
-            vectors_float32=len(VECTORS_FLOAT32),
-            vectors_float64=len(VECTORS_FLOAT64),
+            vectors=len(VECTORS),
             stages=self.fold.stages(self.num_portions, num_workers=self.num_workers),
             num_portions=self.num_portions,
         )
@@ -86,7 +85,7 @@ class RemoteMachine:
         self.coordinator_epoch = first.coordinator_epoch
         # What the last coordinator wrote down on server 0; empty where there was none.
         self.state = first.state
-        self.standings = [ServerStanding(reply.iteration, tuple(reply.vectors)) for reply in attachments]
+        self.servers = [ServerState(reply.iteration, tuple(reply.vectors)) for reply in attachments]
         self.num_parameters = sum(reply.num_parameters for reply in attachments)
         self.planned_bytes = sum(reply.planned_bytes for reply in attachments)
         self._link = link
@@ -115,13 +114,14 @@ class RemoteMachine:
         timeout = self._timeout(requests)
         if not commits_iteration:
             replies = self._link.ask_all("Execute", requests, pb.ExecuteReply, timeout_seconds=timeout)
-            return _together(instructions, [reply.scalars for reply in replies])
+            return combine_answers(instructions, [reply.scalars for reply in replies])
         # Server 0 writes the state down: no other may be ahead of it.
         replies = [self._link.ask(0, "Execute", requests[0], pb.ExecuteReply, timeout_seconds=timeout)]
         others = [None, *requests[1:]]
         replies += self._link.ask_all("Execute", others, pb.ExecuteReply, timeout_seconds=timeout)
         # One that had made the commit before skips it, and has no numbers.
-        return _together(instructions, [reply.scalars for reply in replies if reply.scalars])
+        answers = [reply.scalars for reply in replies if reply.scalars]
+        return combine_answers(instructions, answers) if answers else []
 
     def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
         """Executes a program on one server."""
@@ -136,7 +136,7 @@ class RemoteMachine:
             sender=self._link.sender,
             coordinator_epoch=self.coordinator_epoch,
             op_seq=self._op_seqs[server],
-            instructions=map(_to_proto, instructions),
+            instructions=[pb.Instruction(**asdict(instruction)) for instruction in instructions],
             commits_iteration=commits_iteration,
             state=_filled_up(state) if server == 0 else "",
         )
@@ -152,49 +152,6 @@ def _filled_up(state: str) -> str:
     JSON takes blanks at its end for nothing.
     """
     return state.ljust(math.ceil(len(state) / STATE_PAGE) * STATE_PAGE)
-
-
-def _to_proto(instruction: Instruction) -> pb.Instruction:
-    return pb.Instruction(
-        operation=pb.Instruction.Operation.Name(instruction.operation.value),
-        target=instruction.target,
-        left=instruction.left,
-        right=instruction.right,
-        scalar=instruction.scalar,
-        precision=pb.Precision.Name(instruction.precision.value) if instruction.operation == Operation.ALLOC else None,
-        names=instruction.names,
-        others=instruction.others,
-        scalars=instruction.scalars,
-        stage_ids=instruction.stage_ids,
-        count=instruction.count,
-    )
-
-
-def _together(instructions: Iterable[Instruction], answers: Sequence[Sequence[float]]) -> list[float]:
-    """The servers' numbers, each summed in their order in float64; for NORM_INF the largest."""
-    if not answers:
-        return []
-    largest = [
-        instruction.operation == Operation.NORM_INF
-        for instruction in instructions
-        for _ in range(num_answers(instruction))
-    ]
-    return [
-        _largest(parts) if is_largest else _sum(parts)
-        for is_largest, parts in zip(largest, zip(*answers, strict=True), strict=True)
-    ]
-
-
-def _sum(numbers: Iterable[float]) -> float:
-    total = 0.0
-    # Not `sum`, which compensates for rounding from Python 3.12 on: the same bits everywhere.
-    for number in numbers:
-        total += number
-    return total
-
-
-def _largest(numbers: Sequence[float]) -> float:
-    return math.nan if any(math.isnan(number) for number in numbers) else max(numbers)
 
 
 # Server 0 is asked to hold the question for so long; between two the other servers are looked after.

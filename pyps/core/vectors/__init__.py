@@ -1,1 +1,1 @@
-"""Vectors that lie beside the parameters, in parts as these, and a coordinator's instructions on them (Sandblaster)."""
+"""Vectors on the servers, split like the parameters, and a coordinator's instructions on them (Sandblaster)."""

@@ -1,6 +1,6 @@
-"""Instructions on vectors that lie on one server's shards: Sandblaster's (Dean et al. 2012, section 4.2).
+"""Instructions on the vectors of one server's shards: Sandblaster's (Dean et al. 2012, section 4.2).
 
-A coordinator sends programs of instructions and gets numbers. Each program is checked as a whole, then executed shard
+A coordinator sends programs of instructions and receives numbers. A program is checked as a whole, then executed shard
 by shard; a retry of the last one gets the last answer.
 """
 
@@ -11,140 +11,132 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hmac import compare_digest
 from typing import TypeAlias
 
-from pyps.core.arrays import Floats
+from pyps import _kernels
+from pyps.core.arrays import Floats, aligned_copy, aligned_zeros
 from pyps.core.shard import Shard
 from pyps.core.vectors.program import (
+    PARAMETERS,
     POINT,
+    Instruction,
     Operation,
-    Precision,
     Program,
-    Validated,
     VectorTable,
-    num_answers,
+    combine_answers,
     validate,
 )
-from pyps.core.vectors.shard_vectors import Answer, Script, ShardVectors, Vector, make_vector
 from pyps.core.vectors.stages import StagePart, Stages
 from pyps_wire.errors import BadRequest, LimitExceeded, NotAllowed, RunFinished, Superseded
 
-_FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
-# What a plan may name at most: enough for anybody, and no product overflows.
+# The upper bound of a plan's counts: no product of them overflows.
 _COUNT_MAX = 2**32 - 1
+# What an instruction answers with, nothing for most.
+Answer: TypeAlias = list[float]
+Job: TypeAlias = Callable[[], list[Answer]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a coordinator will need at most."""
+    """The memory that a coordinator needs at most."""
 
     history_pairs: int
     # Further vectors.
-    vectors_float32: int
-    vectors_float64: int
+    vectors: int
     # Staged sums of gradients at once.
     stages: int
-    # Portions of a pass, of which `stages` was made, and the workers: each may leave a stage of fewer portions.
+    # Portions of a pass and workers, from which `stages` was computed: each worker may add a stage of fewer portions.
     num_portions: int = 0
     num_workers: int = 0
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes that all of it takes for one parameter."""
-        float32s = 2 * self.history_pairs + self.vectors_float32 + self.stages
-        return _FLOAT32_BYTES * float32s + _FLOAT64_BYTES * self.vectors_float64
+        return 4 * (2 * self.history_pairs + self.vectors + self.stages)
 
 
-def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int, pairs_there: int = 0) -> int:
-    """Returns the bytes that the plan comes to on a server with so many parameters.
+def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int, existing_pairs: int = 0) -> int:
+    """Return the bytes that a plan takes on a server.
 
-    `pairs_there`: the history that an earlier coordinator left, of which what is too much goes with the first commit.
-    Raises LimitExceeded where it goes beyond bytes_max, naming settings that do not.
+    Args:
+        plan: What the coordinator needs.
+        num_parameters: Of this server.
+        bytes_max: What this server may spend.
+        existing_pairs: The history of an earlier coordinator, which the first commit shortens.
+
+    Raises:
+        LimitExceeded: The plan takes more than `bytes_max`; the message names settings that take less.
     """
-    for name in ("history_pairs", "vectors_float32", "vectors_float64", "stages", "num_portions"):
+    for name in ("history_pairs", "vectors", "stages", "num_portions"):
         value = getattr(plan, name)
         if not 0 <= value <= _COUNT_MAX:
             raise BadRequest(f"the plan has {name} {value}; expected 0 to {_COUNT_MAX}")
     left = ""
-    if pairs_there > plan.history_pairs:
-        left = f" (which an earlier coordinator left; {plan.history_pairs} are kept once an iteration is done)"
-        plan = replace(plan, history_pairs=pairs_there)
+    if existing_pairs > plan.history_pairs:
+        left = f" (left by an earlier coordinator; {plan.history_pairs} are kept once an iteration is done)"
+        plan = replace(plan, history_pairs=existing_pairs)
     num_bytes = plan.bytes_per_parameter * num_parameters
     if num_bytes > bytes_max:
-        further, ways = (
-            plan.vectors_float32 + plan.vectors_float64,
-            _ways_out(plan, num_parameters, bytes_max, pairs_there),
-        )
         raise LimitExceeded(
-            f"{plan.history_pairs} pairs of history{left}, {further} further vectors and {plan.stages} staged sums of "
-            f"gradients take {num_bytes} bytes for the {num_parameters} parameters of this server, which keeps "
-            f"{bytes_max} at the most: {ways}"
+            f"{plan.history_pairs} pairs of history{left}, {plan.vectors} further vectors and {plan.stages} staged "
+            f"sums of gradients take {num_bytes} bytes for the {num_parameters} parameters of this server, which keeps "
+            f"{bytes_max} at the most: this would fit: "
+            + "; or ".join(_remedies(plan, num_parameters, bytes_max=bytes_max, shortest=max(1, existing_pairs)))
         )
     return num_bytes
 
 
-def _ways_out(plan: Plan, num_parameters: int, bytes_max: int, pairs_there: int) -> str:
-    def history_that_fits(of: Plan) -> int:
-        spare = bytes_max // num_parameters - replace(of, history_pairs=0).bytes_per_parameter
-        return min(spare // (2 * _FLOAT32_BYTES), plan.history_pairs)
-
-    def stages_that_fit(of: Plan) -> int:
-        spare = bytes_max // num_parameters - replace(of, stages=0).bytes_per_parameter
-        return min(spare // _FLOAT32_BYTES, plan.stages)
-
-    ways = []
-    history, stages = history_that_fits(plan), stages_that_fit(plan)
-    shortest = max(1, pairs_there)
+def _remedies(plan: Plan, num_parameters: int, *, bytes_max: int, shortest: int) -> Iterator[str]:
+    """Name settings of the coordinator, with `shortest` pairs of history or more, whose plan would fit."""
+    room = bytes_max // (4 * num_parameters) - plan.vectors
+    history = min((room - plan.stages) // 2, plan.history_pairs)
+    stages = min(room - 2 * plan.history_pairs, plan.stages)
+    both = min(room - 2 * shortest, plan.stages)
     if history >= shortest:
-        ways.append(f"--history {history}")
+        yield f"--history {history}"
     if stages >= 1:
-        ways.append(_fewer_stages(plan, stages))
-    if not ways:
-        # Neither alone is enough: the shortest history, and as many stages as then fit.
-        stages = stages_that_fit(replace(plan, history_pairs=shortest))
-        if stages >= 1:
-            ways.append(f"--history {shortest} with {_fewer_stages(plan, stages)}")
-    ways.append(f"more servers, or servers started with --max-vector-bytes {plan.bytes_per_parameter * num_parameters}")
-    return "this would fit: " + "; or ".join(ways)
+        yield _fewer_stages(plan, stages)
+    elif history < shortest and both >= 1:
+        yield f"--history {shortest} with {_fewer_stages(plan, both)}"
+    yield f"more servers, or servers started with --max-vector-bytes {plan.bytes_per_parameter * num_parameters}"
 
 
 def _fewer_stages(plan: Plan, stages: int) -> str:
-    """Settings of the coordinator that come to no more than so many stages at once."""
+    """Name settings of the coordinator that need no more than `stages` stages at once."""
     if not plan.num_portions:
         return f"{stages} staged sums at once"
-    ways = [f"--portions {stages}"] if stages < plan.num_portions else []
+    settings = [f"--portions {stages}"] if stages < plan.num_portions else []
     if stages > plan.num_workers:
-        ways.append(f"--fold group:k={math.ceil(plan.num_portions / (stages - plan.num_workers))}")
-    return f"{' or '.join(ways)} ({stages} staged sums at once)"
+        settings.append(f"--fold group:k={math.ceil(plan.num_portions / (stages - plan.num_workers))}")
+    return f"{' or '.join(settings)} ({stages} staged sums at once)"
 
 
-# In a class of which `bytes` means something else.
+# VectorMachine has a property `bytes`.
 Secret: TypeAlias = bytes
-
-# Runs jobs that touch nothing in common, several at once if it likes; returns what they return, in their order.
-RunAll = Callable[[Sequence[Callable[[], list[Answer]]]], list[list[Answer]]]
+# Runs jobs that share no data, possibly in parallel; returns their results in order.
+RunAll: TypeAlias = Callable[[Sequence[Job]], list[list[Answer]]]
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a coordinator finds that comes, or comes back."""
+    """The state of a machine when a coordinator attaches."""
 
-    # Its life, from 1.
+    # Counts coordinators, from 1.
     coordinator_epoch: int
-    # The iterations whose commits were executed here, and what the coordinator of the last wrote down.
+    # The iterations committed here, and what the coordinator of the last one saved.
     iteration: int
     state: str
-    # Names of the vectors that there are.
+    # Names of the vectors.
     vectors: tuple[str, ...]
-    # Parameters here, and the bytes that the plan comes to.
     num_parameters: int
+    # What the plan takes.
     planned_bytes: int
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a program answered with, in the order of its instructions: this server's part of each number."""
+    """The answers of a program in order: this server's part of each number."""
 
     scalars: tuple[float, ...] = ()
     # The largest version among the shards.
@@ -153,19 +145,18 @@ class Results:
 
 @dataclass(frozen=True)
 class MachineState:
-    """What a checkpoint keeps of a machine, apart from the vectors."""
+    """The part of a machine that a checkpoint keeps."""
 
     coordinator_epoch: int = 0
     iteration: int = 0
     text: str = ""
-    # The standing that a machine restored from it begins with.
-    standing: VectorTable = field(default_factory=VectorTable)
-    # By shard and name.
-    vectors: Mapping[int, Mapping[str, Vector]] = field(default_factory=dict)
+    table: VectorTable = field(default_factory=VectorTable)
+    # By shard and name; read from a checkpoint.
+    vectors: Mapping[int, Mapping[str, Floats]] = field(default_factory=dict)
 
 
-def one_after_the_other(jobs: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
-    """Runs jobs in this thread."""
+def in_sequence(jobs: Sequence[Job]) -> list[list[Answer]]:
+    """Run jobs in this thread."""
     return [job() for job in jobs]
 
 
@@ -173,62 +164,73 @@ class VectorMachine:
     """The vectors of a coordinator on one server's shards. Every method may be called from any thread."""
 
     def __init__(self, shards: Mapping[int, Shard], *, bytes_max: int, logged: bool = False) -> None:
-        """`logged` says that updates are logged, which instructions cannot be."""
+        """Make a machine without vectors.
+
+        Args:
+            shards: The server's.
+            bytes_max: For vectors and stages.
+            logged: Whether the server keeps an update log, which cannot hold instructions.
+        """
         self._shards = {shard_id: shards[shard_id] for shard_id in sorted(shards)}
         self._bytes_max = bytes_max
         self._logged = logged
         lengths = {shard_id: shard.length for shard_id, shard in self._shards.items()}
         self._num_parameters = sum(lengths.values())
         self._stages = Stages(lengths, room=lambda: bytes_max - self._vector_bytes)
-        # Held while a program is executed. Before _durable and the shards' locks, never after.
+        # Held while a program is executed. Taken before _durable and the shards' locks, never after.
         self._lock = threading.Lock()
-        # Held while what a checkpoint keeps is changed, and while a checkpoint copies it.
+        # Held while a program changes what a checkpoint keeps, and while a checkpoint copies it.
         self._durable = threading.Lock()
-        # Guarded by _lock; replaced as a whole, so that it can be read without it.
+        # Guarded by _lock; replaced as a whole and read without it.
         self.coordinator_epoch = 0
         self.iteration = 0
         self.text = ""
-        # The last life that attached since this server's start, and its secret.
+        # The last coordinator that attached since this server's start, and its secret.
         self._attached = (-1, b"")
         self._op_seq = 0
         self._results = Results()
-        self._standing = VectorTable()
+        self._table = VectorTable()
         self._vectors = {shard_id: ShardVectors(shard) for shard_id, shard in self._shards.items()}
-
-    # What can be read off it.
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The vectors that there are."""
-        return tuple(sorted(self._standing.vectors))
+        """The names of the vectors."""
+        return tuple(sorted(self._table.names))
 
     @property
     def bytes(self) -> int:
-        """What vectors and stages take."""
+        """The memory of vectors and stages."""
         return self._vector_bytes + self._stages.bytes
 
     @property
     def num_stages(self) -> int:
-        """The staged sums of gradients, complete or not."""
+        """The number of stages, complete or not."""
         return self._stages.num_stages
 
     @property
-    def present_pass(self) -> int:
-        """The pass whose stages are taken."""
+    def current_pass(self) -> int:
+        """The pass whose stages are accepted."""
         return self._stages.pass_
 
     @property
     def _vector_bytes(self) -> int:
-        return self._standing.bytes_per_parameter * self._num_parameters
+        return self._table.bytes_per_parameter * self._num_parameters
 
-    # What a coordinator calls.
+    # For a coordinator.
 
     def attach(self, plan: Plan, *, coordinator_epoch: int = 0, at_least: int = 1, secret: Secret = b"") -> Attachment:
-        """Makes the caller the coordinator, in place of any before it; epoch 0 counts its lives up.
+        """Make the caller the coordinator, in place of any before it.
 
-        A life that is counted is `at_least` that: a restored machine does not know of all that were.
-        Raises LimitExceeded, naming settings that would fit, where the plan is too large; Superseded for an earlier
-        life than one that was here, NotAllowed for the present one without its secret.
+        Args:
+            plan: The memory that it needs.
+            coordinator_epoch: 0 takes the next one.
+            at_least: The smallest epoch to take: a restored machine does not know of all that were.
+            secret: What further calls in this epoch must show.
+
+        Raises:
+            LimitExceeded: The plan is too large; the message names settings that fit.
+            Superseded: A later coordinator attached before.
+            NotAllowed: The epoch is the current one, and the secret is not.
         """
         if self._logged:
             raise BadRequest(
@@ -236,21 +238,23 @@ class VectorMachine:
                 "--update-log"
             )
         with self._lock:
-            pairs_there = self._standing.newest - self._standing.oldest + 1
             planned_bytes = require_plan_fits(
-                plan, num_parameters=self._num_parameters, bytes_max=self._bytes_max, pairs_there=pairs_there
+                plan,
+                num_parameters=self._num_parameters,
+                bytes_max=self._bytes_max,
+                existing_pairs=self._table.num_pairs,
             )
             epoch = coordinator_epoch or max(self.coordinator_epoch + 1, at_least)
             if epoch > self.coordinator_epoch:
                 self.coordinator_epoch, self._op_seq, self._results = epoch, 0, Results()
                 self._attached = epoch, secret
-                # Nobody folds them any more, and the plan counts on their room.
+                # Nobody folds the old stages, and the plan counts on their memory.
                 self._stages.begin(self._stages.pass_)
             self.require_coordinator(epoch, secret)
             return Attachment(epoch, self.iteration, self.text, self.names, self._num_parameters, planned_bytes)
 
     def require_coordinator(self, coordinator_epoch: int, secret: Secret) -> None:
-        """Refuses a life that never attached (BadRequest), an earlier one (Superseded), and who has not its secret."""
+        """Refuse an epoch that never attached (BadRequest), an earlier one (Superseded), and a wrong secret."""
         if coordinator_epoch > self.coordinator_epoch:
             raise BadRequest(
                 f"the call is of coordinator life {coordinator_epoch}, and the last that attached here was life "
@@ -267,12 +271,16 @@ class VectorMachine:
                 "one that AttachReply brought, or attach, which begins a life of its own"
             )
 
-    def execute(self, program: Program, *, run_all: RunAll = one_after_the_other, secret: Secret = b"") -> Results:
-        """Executes a program on all shards and returns the sums, over the shards in their order, of what they answer.
+    def execute(self, program: Program, *, run_all: RunAll = in_sequence, secret: Secret = b"") -> Results:
+        """Execute a program on all shards; return the sums of their answers, added in the order of the shards.
 
-        The last program again gets the last answer; one that commits an iteration that was committed is not executed.
-        A program that changes what a checkpoint keeps waits for one that is being copied. Raises BadRequest or
-        LimitExceeded for a program of which nothing can be executed, Superseded for an earlier coordinator's.
+        The last program again gets the last answer; a commit of an iteration that was committed is not executed again.
+        A program that changes what a checkpoint keeps waits while one is copied.
+
+        Raises:
+            BadRequest: An instruction cannot be executed; none was.
+            LimitExceeded: There is too little memory; no instruction was executed.
+            Superseded: Another coordinator attached since.
         """
         with self._lock:
             self.require_coordinator(program.coordinator_epoch, secret)
@@ -289,58 +297,55 @@ class VectorMachine:
             self._op_seq, self._results = program.op_seq, Results(scalars, version)
             return self._results
 
-    # What a worker calls.
+    # For a worker.
 
     def stage(self, part: StagePart) -> bool:
-        """Takes one shard of a stage; see `Stages.add`."""
+        """Add one shard of a stage; see `Stages.add`."""
         return self._stages.add(part)
 
-    # What a checkpoint calls.
+    # For a checkpoint.
 
     @contextmanager
     def durable(self) -> Iterator[None]:
-        """Keeps what a checkpoint is to hold from changing while the block runs: of one iteration, on all shards."""
+        """Hold what a checkpoint keeps at one iteration, on all shards, while the block runs."""
         with self._durable:
             yield
 
     def state(self) -> MachineState:
-        """What a checkpoint keeps, but for the vectors. To be called within `durable`."""
-        kept = self._standing.kept
-        if POINT in self._standing.vectors:
-            kept = {**kept, POINT: self._standing.vectors[POINT]}
-        standing = VectorTable(kept, self._standing.oldest, self._standing.newest)
-        return MachineState(self.coordinator_epoch, self.iteration, self.text, standing)
+        """Return what a checkpoint keeps, without the vectors. Call it within `durable`."""
+        table = self._table
+        names = frozenset(table.kept) | (table.names & {POINT})
+        return MachineState(self.coordinator_epoch, self.iteration, self.text, replace(table, names=names))
 
     def parameters_to_keep(self, shard_id: int) -> Floats | None:
-        """The accepted point, which a checkpoint keeps as the shard's parameters; None before there is one.
+        """Return the accepted point, which a checkpoint keeps as the shard's parameters; None before the first.
 
-        What the shard holds meanwhile is a trial. To be called within `durable`; not to be kept or written to.
+        The shard itself may hold a trial. Call it within `durable`, and neither keep nor write the array.
         """
-        point = self._vectors[shard_id].arrays.get(POINT)
-        return None if point is None else point.astype("f4", copy=False)
+        return self._vectors[shard_id].arrays.get(POINT)
 
-    def vectors_to_keep(self, shard_id: int) -> dict[str, Vector]:
-        """The gradient at the accepted point and the history; to be called within `durable`, not to be written to."""
+    def vectors_to_keep(self, shard_id: int) -> dict[str, Floats]:
+        """Return the gradient at the accepted point and the history. Call it within `durable`; do not write them."""
         arrays = self._vectors[shard_id].arrays
-        return {name: arrays[name] for name in self._standing.kept}
+        return {name: arrays[name] for name in self._table.kept}
 
     def restore(self, state: MachineState) -> None:
-        """Goes on from what a checkpoint kept; the shards' parameters are the accepted point. Takes its arrays over.
+        """Continue from a checkpoint, whose parameters are the accepted point; the state's arrays become this object's.
 
-        Stages and other vectors are gone: a coordinator that comes back begins the iteration anew.
+        Stages and other vectors are lost: a coordinator that attaches repeats the iteration.
         """
         with self._lock:
-            vectors = {}
-            for shard_id, shard in self._shards.items():
-                arrays = dict(state.vectors.get(shard_id, {}))
-                if POINT in state.standing.vectors and POINT not in arrays:
-                    arrays[POINT] = _point_of(shard)
-                vectors[shard_id] = ShardVectors(shard, arrays)
-            self._vectors = vectors
-            self._standing = state.standing
+            self._vectors = {
+                shard_id: ShardVectors(shard, state.vectors.get(shard_id, {}))
+                for shard_id, shard in self._shards.items()
+            }
+            if POINT in state.table.names:
+                for shard_id, shard in self._shards.items():
+                    self._vectors[shard_id].arrays[POINT] = shard.read(lambda _, parameters: aligned_copy(parameters))
+            self._table = state.table
             self.coordinator_epoch, self.iteration, self.text = state.coordinator_epoch, state.iteration, state.text
 
-    # What follows is called under _lock.
+    # Called under _lock.
 
     def _execute(self, program: Program, run_all: RunAll) -> tuple[float, ...]:
         folds: list[list[dict[int, Floats]]] = []
@@ -348,30 +353,41 @@ class VectorMachine:
         def take_stages(stage_ids: Iterable[int]) -> None:
             folds.append(self._stages.complete(stage_ids))
 
-        validated = validate(program, self._standing, take_stages=take_stages, require_room=self._require_room)
-        self._require_possible(program, validated)
-        script = Script(program.instructions, self._standing.oldest, self._standing.newest, folds)
-        # Nothing may fail once the first shard has begun.
-        memory = {shard_id: vectors.prepare(script) for shard_id, vectors in self._vectors.items()}
+        validated = validate(program, self._table, take_stages=take_stages, require_room=self._require_room)
+        self._require_possible(program)
+        # Nothing may fail once the first shard has begun, so all memory is allocated before.
+        num_new = sum(instruction.operation == Operation.ALLOC for instruction in program.instructions)
+        jobs = [
+            partial(
+                vectors.execute,
+                program.instructions,
+                table=self._table,
+                memory=[aligned_zeros(self._shards[shard_id].length) for _ in range(num_new)],
+                folds=[[stage[shard_id] for stage in stages] for stages in folds],
+            )
+            for shard_id, vectors in self._vectors.items()
+        ]
         with self._durable if validated.durable else nullcontext():
-            jobs = [_job(vectors, script, memory[shard_id]) for shard_id, vectors in self._vectors.items()]
             answers = run_all(jobs)
-            self._standing = validated.standing
+            self._table = validated.table
             if program.commits_iteration:
                 self.iteration, self.text = program.commits_iteration, program.state
         for instruction in program.instructions:
             if instruction.operation == Operation.BEGIN_PASS:
                 self._stages.begin(instruction.count)
-        return _together(program, answers)
+        flat = [[number for answer in of_shard for number in answer] for of_shard in answers]
+        zeros = [0.0] * sum(instruction.num_answers for instruction in program.instructions)
+        return tuple(combine_answers(program.instructions, flat or [zeros]))
 
-    def _require_possible(self, program: Program, validated: Validated) -> None:
+    def _require_possible(self, program: Program) -> None:
         if program.commits_iteration > self.iteration + 1:
             raise BadRequest(
                 f"the program commits iteration {program.commits_iteration}, and this server is at iteration "
                 f"{self.iteration}: it has lost what was committed since, so restore all servers from checkpoints of "
                 "one iteration"
             )
-        if validated.moves and any(shard.finished for shard in self._shards.values()):
+        moves = any(instruction.operation == Operation.MOVE for instruction in program.instructions)
+        if moves and any(shard.finished for shard in self._shards.values()):
             raise RunFinished("the run is finished: its parameters move no more")
 
     def _require_room(self, bytes_per_parameter: int) -> None:
@@ -383,36 +399,82 @@ class VectorMachine:
             )
 
 
-def _job(vectors: ShardVectors, script: Script, memory: Sequence[Vector]) -> Callable[[], list[Answer]]:
-    return lambda: vectors.execute(script, memory)
+class ShardVectors:
+    """The vectors of one shard by name. Called under its machine's lock."""
+
+    def __init__(self, shard: Shard, arrays: Mapping[str, Floats] | None = None) -> None:
+        self.shard = shard
+        self.arrays: dict[str, Floats] = dict(arrays or {})
+
+    def execute(
+        self,
+        instructions: Sequence[Instruction],
+        *,
+        table: VectorTable,
+        memory: Sequence[Floats],
+        folds: Sequence[Sequence[Floats]],
+    ) -> list[Answer]:
+        """Execute validated instructions in order; return the answers of each.
+
+        Args:
+            instructions: Of the program.
+            table: The vectors before the first of them.
+            memory: One array for each ALLOC.
+            folds: This shard's parts of the stages of each FOLD.
+        """
+        arrays, oldest, newest = self.arrays, table.oldest, table.newest
+        new_arrays, stages = iter(memory), iter(folds)
+        answers: list[Answer] = []
+        for instruction in instructions:
+            answer: Answer = []
+            match instruction.operation:
+                case Operation.ALLOC:
+                    arrays[instruction.target] = next(new_arrays)
+                case Operation.FOLD:
+                    _kernels.vector_fold(arrays[instruction.target], next(stages), float(instruction.count))
+                case Operation.PUSH_HISTORY:
+                    newest += 1
+                    arrays[f"s{newest}"] = arrays.pop(instruction.left)
+                    arrays[f"y{newest}"] = arrays.pop(instruction.right)
+                case Operation.DROP_OLDEST:
+                    del arrays[f"s{oldest}"], arrays[f"y{oldest}"]
+                    oldest += 1
+                case Operation.MOVE:
+                    self.shard.rewrite(partial(self._move, instruction))
+                case Operation.BEGIN_PASS:
+                    # The machine's, for all shards.
+                    pass
+                case _ if PARAMETERS in instruction.reads:
+                    answer = self.shard.read(partial(self._compute_with_parameters, instruction))
+                case _:
+                    answer = _compute(instruction, arrays)
+            answers.append(answer)
+        return answers
+
+    def _compute_with_parameters(self, instruction: Instruction, _: int, parameters: Floats) -> Answer:
+        return _compute(instruction, {**self.arrays, PARAMETERS: parameters})
+
+    def _move(self, instruction: Instruction, parameters: Floats) -> None:
+        arrays = {**self.arrays, PARAMETERS: parameters}
+        right = arrays[instruction.right] if instruction.right else None
+        _kernels.vector_move(parameters, arrays[instruction.left], instruction.scalar, right)
 
 
-def _point_of(shard: Shard) -> Vector:
-    def copy(_: int, parameters: Floats) -> Vector:
-        point = make_vector(shard.length, Precision.FLOAT32)
-        point[:] = parameters
-        return point
-
-    return shard.read(copy)
-
-
-def _together(program: Program, answers: Sequence[Sequence[Answer]]) -> tuple[float, ...]:
-    """What the shards answered, each number summed in float64 in the order of the shards; for NORM_INF the largest."""
-    scalars: list[float] = []
-    for index, instruction in enumerate(program.instructions):
-        parts = [answer[index] for answer in answers]
-        combine = _largest if instruction.operation == Operation.NORM_INF else _sum
-        scalars.extend(combine([part[place] for part in parts]) for place in range(num_answers(instruction)))
-    return tuple(scalars)
-
-
-def _sum(numbers: Sequence[float]) -> float:
-    total = 0.0
-    # Not `sum`, which compensates for rounding from Python 3.12 on: the same bits everywhere.
-    for number in numbers:
-        total += number
-    return total
-
-
-def _largest(numbers: Sequence[float]) -> float:
-    return math.nan if any(math.isnan(number) for number in numbers) else max(numbers, default=0.0)
+def _compute(instruction: Instruction, arrays: Mapping[str, Floats]) -> Answer:
+    operands = [arrays[name] for name in instruction.reads]
+    match instruction.operation:
+        case Operation.COPY:
+            _kernels.vector_copy(arrays[instruction.target], *operands)
+        case Operation.COMBINE:
+            _kernels.vector_combine(arrays[instruction.target], list(instruction.scalars), operands)
+        case Operation.DOT:
+            return [_kernels.vector_dot(*operands)]
+        case Operation.NORM1:
+            return [_kernels.vector_norm1(*operands)]
+        case Operation.NORM_INF:
+            return [_kernels.vector_norm_inf(*operands)]
+        case Operation.GRAM:
+            num_rows = len(instruction.names)
+            products: Answer = _kernels.vector_gram(operands[:num_rows], operands[num_rows:]).ravel().tolist()
+            return products
+    return []

@@ -1,4 +1,4 @@
-"""Stages: sums of gradients that workers lay aside, until a coordinator folds those that count into a vector."""
+"""Stages: sums of gradients that workers send, until a coordinator folds the accepted ones into a vector."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StagePart:
     """One shard of the sum of the gradients of some portions."""
 
     pass_: int
-    # The first portion in the sum, and the lease under which it was computed, which names the stage.
+    # The first portion in the sum, and its lease, which names the stage.
     portion_id: int
     stage_id: int
     shard_id: int
-    # How many shards the stage has on this server.
+    # Of the stage on this server.
     num_shards: int
     codec: Codec
     payload: bytes | memoryview
@@ -31,7 +31,7 @@ class StagePart:
 class _Stage:
     stage_id: int
     portion_id: int
-    # By shard. An array is never written again: whoever folds it may hold it on.
+    # By shard. An array is never written again, so a fold may keep it.
     parts: dict[int, Floats] = field(default_factory=dict)
 
     @property
@@ -42,15 +42,15 @@ class _Stage:
 class Stages:
     """The stages of the present pass. Every method may be called from any thread.
 
-    Of two stages of one portion the later lease counts: the worker of the earlier one has lost it.
+    Of two stages of one portion the one with the later lease is kept: the other's worker has lost the portion.
     """
 
     def __init__(self, lengths: Mapping[int, int], *, room: Callable[[], int]) -> None:
-        """`lengths` are the shards' numbers of parameters; `room` tells how many bytes all stages may take."""
+        """`lengths` are the shards' numbers of parameters; `room` returns the bytes that all stages may take."""
         self._lengths = lengths
         self._room = room
         self._lock = threading.Lock()
-        # Guarded by _lock; what is replaced as a whole is read without it.
+        # Guarded by _lock; pass_ and bytes are read without it.
         self.pass_ = 0
         self.bytes = 0
         self._by_portion: dict[int, _Stage] = {}
@@ -58,14 +58,16 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
-        """How many there are, complete or not."""
+        """The number of stages, complete or not."""
         return len(self._by_id)
 
     def add(self, part: StagePart) -> bool:
-        """Takes one shard of a stage; True where the stage is complete here, or is not needed any more.
+        """Add one shard of a stage, once; return True if the stage is complete here, or no longer needed.
 
-        Raises BadRequest for a part of another pass or shard, WrongSize, NotFinite, or NoRoom.
-        A part that came before is not taken again.
+        Raises:
+            BadRequest: The part is of another pass or shard.
+            WrongSize, NotFinite: The payload cannot be used.
+            NoRoom: There is no memory for another stage.
         """
         self._require_fitting(part)
         with self._lock:
@@ -74,21 +76,21 @@ class Stages:
                 self._require_room(part)
         if answer is not None:
             return answer
-        # Not under the lock: it takes as long as a small update.
+        # Not under the lock: decoding takes as long as a small update.
         values = self._decoded(part)
         with self._lock:
             answer = self._answered(part)
             return self._put(part, values) if answer is None else answer
 
     def begin(self, pass_: int) -> None:
-        """Forgets all stages, and takes from now on those of that pass."""
+        """Delete all stages, and accept those of this pass from now on."""
         with self._lock:
             self.pass_ = pass_
             self.bytes = 0
             self._by_portion, self._by_id = {}, {}
 
     def complete(self, stage_ids: Iterable[int]) -> list[dict[int, Floats]]:
-        """Returns these stages, the parts of each by shard; BadRequest unless all are complete here."""
+        """Return these stages, the parts of each by shard; BadRequest unless all are complete here."""
         with self._lock:
             return [self._complete(stage_id) for stage_id in stage_ids]
 
@@ -103,7 +105,7 @@ class Stages:
                 "shards: send each of them, zeros where a portion has no gradient"
             )
         if part.stage_id == 0:
-            raise BadRequest("a stage came with stage_id 0; expected the lease of its first portion")
+            raise BadRequest("a stage has stage_id 0; expected the lease of its first portion")
         try:
             part.codec.require_count(part.payload, length)
         except WrongSize as error:
@@ -118,14 +120,14 @@ class Stages:
             )
         return values
 
-    # What follows is called under the lock.
+    # Called under the lock.
 
     def _answered(self, part: StagePart) -> bool | None:
-        """What to answer where the part need not be taken: it is here, or a later stage has its place."""
+        """Return the answer for a part that is here already or was replaced by a later stage; None for a new part."""
         if part.pass_ != self.pass_:
             raise BadRequest(
-                f"stage {part.stage_id} is of pass {part.pass_}, and pass {self.pass_} is under way here: throw it "
-                "away and ask for another portion"
+                f"stage {part.stage_id} is of pass {part.pass_}, and pass {self.pass_} is under way here: discard "
+                "it and request another portion"
             )
         stage = self._by_id.get(part.stage_id)
         if stage is None:
@@ -133,8 +135,8 @@ class Stages:
             return True if latest is not None and latest.stage_id > part.stage_id else None
         if stage.portion_id != part.portion_id:
             raise BadRequest(
-                f"stage {part.stage_id} came for portion {part.portion_id}, and before for portion "
-                f"{stage.portion_id}: a stage begins with one portion"
+                f"stage {part.stage_id} is of portion {part.portion_id}, and was of portion {stage.portion_id} before: "
+                "a stage begins with one portion"
             )
         return self._is_complete(stage) if part.shard_id in stage.parts else None
 
@@ -153,16 +155,16 @@ class Stages:
         return self._is_complete(stage)
 
     def _require_room(self, part: StagePart) -> None:
-        # What an earlier stage of the portion takes is free once this one comes.
+        # This stage replaces an earlier one of its portion.
         former = self._by_portion.get(part.portion_id)
         freed = former.num_bytes if former is not None and former.stage_id != part.stage_id else 0
         num_bytes, room = self.bytes - freed + 4 * self._lengths[part.shard_id], self._room()
         if num_bytes > room:
             raise NoRoom(
                 f"stage {part.stage_id} of portion {part.portion_id} would make {num_bytes} bytes of staged "
-                f"gradients, and vectors leave room for {room}: raise --max-vector-bytes, or let the coordinator ask "
-                "for fewer stages (--portions, --fold group:k=N); with groups each worker that dies or joins amid a "
-                "pass may take a few stages more"
+                f"gradients, and vectors leave room for {room}: raise --max-vector-bytes, or start the coordinator "
+                "with fewer stages (--portions, --fold group:k=N); with groups each worker that dies or joins during a "
+                "pass may add a few stages"
             )
 
     def _complete(self, stage_id: int) -> dict[int, Floats]:

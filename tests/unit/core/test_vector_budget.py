@@ -12,11 +12,11 @@ from pyps.core.vectors.machine import Plan, require_plan_fits
 from pyps_wire.errors import BadRequest, LimitExceeded
 
 PARAMETERS = 1000
-PLAN = Plan(history_pairs=10, vectors_float32=5, vectors_float64=1, stages=80, num_portions=80, num_workers=8)
+PLAN = Plan(history_pairs=10, vectors=6, stages=80, num_portions=80, num_workers=8)
 
 
 def cost(plan: Plan) -> int:
-    return PARAMETERS * (4 * (2 * plan.history_pairs + plan.vectors_float32 + plan.stages) + 8 * plan.vectors_float64)
+    return PARAMETERS * 4 * (2 * plan.history_pairs + plan.vectors + plan.stages)
 
 
 def refusal(plan: Plan, bytes_max: int) -> str:
@@ -26,7 +26,7 @@ def refusal(plan: Plan, bytes_max: int) -> str:
 
 
 def test_a_plan_that_just_fits_is_taken_and_costs_what_it_says():
-    for plan in (PLAN, replace(PLAN, stages=0), replace(PLAN, history_pairs=0, vectors_float64=0)):
+    for plan in (PLAN, replace(PLAN, stages=0), replace(PLAN, history_pairs=0, vectors=0)):
         assert require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=cost(plan)) == cost(plan)
 
 
@@ -55,9 +55,9 @@ def test_a_refusal_names_the_bytes_and_what_they_are_for():
     message = refusal(PLAN, 400_000)
 
     assert message == (
-        "10 pairs of history, 6 further vectors and 80 staged sums of gradients take 428000 bytes for the 1000"
-        " parameters of this server, which keeps 400000 at the most: this would fit: --history 6; or --portions 73 or"
-        " --fold group:k=2 (73 staged sums at once); or more servers, or servers started with --max-vector-bytes 428000"
+        "10 pairs of history, 6 further vectors and 80 staged sums of gradients take 424000 bytes for the 1000"
+        " parameters of this server, which keeps 400000 at the most: this would fit: --history 7; or --portions 74 or"
+        " --fold group:k=2 (74 staged sums at once); or more servers, or servers started with --max-vector-bytes 424000"
     )
 
 
@@ -65,7 +65,7 @@ def test_where_nothing_would_do_only_more_memory_is_named():
     message = refusal(PLAN, 30_000)
 
     assert "--history" not in message and "--portions" not in message
-    assert "this would fit: more servers, or servers started with --max-vector-bytes 428000" in message
+    assert "this would fit: more servers, or servers started with --max-vector-bytes 424000" in message
 
 
 def test_a_count_that_cannot_be_is_refused():
@@ -76,7 +76,7 @@ def test_a_count_that_cannot_be_is_refused():
 
 def test_no_history_is_offered_that_is_shorter_than_what_lies_there():
     with pytest.raises(LimitExceeded) as error:
-        require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=400_000, pairs_there=7)
+        require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=400_000, existing_pairs=8)
 
-    # Six pairs would fit beside 80 stages.
-    assert "--history" not in str(error.value) and "--portions 73" in str(error.value)
+    # Seven pairs would fit with 80 stages.
+    assert "--history" not in str(error.value) and "--portions 74" in str(error.value)

@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from pyps.core.vectors.machine import MachineState, Program, VectorMachine
-from pyps.core.vectors.program import Instruction, Operation, Precision
+from pyps.core.vectors.program import Instruction, Operation
 from pyps_wire.errors import BadRequest, LimitExceeded, Superseded
-from sandblaster import BYTES_MAX, LENGTHS, PLAN, Driver, make_machine, make_shards
+from sandblaster import BYTES_MAX, LENGTHS, PLAN, Driver, fill, make_machine, make_shards
 from shards import refusal, run_together
 
 SIZE = sum(LENGTHS)
-FILL, ALLOC, MOVE, NORM1 = Operation.FILL, Operation.ALLOC, Operation.MOVE, Operation.NORM1
+ALLOC, COMBINE, MOVE, NORM1 = Operation.ALLOC, Operation.COMBINE, Operation.MOVE, Operation.NORM1
 
 
-def filled(driver: Driver, name: str, value: float, precision: Precision = Precision.FLOAT32) -> None:
-    driver.execute(Instruction(ALLOC, target=name, precision=precision), Instruction(FILL, target=name, scalar=value))
+def scale(name: str, scalar: float) -> Instruction:
+    return Instruction(COMBINE, target=name, names=(name,), scalars=(scalar,))
 
 
 @pytest.fixture
 def driver() -> Driver:
     """A machine with a coordinator that has attached, and a vector x of ones."""
-    driver = make_machine()
-    filled(driver, "x", 1.0)
+    driver = make_machine(np.ones(SIZE))
+    driver.execute(Instruction(ALLOC, target="x"), Instruction(Operation.COPY, target="x", left="parameters"))
     return driver
 
 
@@ -34,9 +34,7 @@ def driver() -> Driver:
 
 
 def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again(driver):
-    program = driver.program(
-        Instruction(Operation.SCALE, target="x", scalar=2.0), Instruction(NORM1, left="x"), Instruction(MOVE, left="x")
-    )
+    program = driver.program(scale("x", 2.0), Instruction(NORM1, left="x"), Instruction(MOVE, left="x"))
 
     first = driver.machine.execute(program)
     again = driver.machine.execute(program)
@@ -47,7 +45,7 @@ def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again(d
 
 
 def test_two_threads_with_one_program_execute_it_once(driver):
-    program = driver.program(Instruction(Operation.SCALE, target="x", scalar=2.0), Instruction(NORM1, left="x"))
+    program = driver.program(scale("x", 2.0), Instruction(NORM1, left="x"))
     results = []
 
     run_together([lambda: results.append(driver.machine.execute(program))] * 4)
@@ -57,7 +55,7 @@ def test_two_threads_with_one_program_execute_it_once(driver):
 
 
 def test_a_program_out_of_turn_is_refused_with_the_number_expected(driver):
-    filled(driver, "y", 1.0)
+    driver.execute(Instruction(ALLOC, target="y"))
 
     for op_seq in (0, 1, 4):
         program = replace(driver.program(Instruction(NORM1, left="x")), op_seq=op_seq)
@@ -69,7 +67,7 @@ def test_a_program_out_of_turn_is_refused_with_the_number_expected(driver):
 
 
 def test_a_coordinator_that_was_replaced_is_refused_with_both_lives(driver):
-    late = driver.program(Instruction(FILL, target="x", scalar=9.0))
+    late = driver.program(scale("x", 9.0))
 
     attached = driver.machine.attach(PLAN)
 
@@ -96,26 +94,29 @@ def test_other_servers_take_the_life_that_server_0_told_them():
 def test_a_plan_over_the_budget_changes_no_life():
     driver = make_machine(bytes_max=4 * SIZE * 12)
 
-    with pytest.raises(LimitExceeded, match="--max-vector-bytes 3520"):
+    with pytest.raises(LimitExceeded, match=f"--max-vector-bytes {4 * SIZE * 15}"):
         driver.machine.attach(replace(PLAN, stages=6))
 
-    filled(driver, "x", 1.0)
+    driver.execute(Instruction(ALLOC, target="x"))
 
 
 def test_pairs_that_an_earlier_coordinator_left_count_against_the_memory_of_the_next():
-    # Three pairs, and four vectors in float32 and one in float64.
-    driver = make_machine(bytes_max=SIZE * (4 * (2 * 3 + 4 + 2) + 8))
+    # Three pairs, five further vectors and two stages.
+    needed = SIZE * 4 * (2 * 3 + 5 + 2)
+    driver = make_machine(bytes_max=needed)
     for _ in range(3):
-        filled(driver, "s", 1.0)
-        filled(driver, "y", 1.0)
-        driver.execute(Instruction(Operation.PUSH_HISTORY, left="s", right="y"))
+        driver.execute(
+            Instruction(ALLOC, target="s"),
+            Instruction(ALLOC, target="y"),
+            Instruction(Operation.PUSH_HISTORY, left="s", right="y"),
+        )
     plan = replace(PLAN, history_pairs=1, stages=6)
 
-    with pytest.raises(LimitExceeded, match=r"3 pairs of history .which an earlier coordinator left; 1 are kept once"):
+    with pytest.raises(LimitExceeded, match=r"3 pairs of history .left by an earlier coordinator; 1 are kept once"):
         driver.machine.attach(plan)
 
     assert driver.machine.coordinator_epoch == driver.epoch
-    assert driver.machine.attach(replace(plan, stages=2)).planned_bytes == SIZE * (4 * (2 * 3 + 4 + 2) + 8)
+    assert driver.machine.attach(replace(plan, stages=2)).planned_bytes == needed
 
 
 def test_a_server_that_logs_updates_takes_no_coordinator():
@@ -129,7 +130,7 @@ def test_a_server_that_logs_updates_takes_no_coordinator():
 
 
 def test_a_commit_is_executed_once_whichever_coordinator_sends_it(driver):
-    commit = Instruction(Operation.SCALE, target="x", scalar=3.0)
+    commit = scale("x", 3.0)
 
     assert driver.execute(commit, Instruction(NORM1, left="x"), commits=1, state="one") == [3.0 * SIZE]
     successor = Driver(driver.machine, driver.shards)
@@ -163,14 +164,14 @@ def iterate(driver: Driver, k: int) -> None:
     """One iteration as a coordinator makes it: trials that change parameters and working vectors, then the commit."""
     driver.execute(Instruction(ALLOC, target="s"), Instruction(ALLOC, target="y"))
     for trial in (100.0, 200.0):
-        driver.execute(Instruction(FILL, target="t", scalar=trial + k), Instruction(MOVE, left="t"))
+        driver.execute(fill("t", trial + k), Instruction(MOVE, left="t"))
     driver.execute(
-        Instruction(FILL, target="s", scalar=float(k)),
-        Instruction(FILL, target="y", scalar=-float(k)),
+        fill("s", float(k)),
+        fill("y", -float(k)),
         Instruction(Operation.PUSH_HISTORY, left="s", right="y"),
         *([Instruction(Operation.DROP_OLDEST)] if k > 2 else []),
-        Instruction(FILL, target="x", scalar=float(k)),
-        Instruction(FILL, target="g", scalar=-float(k)),
+        fill("x", float(k)),
+        fill("g", -float(k)),
         commits=k,
         state=f"state {k}",
     )
@@ -178,9 +179,8 @@ def iterate(driver: Driver, k: int) -> None:
 
 def begun() -> Driver:
     driver = make_machine()
-    filled(driver, "x", 0.0)
-    filled(driver, "g", 0.0)
-    filled(driver, "t", 0.0)
+    driver.make("one", np.ones(SIZE))
+    driver.execute(*(Instruction(ALLOC, target=name) for name in "xgt"))
     return driver
 
 
@@ -199,11 +199,10 @@ LENGTHS_BY_ID = {2 * i: length for i, length in enumerate(LENGTHS)}
 
 def test_a_program_waits_for_a_copy_only_where_it_changes_what_is_kept():
     for program, waits in (
-        ([Instruction(FILL, target="t", scalar=5.0), Instruction(MOVE, left="t")], False),
-        ([Instruction(FILL, target="x", scalar=5.0)], True),
+        ([fill("t", 5.0), Instruction(MOVE, left="t")], False),
+        ([fill("x", 5.0)], True),
         ([Instruction(Operation.DROP_OLDEST)], True),
-        ([Instruction(Operation.SCALE, target="s1", scalar=5.0)], True),
-        ([Instruction(Operation.FREE, target="g")], True),
+        ([scale("s1", 5.0)], True),
     ):
         driver = begun()
         iterate(driver, 1)
@@ -229,7 +228,7 @@ def test_a_restored_machine_has_the_point_its_gradient_and_the_history_and_nothi
     driver = begun()
     for k in (1, 2, 3):
         iterate(driver, k)
-    driver.execute(Instruction(FILL, target="t", scalar=77.0), Instruction(MOVE, left="t"))
+    driver.execute(fill("t", 77.0), Instruction(MOVE, left="t"))
     driver.stage(np.ones(SIZE))
 
     again = restored(*copied(driver.machine))
@@ -239,33 +238,23 @@ def test_a_restored_machine_has_the_point_its_gradient_and_the_history_and_nothi
     assert attached.vectors == ("g", "s2", "s3", "x", "y2", "y3")
     assert (attached.iteration, attached.state) == (3, "state 3")
     assert (again.parameters() == 3).all() and (again.held("x") == 3).all() and (again.held("g") == -3).all()
-    assert again.machine.num_stages == 0 and again.machine.present_pass == 0
+    assert again.machine.num_stages == 0 and again.machine.current_pass == 0
     assert again.machine.bytes == 4 * SIZE * 6
     again.epoch = 3
-    filled(again, "t", 0.0)
+    again.make("one", np.ones(SIZE))
+    again.execute(Instruction(ALLOC, target="t"))
     iterate(again, 4)
-    assert again.machine.names == ("g", "s3", "s4", "t", "x", "y3", "y4")
+    assert again.machine.names == ("g", "one", "s3", "s4", "t", "x", "y3", "y4")
 
 
 def test_the_restored_point_is_not_the_shards_own_memory():
     driver = begun()
     again = restored(*copied(driver.machine))
-    filled(again, "t", 5.0)
+    again.make("t", np.full(SIZE, 5.0))
 
     again.execute(Instruction(MOVE, left="t"))
 
     assert (again.held("x") == 0).all()
-
-
-def test_a_point_in_float64_is_kept_as_it_is():
-    driver = make_machine()
-    filled(driver, "x", 1 / 3, Precision.FLOAT64)
-
-    state, points = copied(driver.machine)
-    again = restored(state, points)
-
-    assert points[0].dtype == np.float32 and points[0][0] == np.float32(1 / 3)
-    assert again.held("x").dtype == np.float64 and (again.held("x") == 1 / 3).all()
 
 
 def test_a_life_counted_after_a_restore_is_later_than_any_that_the_machine_forgot():

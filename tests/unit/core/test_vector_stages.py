@@ -136,7 +136,7 @@ def test_a_part_that_does_not_fit_is_refused(driver):
         assert words in refusal(driver.machine.stage, part, error=PypsError)
         assert (driver.machine.bytes, driver.machine.num_stages) == (4 * SIZE, 0), fields
     driver.stage(numbers(1), portion_id=4)
-    with pytest.raises(BadRequest, match="stage 1 came for portion 5, and before for portion 4"):
+    with pytest.raises(BadRequest, match="stage 1 is of portion 5, and was of portion 4 before"):
         driver.stage(numbers(1), portion_id=5)
 
 
@@ -146,7 +146,7 @@ def test_stages_beyond_the_budget_are_refused_with_the_settings_to_change():
     for k in range(12):
         driver.stage(numbers(1), portion_id=k, stage_id=k + 1)
 
-    with pytest.raises(NoRoom, match="--max-vector-bytes, or let the coordinator ask for fewer stages"):
+    with pytest.raises(NoRoom, match="--max-vector-bytes, or start the coordinator with fewer stages"):
         driver.stage(numbers(1), portion_id=12, stage_id=13)
 
     assert driver.machine.num_stages == 12
