@@ -12,11 +12,10 @@ from pathlib import Path
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import BadRequest
 
-# How long a server may take to show why no connection to it comes about.
-_ASK_SECONDS = 3.0
-# What gRPC says of a connection that came about and ended before a call.
+_PROBE_SECONDS = 3.0
+# In gRPC's message when a connection was made and ended before a call.
 _SIGNS = ("handshake failed", "verification check failed", "socket closed", "connection reset", "missing selected alpn")
-# What OpenSSL says of a file that is none of PEM's, where it says anything.
+# OpenSSL's reason for a file that is no PEM, where it gives one.
 _NO_PEM = "NO_CERTIFICATE_OR_CRL_FOUND"
 _KEYS = "gRPC takes RSA, P-256 and P-384"
 # OpenSSL's numbers of what is wrong with a certificate.
@@ -84,21 +83,20 @@ class Credentials:
             ) from None
         return context
 
-    def refusal(self, address: str, told: str) -> str:
-        """What is wrong with the certificates at either end, in a sentence, where that may be why gRPC `told` what it
-        did of a connection; empty for any other cause.
+    def refusal(self, address: str, message: str) -> str:
+        """Return why TLS with a server fails, "" where gRPC's `message` has another cause.
 
-        gRPC says too little: this asks the server once more, by Python's TLS, and takes seconds at most.
+        gRPC says too little, so this connects once more by Python's TLS, which takes seconds at most.
         """
-        if not told.startswith("failed to connect") or not any(sign in told.lower() for sign in _SIGNS):
+        if not message.startswith("failed to connect") or not any(sign in message.lower() for sign in _SIGNS):
             return ""
-        context = self.context() if self.tls_ca else _trusting()
+        context = self.context() if self.tls_ca else unverified()
         context.set_alpn_protocols(["h2"])
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
             with (
-                socket.create_connection((host, int(port)), _ASK_SECONDS) as connection,
+                socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection,
                 context.wrap_socket(connection, server_hostname=host) as secured,
             ):
                 if not self.tls_ca:
@@ -108,8 +106,7 @@ class Credentials:
                         f"{address} answers by TLS, but not as gRPC: expected a server's data port ({DATA_PORT} by "
                         "default), not its lane's or that of its metrics."
                     )
-                # A server that refuses the caller's certificate ends the connection after the handshake.
-                return "" if _answers(secured) else self._refused_by(address)
+                return "" if stays_open(secured) else self.explained(address, None)
         except ssl.SSLEOFError:
             return ""
         except ssl.SSLError as error:
@@ -117,81 +114,12 @@ class Credentials:
         except OSError:
             return ""
 
-    def explained(self, address: str, error: ssl.SSLError) -> str:
-        """What it means that TLS with a server failed so, in a sentence."""
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return self._refusal_of(address, error)
-        if alert := (error.reason or "").partition("ALERT_")[2]:
-            if alert == "CERTIFICATE_REQUIRED" or (self.tls_cert and ("CERTIFICATE" in alert or alert == "UNKNOWN_CA")):
-                return self._refused_by(address)
-            return (
-                f"{address} and this end agree on no TLS (its alert is {alert}): compare both ends' versions and "
-                f"ciphers, and what keys their certificates have; {_KEYS}."
-            )
-        return (
-            f"{address} does not answer by TLS ({error.reason}): start the server with --tls-cert and --tls-key, "
-            "or leave out tls_ca (PYPS_TLS_CA)."
-        )
-
-    def _refusal_of(self, address: str, error: ssl.SSLCertVerificationError) -> str:
-        """What is wrong with the server's certificate."""
-        whose, host = f"The certificate of {address}", address.rpartition(":")[0].strip("[]")
-        if error.verify_code == _EXPIRED:
-            return f"{whose} has expired: make another one (`pyps certs init`); the server reads it as it runs."
-        if error.verify_code == _NOT_YET:
-            return f"{whose} is not valid yet: compare the clocks of both machines."
-        if error.verify_code in _NAMES:
-            return (
-                f"{whose} is not for {host}: name the server as its certificate does, or make one with --host {host} "
-                "(`pyps certs`)."
-            )
-        if error.verify_code in _SIGNERS:
-            return (
-                f"{whose} is not signed by {self.tls_ca}: set tls_ca (PYPS_TLS_CA) to the ca.crt that it was made with."
-            )
-        return f"{whose} cannot be trusted: {error.verify_message}."
-
-    def _refused_by(self, address: str) -> str:
-        """What a server finds wrong with the caller's certificate, of which it says nothing."""
-        if not self.tls_cert:
-            return (
-                f"{address} asks for a certificate: set tls_cert and tls_key (PYPS_TLS_CERT, PYPS_TLS_KEY) to what "
-                "`pyps certs worker` made."
-            )
-        what = f"{address} refuses the certificate {self.tls_cert}"
-        code = self._verified()
-        if code == _EXPIRED:
-            return f"{what}, which has expired: make another one (`pyps certs worker`)."
-        if code == _NOT_YET:
-            return f"{what}, which is not valid yet: compare this machine's clock with that of who made it."
-        # A server says nothing of why, and may read other dates than this machine.
-        return (
-            f"{what}: the server's --tls-client-ca has not signed it, or the server's clock is wrong, or it is for "
-            f"servers only, or its key is of another kind ({_KEYS}): make one with its CA (`pyps certs worker`), "
-            "or compare the clocks of both machines."
-        )
-
-    def _verified(self) -> int:
-        """OpenSSL's verdict on the caller's certificate by the CA that it knows: 0 where it is sound."""
-        client, server = _trusting(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server.verify_mode = ssl.CERT_REQUIRED
-        try:
-            server.load_verify_locations(self.tls_ca)
-            for context in (client, server):
-                context.load_cert_chain(self.tls_cert, self.tls_key, password="")
-        except OSError:
-            # They could be read when the connection was made: where they cannot now, they are being renewed.
-            return 0
-        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
-        for end in (*ends, *ends):
-            try:
-                end.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-            except ssl.SSLCertVerificationError as error:
-                return error.verify_code
-        return 0
+    def explained(self, address: str, error: ssl.SSLError | None) -> str:
+        """Return a sentence on failed TLS with a server; without an error the server closed the connection."""
+        reason = "the server closed the connection after the handshake"
+        if error is not None:
+            reason = getattr(error, "verify_message", None) or error.reason or str(error)
+        return f"TLS with {address} failed ({reason}): `pyps certs check --servers {address}` says what is wrong."
 
 
 def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:
@@ -218,22 +146,26 @@ def check_token(token: str, source: str) -> None:
         raise BadRequest(f"{source} does not hold one line of printable ASCII characters")
 
 
-def _trusting() -> ssl.SSLContext:
-    """For looking at who is there, of whom nothing is believed."""
+def unverified() -> ssl.SSLContext:
+    """Return a context that accepts any certificate of a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
 
 
-def _answers(secured: ssl.SSLSocket) -> bool:
+def stays_open(secured: ssl.SSLSocket) -> bool:
+    """Return whether the server keeps the connection: one that refuses the caller's certificate closes it.
+
+    Raises:
+        ssl.SSLError: With the server's alert, where it sends one.
+    """
     try:
         return bool(secured.recv(1))
     except TimeoutError:
         return True
     except ssl.SSLError as error:
         if "ALERT_" in (error.reason or ""):
-            # It says why.
             raise
         return False
     except OSError:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pyps.cli.control import DataServers, found
+from pyps_client.credentials import Credentials, stays_open, unverified
+
 certs = typer.Typer(
-    help="Make certificates for servers and workers, and show what they say.",
+    help="Make, show and check certificates of servers and workers.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
+_CHECK_SECONDS = 3.0
 Folder = Annotated[Path, typer.Option(help="Folder of the CA and of what it signs.")]
 Days = Annotated[int, typer.Option(help="For how many days the certificate is good.", min=1)]
 
@@ -57,8 +63,21 @@ def show(
 ) -> None:
     """Show names, role and end of certificates."""
     for path in paths or [Path("certs")]:
-        for found in sorted(path.glob("*.crt")) if path.is_dir() else [path]:
-            _show(found)
+        for file in sorted(path.glob("*.crt")) if path.is_dir() else [path]:
+            _show(file)
+
+
+@certs.command()
+def check(servers: DataServers = "127.0.0.1:7610") -> None:
+    """Connect to servers by TLS, and say what is wrong with the certificates of either end.
+
+    Takes those that PYPS_TLS_CA, PYPS_TLS_CERT and PYPS_TLS_KEY name. Exits with 1 where something is wrong.
+    """
+    own = Credentials.from_environment()
+    problems = {address: problem_of(address, own) for address in found(servers)}
+    for address, problem in problems.items():
+        typer.echo(f"{address}: {problem or 'nothing is wrong'}")
+    raise typer.Exit(1 if any(problems.values()) else 0)
 
 
 def _show(path: Path) -> None:
@@ -71,3 +90,70 @@ def _show(path: Path) -> None:
     if now < said.since:
         left = f"NOT VALID before {said.since:%Y-%m-%d %H:%M} UTC"
     typer.echo(f"{path}: {said.role}, {', '.join(said.names)}, until {said.until:%Y-%m-%d} ({left})")
+
+
+def problem_of(address: str, credentials: Credentials) -> str:
+    """Connect to a server's data or control port by TLS; return what is wrong, "" where nothing is."""
+    context = credentials.context() if credentials.tls_ca else unverified()
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with (
+            socket.create_connection((host, int(port)), _CHECK_SECONDS) as connection,
+            context.wrap_socket(connection, server_hostname=host) as secured,
+        ):
+            if not credentials.tls_ca:
+                return "it takes TLS only: set PYPS_TLS_CA to the ca.crt of its certificate"
+            if secured.selected_alpn_protocol() != "h2":
+                return "it answers by TLS, but not as gRPC: name the server's data or control port"
+            return "" if stays_open(secured) else _refused(credentials)
+    except ssl.SSLCertVerificationError as error:
+        return _PROBLEMS.get(error.verify_code, "its certificate cannot be trusted: {reason}").format(
+            host=host, ca=credentials.tls_ca, reason=error.verify_message
+        )
+    except ssl.SSLError as error:
+        if not credentials.tls_ca:
+            return ""
+        alert = (error.reason or "").partition("ALERT_")[2]
+        if "CERTIFICATE" in alert or alert == "UNKNOWN_CA":
+            return _refused(credentials)
+        if alert:
+            return f"it agrees on no TLS (alert {alert}): compare both ends' versions, ciphers and keys; {_KEYS}"
+        return (
+            f"it does not answer by TLS ({error.reason}): start it with --tls-cert and --tls-key, or unset PYPS_TLS_CA"
+        )
+    except OSError as error:
+        return f"no server answers: {error.strerror or error}"
+
+
+# By OpenSSL's verify codes: what is wrong with a server's certificate.
+_OTHER_NAME = (
+    "its certificate is not for {host}: name it as the certificate does, or make one (`pyps certs init --host {host}`)"
+)
+_SIGNER = "its certificate is not signed by {ca}: set PYPS_TLS_CA to the ca.crt that it was made with"
+_PROBLEMS = {
+    9: "its certificate is not valid yet: compare the clocks of both machines",
+    10: "its certificate has expired: make another one (`pyps certs init`); the server reads it as it runs",
+    **dict.fromkeys((62, 64), _OTHER_NAME),
+    **dict.fromkeys((18, 19, 20, 21), _SIGNER),
+}
+_KEYS = "gRPC takes RSA, P-256 and P-384"
+
+
+def _refused(credentials: Credentials) -> str:
+    """Return what a server may dislike about the caller's certificate: it does not say."""
+    if not credentials.tls_cert:
+        return "it wants a certificate: set PYPS_TLS_CERT and PYPS_TLS_KEY to what `pyps certs worker` made"
+    from pyps.certificates import describe
+
+    own, now = describe(Path(credentials.tls_cert)), datetime.now(UTC)
+    what = f"it refuses {credentials.tls_cert}"
+    if own.until < now:
+        return f"{what}, which has expired: make another one (`pyps certs worker`)"
+    if now < own.since:
+        return f"{what}, which is not valid yet: compare this machine's clock with that of its maker"
+    return (
+        f"{what}: the server's --tls-client-ca has not signed it, the server's clock is wrong, it is for servers only, "
+        f"or its key is of another kind ({_KEYS}): make one with the server's CA (`pyps certs worker`)"
+    )

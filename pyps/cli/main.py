@@ -30,7 +30,7 @@ COMMANDS = {
     "stop": ("Finish a run.", "control:stop"),
     "eval": ("Score a running model with a script of your own.", "evaluate:evaluate"),
     "bench": ("Measure rounds between this machine and running servers.", "bench:bench"),
-    "certs": ("Make certificates for TLS, and show what they say.", "certs:certs"),
+    "certs": ("Make, show and check certificates for TLS.", "certs:certs"),
     "health": ("Ask servers for their health.", "control:health"),
 }
 

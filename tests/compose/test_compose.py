@@ -30,12 +30,12 @@ TRAINING_SECONDS = 240
 SERVERS = ("server-0", "server-1")
 WORKERS = ("worker-0", "worker-1", "worker-2")
 
-# What workers are told that show or say one thing else than they should.
+# Launch settings that servers refuse, and the reason.
 REFUSED = (
-    ({"tls_cert": "", "tls_key": ""}, "asks for a certificate"),
+    ({"tls_cert": "", "tls_key": ""}, "TLS with server-0:7610 failed"),
     ({"tls_cert": "", "tls_key": "", "tls_ca": ""}, "takes TLS only"),
-    ({"tls_cert": "/tmp/other/worker.crt", "tls_key": "/tmp/other/worker.key"}, "--tls-client-ca has not signed it"),
-    ({"tls_ca": "/tmp/other/ca.crt"}, "is not signed by /tmp/other/ca.crt"),
+    ({"tls_cert": "/tmp/other/worker.crt", "tls_key": "/tmp/other/worker.key"}, "TLS with server-0:7610 failed"),
+    ({"tls_ca": "/tmp/other/ca.crt"}, "unable to get local issuer certificate"),
     ({"token": "a stranger's"}, "the token is not this server's"),
     ({"token_file": "/keys/observer.token"}, "this caller's is observer"),
     ({"worker_id": "worker-0"}, "'worker-0' is a live process"),
