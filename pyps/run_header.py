@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyps.core.behaviour import Behaviour, BehaviourTexts
+from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
@@ -41,7 +42,7 @@ class RunHeader:
             "server_index": self.server_index,
             "num_servers": self.num_servers,
             "model": {"shard_size": self.model.shard_size, "tensors": [_tensor_to_json(t) for t in self.model.tensors]},
-            "optimizer": {"rule": self.optimizer.rule, "groups": groups},
+            "optimizer": {"rule": self.optimizer.rule, "groups": groups, "kinds": list(self.optimizer.kinds)},
             "behaviour": dict(self.behaviour),
             "told": dict(self.told),
         }
@@ -58,7 +59,9 @@ class RunHeader:
             server_index=plain["server_index"],
             num_servers=plain["num_servers"],
             model=Model(tensors, model["shard_size"]),
-            optimizer=RuleSettings.make(optimizer["rule"], tuple(optimizer["groups"])),
+            optimizer=RuleSettings.make(
+                optimizer["rule"], tuple(optimizer["groups"]), tuple(map(PayloadKind, optimizer["kinds"]))
+            ),
             behaviour=Behaviour.parse(**plain["behaviour"]).texts,
             told=Behaviour.parse(**plain["told"]).texts,
         )

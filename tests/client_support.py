@@ -22,7 +22,7 @@ from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, codec_of
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
-    PAYLOAD_KIND_DELTA,
+    PAYLOAD_KIND_BUFFER,
     REASON_NOT_FINITE,
     Receipt,
 )
@@ -331,8 +331,8 @@ class RecordingSession:
             )
         )
         for group, (mine, gradient) in enumerate(zip(self.parameters, decoded, strict=True)):
-            is_delta = plan.kinds is not None and plan.kinds[group] == PAYLOAD_KIND_DELTA
-            mine -= np.float32(-1.0 if is_delta else self.rate) * gradient
+            is_buffer = plan.kinds is not None and plan.kinds[group] == PAYLOAD_KIND_BUFFER
+            mine -= np.float32(-1.0 if is_buffer else self.rate) * gradient
         self.version += 1
         return [Receipt(outcome=OUTCOME_APPLIED, version_after=self.version)]
 

@@ -25,6 +25,7 @@ class PayloadKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAYLOAD_KIND_GRADIENT: _ClassVar[PayloadKind]
     PAYLOAD_KIND_DELTA: _ClassVar[PayloadKind]
     PAYLOAD_KIND_NOTHING: _ClassVar[PayloadKind]
+    PAYLOAD_KIND_BUFFER: _ClassVar[PayloadKind]
 
 class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -63,6 +64,7 @@ PAYLOAD_KIND_UNSPECIFIED: PayloadKind
 PAYLOAD_KIND_GRADIENT: PayloadKind
 PAYLOAD_KIND_DELTA: PayloadKind
 PAYLOAD_KIND_NOTHING: PayloadKind
+PAYLOAD_KIND_BUFFER: PayloadKind
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_EMPTY: RunState
 RUN_STATE_INITIALIZING: RunState
@@ -107,7 +109,7 @@ class ModelSpec(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., shard_size: _Optional[int] = ...) -> None: ...
 
 class GroupSettings(_message.Message):
-    __slots__ = ("hyperparameters",)
+    __slots__ = ("hyperparameters", "kind")
     class HyperparametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,8 +118,10 @@ class GroupSettings(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     hyperparameters: _containers.ScalarMap[str, float]
-    def __init__(self, hyperparameters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    kind: PayloadKind
+    def __init__(self, hyperparameters: _Optional[_Mapping[str, float]] = ..., kind: _Optional[_Union[PayloadKind, str]] = ...) -> None: ...
 
 class OptimizerSettings(_message.Message):
     __slots__ = ("rule", "groups")

@@ -20,7 +20,7 @@ class Bounds:
     learning_rate_min: float = 0.0
     learning_rate_max: float = math.inf
     momentum_max: float = 1.0
-    # The Euclidean norm of a shard's part of a delta, which no rate scales and no --clip-norm clips.
+    # The Euclidean norm of a shard's part of a push of deltas or buffers.
     delta_norm_max: float = math.inf
     # The examples behind one push: its share of a round, and what it moves schedules by.
     examples_max: int = EXAMPLES_MAX
@@ -62,7 +62,7 @@ class Bounds:
         if gradient.momentum is not None:
             self._require("momentum", gradient.momentum, "momentum_max")
         self._require("example_count", gradient.example_count, "examples_max")
-        if gradient.kind == PayloadKind.DELTA and self.delta_norm_max < math.inf:
+        if gradient.kind in (PayloadKind.DELTA, PayloadKind.BUFFER) and self.delta_norm_max < math.inf:
             self._require("the delta's norm", norm_of_payload(gradient, shard_length), "delta_norm_max")
 
     def _require(self, what: str, value: float, bound: str) -> None:

@@ -44,9 +44,9 @@ class Clipping(NoClipping):
 def norm_of(gradient: Gradient, shard_length: int) -> float:
     """Return the Euclidean norm of the whole push, or of this shard's part where the worker reported less.
 
-    A delta is no gradient, and its norm is 0.
+    Buffers are not clipped: their norm is 0.
     """
-    if gradient.kind in (PayloadKind.DELTA, PayloadKind.NOTHING):
+    if gradient.kind in (PayloadKind.BUFFER, PayloadKind.NOTHING):
         return 0.0
     return max(gradient.norm, norm_of_payload(gradient, shard_length))
 

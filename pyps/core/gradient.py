@@ -17,12 +17,15 @@ NATIVE = tuple(CODECS[number] for number in _kernels.CODECS.values())
 
 
 class PayloadKind(IntEnum):
-    """What the numbers of a payload mean; the wire contract's numbers. 0 is read as GRADIENT."""
+    """What the numbers of a payload mean; the wire contract's numbers."""
 
     GRADIENT = 1
+    # Locally trained parameters minus those they started from.
     DELTA = 2
     # The worker had no gradient for the shard in this step. It counts where a protocol waits for every worker.
     NOTHING = 3
+    # How far a buffer moved, which no rule scales.
+    BUFFER = 4
 
 
 class Extent(NamedTuple):
@@ -140,9 +143,6 @@ EXAMPLES_MAX = 2**32
 
 FLOAT32_MAX = 3.4028234663852886e38
 
-# 0 is read as GRADIENT.
-_KINDS = (PayloadKind.GRADIENT, 0, PayloadKind.DELTA)
-
 
 def decoded(payload: bytes | memoryview, codec: Codec, *, count: int) -> tuple[Floats, int]:
     """Returns the payload's numbers in an array of their own, and the place of the first NaN or infinity, -1 for none.
@@ -185,8 +185,6 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
             if gradient.extents or len(gradient.payload):
                 raise BadRequest("a push of NOTHING came with a payload or extents; expected none")
             return
-        if gradient.kind not in _KINDS:
-            raise BadRequest(f"payload kind is {gradient.kind}; expected GRADIENT (1), DELTA (2) or NOTHING (3)")
         count = shard_length
         if gradient.extents:
             _require_extents(gradient.extents, shard_length=shard_length)
@@ -197,6 +195,15 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
     except BadRequest as error:
         where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
         raise type(error)(f"{where}: {error}") from None
+
+
+def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> None:
+    """Raise BadRequest for a push of another kind than the run's first worker declared for the shard's group."""
+    if gradient.kind not in (kind, PayloadKind.NOTHING):
+        raise BadRequest(
+            f"worker {gradient.worker_id!r} pushed kind {gradient.kind} to shard {shard_id}; this run's first worker"
+            f" declared {kind.name} ({int(kind)}) for its parameter group"
+        )
 
 
 def require_few_extents(count: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyps.core import rules
+from pyps.core.gradient import PayloadKind
 from pyps_wire.errors import BadRequest, OptimizerMismatch
 
 
@@ -15,11 +16,15 @@ class RuleSettings:
 
     rule: str
     groups: tuple[Mapping[str, float], ...]
+    # What is pushed of each group; () where that is left to the run's first worker.
+    kinds: tuple[PayloadKind, ...] = ()
 
     @classmethod
-    def make(cls, rule: str, groups: tuple[Mapping[str, float], ...]) -> RuleSettings:
-        """Checks and completes settings; UnsupportedOptimizer names what the server lacks."""
-        return cls(rule, tuple(rules.validate(rule, dict(group)) for group in groups))
+    def make(
+        cls, rule: str, groups: tuple[Mapping[str, float], ...], kinds: tuple[PayloadKind, ...] = ()
+    ) -> RuleSettings:
+        """Check and complete settings; UnsupportedOptimizer names what the server lacks."""
+        return cls(rule, tuple(rules.validate(rule, dict(group)) for group in groups), kinds)
 
     @classmethod
     def parse(cls, text: str) -> RuleSettings:
@@ -42,6 +47,10 @@ class RuleSettings:
                 raise ValueError(f"{name} is {number!r}, but must be a number") from None
         return cls.make(rule.name, (group,))
 
+    def kind(self, group: int) -> PayloadKind:
+        """Return what is pushed of a group."""
+        return self.kinds[group] if self.kinds else PayloadKind.GRADIENT
+
     def for_groups(self, num_groups: int) -> RuleSettings:
         """The same settings for every one of a model's groups, where one was given."""
         if len(self.groups) == num_groups:
@@ -50,7 +59,7 @@ class RuleSettings:
             raise BadRequest(
                 f"the optimizer has settings for {len(self.groups)} parameter groups, the model has {num_groups}"
             )
-        return RuleSettings(self.rule, self.groups * num_groups)
+        return RuleSettings(self.rule, self.groups * num_groups, self.kinds * num_groups)
 
     def differences(self, other: RuleSettings) -> list[str]:
         """One line for each setting in which `other` differs: what it is here, what it is there."""
@@ -64,6 +73,9 @@ class RuleSettings:
                 if mine.get(name) != theirs.get(name):
                     values = f"{_number(mine.get(name))} here, {_number(theirs.get(name))} there"
                     lines.append(f"{name} of group {index}: {values}")
+        for index, (kind, their_kind) in enumerate(zip(self.kinds, other.kinds, strict=False)):
+            if kind != their_kind:
+                lines.append(f"pushes of group {index}: {kind.name} here, {their_kind.name} there")
         return lines
 
     def as_heavy_ball(self) -> RuleSettings:
@@ -71,7 +83,7 @@ class RuleSettings:
         if any(group["dampening"] for group in self.groups):
             return self
         kept = tuple({name: value for name, value in group.items() if name != "dampening"} for group in self.groups)
-        return RuleSettings("heavy_ball", kept)
+        return RuleSettings("heavy_ball", kept, self.kinds)
 
     def __str__(self) -> str:
         groups = self.groups if len({tuple(group.items()) for group in self.groups}) > 1 else self.groups[:1]
@@ -95,9 +107,10 @@ def settle(
         raise BadRequest("no optimizer was given: neither the server (--optimizer) nor the worker names one")
     if asked is not None:
         asked = asked.for_groups(num_groups)
+    kinds = asked.kinds if asked is not None and asked.kinds else (PayloadKind.GRADIENT,) * num_groups
     if told is None:
         assert asked is not None
-        return asked
+        return replace(asked, kinds=kinds)
     told = told.for_groups(num_groups)
     lines = told.differences(asked) if asked is not None else []
     if lines:
@@ -105,7 +118,7 @@ def settle(
         raise OptimizerMismatch(
             f"{asker}'s optimizer differs from {source} (here: the server, there: {asker}):\n{listed}"
         )
-    return told
+    return replace(told, kinds=told.kinds or kinds)
 
 
 def _number(value: float | None) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.gradient import PayloadKind
 from pyps.core.plan import Reply
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import UnsupportedOptimizer
@@ -62,22 +62,39 @@ class UpdateRule:
             slots[name].fill(hyperparameters[setting])
         return slots
 
-    def bind(self, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float]) -> BoundRule:
-        """Return the rule with a shard's arrays and settings, for its updates from now on."""
+    def bind(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        hyperparameters: Mapping[str, float],
+        *,
+        kind: PayloadKind = PayloadKind.GRADIENT,
+    ) -> BoundRule:
+        """Return the rule with a shard's arrays and settings, for its updates from now on by pushes of that kind."""
+        if kind is PayloadKind.BUFFER:
+            return BoundRule(_ADDITION, parameters, {}, {"weight_decay": 0.0}, sign=-1.0)
+        sign = -1.0 if kind is PayloadKind.DELTA else 1.0
         if self.without_momentum and hyperparameters[self.momentum_name] == 0.0:
-            return BoundRule(self.without_momentum, parameters, {}, hyperparameters)
-        return BoundRule(self, parameters, slots, hyperparameters)
+            return BoundRule(self.without_momentum, parameters, {}, hyperparameters, sign=sign)
+        return BoundRule(self, parameters, slots, hyperparameters, sign=sign)
 
 
 class BoundRule:
     """A rule with the arrays and settings of one shard, which are checked here and not again for each update."""
 
     def __init__(
-        self, rule: UpdateRule, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float]
+        self,
+        rule: UpdateRule,
+        parameters: Floats,
+        slots: Slots,
+        hyperparameters: Mapping[str, float],
+        *,
+        sign: float = 1.0,
     ) -> None:
+        """`sign`: what makes a gradient of what is pushed."""
         kernel = _kernels.ShardKernel(rule.name, parameters, slots)
-        self._parameters = parameters
         self.length = parameters.size
+        self.sign = sign
         self.adaptive = rule.adaptive
         # Encodes the parameters to where a Reply says.
         self.write = kernel.write
@@ -85,11 +102,6 @@ class BoundRule:
         self._settings = dict(hyperparameters)
         self._derive = rule.derive
         self._numbers = itemgetter(*kernel.numbers)
-
-    @cached_property
-    def adding(self) -> BoundRule:
-        """The rule that adds deltas at a rate of -1, whatever this one is."""
-        return BoundRule(SGD, self._parameters, {}, {"weight_decay": 0.0})
 
     def apply(
         self,
@@ -153,6 +165,10 @@ def _adamw(numbers: dict[str, float], version: int) -> None:
     _adam(numbers, version)
 
 
+def _addition(numbers: dict[str, float], version: int) -> None:
+    numbers["rate"] = 1.0
+
+
 _LEARNING_RATE = Hyperparameter(default=0.001)
 _MOMENTUM = Hyperparameter(default=0.9, below=1.0)
 _WEIGHT_DECAY = Hyperparameter(default=0.0)
@@ -167,6 +183,8 @@ _ADAM_SETTINGS = {
 
 # theta -= alpha * g.
 SGD = UpdateRule(name="sgd", settings={"learning_rate": _LEARNING_RATE, "weight_decay": _WEIGHT_DECAY})
+# theta -= g, at no rate.
+_ADDITION = UpdateRule(name="sgd", settings={}, derive=_addition)
 
 _ROWS = (
     SGD,

@@ -13,7 +13,7 @@ from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import FINITE, Finding, Gradient, require_rate, scan
+from pyps.core.gradient import FINITE, Finding, Gradient, PayloadKind, require_kind, require_rate, scan
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
 from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
@@ -44,6 +44,7 @@ class Shard:
         rule: UpdateRule,
         hyperparameters: Mapping[str, float],
         behaviour: Behaviour,
+        kind: PayloadKind = PayloadKind.GRADIENT,
         epoch: int = 0,
         version: int = 0,
         slots: Mapping[str, Floats] | None = None,
@@ -58,15 +59,16 @@ class Shard:
     ) -> None:
         """Copies the parameters, and the slots where a restored shard brings them.
 
-        With `take_over` they are the shard's own from now on, and copied only where they do not lie as it needs them.
-        `learning_rate` and `momentum` are in force where they are no longer those of the hyperparameters. Gradients
-        that wait count against `budget`.
+        `kind` is what pushes hold. `learning_rate` and `momentum` are in force where they are no longer those of the
+        hyperparameters. Gradients that wait count against `budget`. With `take_over` parameters and slots are the
+        shard's own from now on, and copied only where they do not lie as it needs them.
         """
         take = aligned if take_over else aligned_copy
         self.shard_id = shard_id
         self.epoch = epoch
         self.length = parameters.size
         self.rule = rule
+        self.kind = kind
         # The newest version that a checkpoint holds: what a killed server comes back with.
         self.durable_version = version
         # Whether the schedule's owner, or whoever runs the servers, set the rate: provisional ones then hold no more.
@@ -85,7 +87,7 @@ class Shard:
         self._parameters = take(parameters)
         self._readable = read_only(self._parameters)
         self._slots = _first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
-        self._rule = rule.bind(self._parameters, self._slots, self.hyperparameters)
+        self._rule = rule.bind(self._parameters, self._slots, self.hyperparameters, kind=kind)
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = Pending(pending)
         # How many gradients wait, and their size. Read without the lock.
@@ -118,6 +120,8 @@ class Shard:
         # The scans take as long as an update. The payload cannot change, or is looked at again when it is applied.
         if finding is None:
             finding = scan(gradient, shard_id=self.shard_id, shard_length=self.length)
+        if gradient.kind != self.kind:
+            require_kind(gradient, shard_id=self.shard_id, kind=self.kind)
         if gradient.momentum is not None and not self.rule.momentum_name:
             raise BadRequest(
                 f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
@@ -405,7 +409,7 @@ class Shard:
         if gradient.momentum is not None:
             momentum = {self.rule.momentum_name: gradient.momentum}
             self.hyperparameters = MappingProxyType({**self.hyperparameters, **momentum})
-            self._rule = self.rule.bind(self._parameters, self._slots, self.hyperparameters)
+            self._rule = self.rule.bind(self._parameters, self._slots, self.hyperparameters, kind=self.kind)
         if not provisional:
             self.rate_is_set = True
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Finding, Gradient
+from pyps.core.gradient import Finding, Gradient, PayloadKind
 from pyps.core.ledger import LedgerState
 from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
@@ -65,6 +65,8 @@ class Store(Protocol):
     epoch: int
     # The number of parameters.
     length: int
+    # What pushes hold, unless NOTHING.
+    kind: PayloadKind
     # The number of updates applied so far.
     version: int
     # The newest version that a checkpoint holds: what a killed server comes back with. Set by the checkpoint's writer.

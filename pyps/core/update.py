@@ -57,74 +57,41 @@ def apply_update(
     """
     if len(parts) == 1 and parts[0].share == 1.0:
         gradient, _, weighing = parts[0].contribution
-        if not gradient.extents and gradient.kind in _GRADIENTS:
+        if not gradient.extents and gradient.kind != PayloadKind.NOTHING:
             # Most pushes. Equal, to the bit, to what the general path makes of it.
-            factor = weighing.weight
+            factor = rule.sign * weighing.weight
             if rule.adaptive:
                 rate *= weighing.rate_scale * update_scale
             else:
                 factor = factor * weighing.rate_scale * update_scale
             numbers = [(gradient.payload, gradient.codec, factor)]
             return rule.apply(numbers, rate=rate, version=version, reply=reply, guarded=gradient.volatile)
-    steps = list(_steps(rule, parts, rate, update_scale))
-    whole = len(steps) == 1 and (steps[0].start, steps[0].stop) == (0, rule.length)
-    left_out = 0
-    for step in steps:
-        left_out += step.rule.apply(
-            step.numbers,
-            rate=step.rate,
-            version=version,
-            reply=reply if whole else None,
-            guarded=step.guarded,
-            start=step.start,
-            stop=step.stop,
-        )
+    left_out, whole = 0, False
+    parts = [part for part in parts if part.contribution.gradient.kind != PayloadKind.NOTHING]
+    if parts:
+        factors, step_scale = (_scaled_in_the_step if rule.adaptive else _scaled_in_the_sum)(parts, update_scale)
+        gradients = [part.contribution.gradient for part in parts]
+        guarded = any(gradient.volatile for gradient in gradients)
+        for start, stop, numbers in _stretches(gradients, [rule.sign * f for f in factors], rule.length):
+            whole = stop - start == rule.length
+            left_out += rule.apply(
+                numbers,
+                rate=rate * step_scale,
+                version=version,
+                reply=reply if whole else None,
+                guarded=guarded,
+                start=start,
+                stop=stop,
+            )
     if reply is not None and not whole:
         rule.write(reply)
     return left_out
 
 
 def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.0) -> float:
-    """Returns the step size that the gradient gets of an update at `rate`; a delta's does not depend on it."""
-    is_delta = contribution.gradient.kind == PayloadKind.DELTA
-    return (1.0 if is_delta else rate) * contribution.weighing.rate_scale * update_scale
-
-
-# 0 is read as GRADIENT.
-_GRADIENTS = (PayloadKind.GRADIENT, 0)
-
-
-class _Step(NamedTuple):
-    """One call of a rule, for a part of the shard."""
-
-    rule: BoundRule
-    start: int
-    stop: int
-    numbers: list[WeightedGradient]
-    rate: float
-    guarded: bool
-
-
-def _steps(rule: BoundRule, parts: Sequence[Part], rate: float, update_scale: float) -> Iterator[_Step]:
-    """Yield the calls that make the update, in order: gradients first, then deltas."""
-    gradients = [part for part in parts if part.contribution.gradient.kind in _GRADIENTS]
-    if gradients:
-        yield from _steps_of(rule, gradients, rate, update_scale)
-    if len(gradients) == len(parts):
-        return
-    deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
-    if deltas:
-        # Deltas of locally trained parameters are added whatever the run's rule: the worker's own optimizer has set the
-        # size of the step already, so no learning rate enters and no slot changes.
-        yield from _steps_of(rule.adding, deltas, -1.0, update_scale)
-
-
-def _steps_of(rule: BoundRule, parts: Sequence[Part], rate: float, update_scale: float) -> Iterator[_Step]:
-    factors, step_scale = (_scaled_in_the_step if rule.adaptive else _scaled_in_the_sum)(parts, update_scale)
-    gradients = [part.contribution.gradient for part in parts]
-    guarded = any(gradient.volatile for gradient in gradients)
-    for start, stop, numbers in _stretches(gradients, factors, rule.length):
-        yield _Step(rule, start, stop, numbers, rate * step_scale, guarded)
+    """Return the step size that the gradient gets of an update at `rate`; a buffer's does not depend on it."""
+    is_buffer = contribution.gradient.kind == PayloadKind.BUFFER
+    return (1.0 if is_buffer else rate) * contribution.weighing.rate_scale * update_scale
 
 
 def _scaled_in_the_sum(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:

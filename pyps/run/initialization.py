@@ -194,8 +194,7 @@ class ContentFactory:
         shards = {}
         for shard_range in plan.of_server(server_index):
             state = states.pop(shard_range.shard_id)
-            hyperparameters = settings.groups[shard_range.group]
-            shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
+            shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings, shard_range.group)
         machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
         return ReadyContent(
             run_id=run_id,
@@ -209,12 +208,13 @@ class ContentFactory:
             initializer=initializer,
         )
 
-    def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
+    def _shard(self, shard_id: int, state: ShardState, settings: RuleSettings, group: int) -> Shard:
         return Shard(
             shard_id,
             state.parameters,
-            rule=rules.find(rule),
-            hyperparameters=hyperparameters,
+            rule=rules.find(settings.rule),
+            hyperparameters=settings.groups[group],
+            kind=settings.kind(group),
             behaviour=self.behaviour,
             epoch=self.epoch,
             version=state.version,

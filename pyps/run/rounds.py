@@ -21,6 +21,7 @@ from pyps.core.gradient import (
     PayloadKind,
     made_native,
     require_fitting,
+    require_kind,
     require_possible_version,
     require_rate,
     scan,
@@ -198,6 +199,7 @@ class RoundController:
         for shard, plan in zip(shards, plans, strict=True):
             where = {"shard_id": plan.shard_id, "shard_length": shard.length}
             require_fitting(plan.gradient, **where)
+            require_kind(plan.gradient, shard_id=plan.shard_id, kind=shard.kind)
             native.append(plan._replace(gradient=made_native(plan.gradient, **where)))
             if self._bounds is not None:
                 self._bounds.require_push(native[-1].gradient, shard.length)

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
-from pyps.core.gradient import Extent, Gradient, require_few_extents
+from pyps.core.gradient import Extent, Gradient, PayloadKind, require_few_extents
 from pyps.core.plan import PushPlan, Reply, SharedMemory
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
@@ -205,7 +205,7 @@ def plan_of(
         codec,
         b"" if nothing and memory is not None else payload,
         extents,
-        request.kind,
+        request.kind or PayloadKind.GRADIENT,
         request.example_count,
         request.minibatch_count or 1,
         request.newest_base_version or None,
@@ -275,6 +275,10 @@ def receipt_of(receipt: Receipt, run: Run | None, message: common.Receipt | None
     return message
 
 
+# Of a group; 0 is read as GRADIENT.
+_PUSHED_KINDS = (0, PayloadKind.GRADIENT, PayloadKind.DELTA, PayloadKind.BUFFER)
+
+
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
     """A worker's optimizer, checked and completed; None when it names no rule.
 
@@ -283,12 +287,18 @@ def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
     if not message.rule:
         return None
     groups = tuple(dict(group.hyperparameters) for group in message.groups)
-    return RuleSettings.make(message.rule, groups or ({},))
+    unknown = next((group.kind for group in message.groups if group.kind not in _PUSHED_KINDS), None)
+    if unknown is not None:
+        raise BadRequest(f"a parameter group has kind {unknown}; expected GRADIENT (1), DELTA (2) or BUFFER (4)")
+    kinds = tuple(PayloadKind(group.kind or PayloadKind.GRADIENT) for group in message.groups)
+    return RuleSettings.make(message.rule, groups or ({},), kinds or (PayloadKind.GRADIENT,))
 
 
 def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
     """The optimizer in force as it travels."""
-    groups = [common.GroupSettings(hyperparameters=group) for group in settings.groups]
+    # Unspecified, where the first worker has yet to declare them.
+    pairs = zip(settings.groups, settings.kinds or (0,) * len(settings.groups), strict=True)
+    groups = [common.GroupSettings(hyperparameters=group, kind=kind) for group, kind in pairs]  # type: ignore[arg-type]
     return common.OptimizerSettings(rule=settings.rule, groups=groups)
 
 

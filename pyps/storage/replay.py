@@ -14,6 +14,7 @@ import numpy as np
 from pyps.core import rules
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import PayloadKind
 from pyps.core.ledger import Ledger, LedgerState
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Recorder, Updated
@@ -76,6 +77,7 @@ class ShardLog:
             parameters,
             rule=rules.find(self.run.optimizer.rule),
             hyperparameters=begin["hyperparameters"],
+            kind=PayloadKind(begin["kind"]),
             behaviour=Behaviour.parse(**begin["behaviour"]),
             epoch=self.run.epoch,
             version=begin["version"],

@@ -133,6 +133,7 @@ class ShardFiles:
                 "learning_rate": state.learning_rate,
                 "behaviour": shard.behaviour.texts,
                 "hyperparameters": dict(shard.hyperparameters),
+                "kind": shard.kind,
                 "ledger": ledger,
                 "pending": [contribution_to_plain(waiting) for waiting in state.pending],
                 "slots": list(state.slots),

@@ -146,6 +146,8 @@ def test_no_run_id_joins_until_the_first_update_only(start_server):
 def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server):
     shape = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (8,))))
     adagrad, lion = (common.OptimizerSettings(rule=rule) for rule in ("adagrad", "lion"))
+    deltas = sgd(0.5)
+    deltas.groups[0].kind = common.PAYLOAD_KIND_DELTA
     data = start_server().data
     with WireWorker(data, "a", optimizer=sgd(0.5)) as first:
         first.join()
@@ -155,6 +157,7 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server)
             ({"num_servers": 2}, "ModelMismatch", ("has 1, this one at place 0",)),
             ({"optimizer": sgd(0.25)}, "OptimizerMismatch", ("learning_rate of group 0: 0.5 here, 0.25 there",)),
             ({"optimizer": adagrad}, "OptimizerMismatch", ("rule: sgd here, adagrad there",)),
+            ({"optimizer": deltas}, "OptimizerMismatch", ("pushes of group 0: GRADIENT here, DELTA there",)),
             ({"optimizer": lion}, "UnsupportedOptimizer", ("'lion'", "sgd", "adagrad")),
         ):
             with WireWorker(data, "b", **options) as second:

@@ -26,7 +26,7 @@ from pyps_client.torch.rules import Translation, translate, translation_of
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
-from pyps_wire.common_pb2 import OptimizerSettings
+from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, OptimizerSettings
 from pyps_wire.errors import BadRequest, ModelMismatch
 from pyps_wire.partition import Model
 
@@ -187,11 +187,11 @@ class Joining:
             shard_size=self.options.shard_size,
             with_buffers=self.options.buffers != "local",
         )
-        # With a group for buffers, where they are shared. What is pushed of them is added as it comes.
+        # With a group for buffers, where they are shared.
         settings = OptimizerSettings()
         settings.CopyFrom(self.settings)
         while len(settings.groups) < layout.model.num_groups:
-            settings.groups.add()
+            settings.groups.add(kind=PAYLOAD_KIND_BUFFER)
         trained = layout.parameters[: layout.first_buffer]
         session = self._connected(layout, layout.model, settings)
         return Joined(session, layout, lambda: list(map(_gradient, trained)))

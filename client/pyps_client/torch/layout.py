@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pyps_client.log import logger
-from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
+from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 
@@ -67,7 +67,7 @@ class Layout:
         """What is pushed of each group: gradients, and how far buffers moved. None where all are gradients."""
         if self.first_buffer == len(self.parameters):
             return None
-        return (PAYLOAD_KIND_GRADIENT,) * (self.model.num_groups - 1) + (PAYLOAD_KIND_DELTA,)
+        return (PAYLOAD_KIND_GRADIENT,) * (self.model.num_groups - 1) + (PAYLOAD_KIND_BUFFER,)
 
     @property
     def devices(self) -> str:

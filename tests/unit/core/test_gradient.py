@@ -18,7 +18,6 @@ def check(num_values: int, **fields: object) -> None:
 def test_a_whole_shard_and_ascending_disjoint_extents_fit() -> None:
     check(8)
     check(4, extents=(Extent(0, 1), Extent(1, 2), Extent(7, 1)))
-    check(8, kind=0)  # read as a gradient
 
 
 def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
@@ -30,7 +29,6 @@ def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
         (2, {"extents": (Extent(7, 2),)}, "ends at 9; the shard has 8"),
         # So many would hold the lock for long.
         (0, {"extents": (Extent(0, 1),) * (EXTENTS_MAX + 1)}, f"at most {EXTENTS_MAX}"),
-        (8, {"kind": 4}, "payload kind is 4"),
         (8, {"codec": FLOAT16}, "32 bytes long; 8 parameters as float16 are 16 bytes"),
         (1, {"worker_id": "rack-1", "sequence": 12}, "shard 3, push 12 of worker 'rack-1'"),
     ):

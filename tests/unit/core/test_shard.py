@@ -10,6 +10,7 @@ import pytest
 from pyps.core.gradient import NATIVE, Extent, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event
+from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
@@ -19,6 +20,7 @@ from shards import (
     gradient,
     make_behaviour,
     make_shard,
+    nothing,
     pull,
     push,
     refusal,
@@ -28,6 +30,10 @@ from shards import (
     run_together,
 )
 from support import DEADLINE_SECONDS
+
+BUFFER = PayloadKind.BUFFER
+# The sign with which a gradient is pushed as each kind.
+KINDS = {PayloadKind.GRADIENT: 1, PayloadKind.DELTA: -1}
 
 
 def everything(shard: Shard) -> tuple[object, ...]:
@@ -157,7 +163,7 @@ def test_a_finished_shard_refuses_pushes_and_still_answers_what_it_answered_befo
 
 def test_a_repeated_push_gets_the_original_receipt_and_is_not_applied_again() -> None:
     for kind in (PayloadKind.GRADIENT, PayloadKind.DELTA):
-        shard = make_shard([0.0])
+        shard = make_shard([0.0], kind=kind)
         first = push(shard, [1.0], kind=kind)
         push(shard, [1.0], sequence=1, kind=kind)
         before = everything(shard)
@@ -182,22 +188,49 @@ def test_a_push_older_than_the_kept_receipts_is_refused_as_forgotten() -> None:
     assert everything(shard) == before
 
 
-# Deltas.
+# What is pushed.
 
 
-def test_a_delta_is_added_whatever_rule_rate_schedule_and_clipping() -> None:
+def test_a_delta_is_a_gradient_of_the_runs_own_rule_with_the_other_sign() -> None:
+    behaviour = make_behaviour("hardsync", rate_schedule="step:every=1,factor=0.5", clip_norm=0.4)
+    for rule in RULES:
+        both = {kind: make_shard([1.0, 2.0], rule=rule, behaviour=behaviour, kind=kind) for kind in KINDS}
+        for worker_id, values in (("a", np.array([0.5, -0.25])), ("b", np.array([0.125, 1.0]))):
+            for kind, sign in KINDS.items():
+                fields = {"worker_id": worker_id, "kind": kind, "base_version": 0}
+                receipt = push(both[kind], sign * values, workers=roster("a", "b"), **fields)
+        gradients, deltas = (shard.state() for shard in both.values())
+        assert receipt.version_after == 1
+        assert deltas.parameters.tolist() == gradients.parameters.tolist() != [1.0, 2.0], rule
+        for name, slot in gradients.slots.items():
+            assert deltas.slots[name].tolist() == slot.tolist() and slot.any(), (rule, name)
+
+
+def test_a_push_of_another_kind_than_the_runs_is_refused() -> None:
+    for kind, others in ((PayloadKind.GRADIENT, "DELTA BUFFER"), (PayloadKind.DELTA, "GRADIENT BUFFER")):
+        shard = make_shard([0.0], kind=kind)
+        for other in (*map(PayloadKind.__getitem__, others.split()), 9):
+            said = refusal(push, shard, [1.0], worker_id="w", kind=other)
+            words = f"worker 'w' pushed kind {int(other)} to shard 0; this run's first worker declared {kind.name}"
+            assert words in said
+        assert (shard.version, shard.num_receipts) == (0, 0)
+        assert shard.push(nothing(), roster=roster("a")).receipt.outcome is Outcome.APPLIED
+
+
+def test_a_buffers_move_is_added_whatever_rule_rate_schedule_and_clipping() -> None:
     behaviour = make_behaviour(rate_schedule="step:every=1,factor=0.5", clip_norm=0.1)
-    shard = make_shard([1.0, 1.0], rule="adagrad", settings={"learning_rate": 0.05}, behaviour=behaviour, version=3)
-    receipt = push(shard, [0.5, -0.25], kind=PayloadKind.DELTA)
+    settings = {"learning_rate": 0.05}
+    shard = make_shard([1.0, 1.0], rule="adagrad", settings=settings, behaviour=behaviour, kind=BUFFER, version=3)
+    receipt = push(shard, [0.5, -0.25], kind=BUFFER)
     state = shard.state()
     assert state.parameters.tolist() == [1.5, 0.75]
     assert state.slots["accumulator"].tolist() == [0.0, 0.0]
     assert (receipt.rate, receipt.version_after) == (1.0, 4)
 
 
-def test_a_stale_delta_is_scaled_by_the_policy() -> None:
-    shard = make_shard([0.0], policy="divide", version=4)
-    receipt = push(shard, [1.0], kind=PayloadKind.DELTA, base_version=0)
+def test_a_stale_move_of_a_buffer_is_scaled_by_the_policy() -> None:
+    shard = make_shard([0.0], policy="divide", version=4, kind=BUFFER)
+    receipt = push(shard, [1.0], kind=BUFFER, base_version=0)
     assert pull(shard)[1].tolist() == [0.25]
     assert receipt.rate == 0.25
 

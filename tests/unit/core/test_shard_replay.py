@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PayloadKind
+from pyps.core.gradient import Gradient
 from pyps.core.recorder import Completed, Configured
 from pyps.core.roster import Roster
 from pyps.core.rules import RULES
@@ -85,8 +85,6 @@ class Scenario:
         if kind < 0.1:
             return nothing
         if kind < 0.2:
-            return lambda **fields: gradient(values / 100, kind=PayloadKind.DELTA, **fields)
-        if kind < 0.3:
             half = values.astype(np.float16).tobytes()
             return lambda **fields: gradient([], payload=half, codec=FLOAT16, **fields)
         return lambda **fields: gradient(values, **fields)

@@ -53,11 +53,9 @@ def test_an_adaptive_rule_shortens_the_step_and_keeps_its_slots_clean() -> None:
     assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
 
 
-def test_a_weight_multiplies_the_gradient_itself_and_a_delta_may_share_its_update() -> None:
+def test_a_weight_multiplies_the_gradient_itself() -> None:
     parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
     assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)
-    parameters, slots = updated("adagrad", 1, part([2.0]), part([3.0], kind=PayloadKind.DELTA))
-    assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0 + 1.5)
 
 
 def test_what_no_gradient_covers_is_left_alone() -> None:
@@ -139,7 +137,6 @@ def test_a_reply_holds_what_the_whole_update_made() -> None:
         "extents": [part([1.0, 2.0], extents=FRONT)],
         "an extent of all": [part([1.0, 2.0, 3.0], extents=(Extent(0, 3),))],
         "mixed": [part([1.0, 2.0, 3.0]), part([1.0, 1.0], extents=FRONT)],
-        "a delta": [part([1.0, 2.0, 3.0]), part([1.0, 1.0, 1.0], kind=PayloadKind.DELTA)],
         "nothing": [part([], kind=PayloadKind.NOTHING)],
     }
     settled = validate("sgd", {"learning_rate": 1.0})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.errors import OptimizerMismatch, UnsupportedOptimizer
 from shards import refusal
@@ -17,7 +20,8 @@ def settled(told: str, asked: str) -> RuleSettings:
 def test_torchs_momentum_joins_a_heavy_ball_of_the_same_settings() -> None:
     rule = settled("heavy_ball:learning_rate=0.1,momentum=0.9", "momentum:learning_rate=0.1,momentum=0.9")
 
-    assert rule == RuleSettings.parse("heavy_ball:learning_rate=0.1,momentum=0.9").for_groups(2)
+    expected = RuleSettings.parse("heavy_ball:learning_rate=0.1,momentum=0.9").for_groups(2)
+    assert rule == replace(expected, kinds=(PayloadKind.GRADIENT,) * 2)
 
 
 def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference() -> None:
@@ -30,6 +34,16 @@ def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference() -
         assert difference in refusal(settled, told, asked, error=OptimizerMismatch)
     # Nor does a heavy ball join momentum.
     refusal(settled, "momentum:learning_rate=0.1,momentum=0.9", told, error=OptimizerMismatch)
+
+
+def test_what_is_pushed_is_settled_by_the_first_worker_and_the_same_for_all() -> None:
+    server = RuleSettings.parse("sgd:learning_rate=1")
+    deltas = replace(server.for_groups(2), kinds=(PayloadKind.DELTA, PayloadKind.BUFFER))
+    gradients = replace(server.for_groups(2), kinds=(PayloadKind.GRADIENT, PayloadKind.BUFFER))
+    at_the_start = settle(server, deltas, num_groups=2, source="--optimizer")
+    assert at_the_start == deltas == settle(None, deltas, num_groups=2, source="")
+    said = refusal(lambda: settle(at_the_start, gradients, num_groups=2, source="the run's"), error=OptimizerMismatch)
+    assert said.endswith("(here: the server, there: the worker):\n  pushes of group 0: DELTA here, GRADIENT there")
 
 
 def test_an_unknown_setting_is_said_before_its_value_is_read() -> None:

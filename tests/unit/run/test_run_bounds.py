@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from pyps.core.bounds import Bounds
 from pyps.core.gradient import PayloadKind
-from pyps.core.receipt import Outcome
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.handshake import Greeting, Opening
 from pyps_wire.errors import BadRequest
-from shards import MODEL, RunDriver, make_run
+from shards import MODEL, RunDriver, gradient, make_run
 
 BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_norm_max=3,examples_max=100"
 
@@ -26,7 +26,6 @@ BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_nor
         ({"learning_rate": 0.0}, "learning_rate is 0, below learning_rate_min=0.1"),
         ({"learning_rate": 5.0, "provisional": True}, "learning_rate is 5, above"),
         ({"momentum": 0.95}, "momentum is 0.95, above momentum_max=0.9"),
-        ({"kind": PayloadKind.DELTA, "value": 9.0}, "the delta's norm is .* above delta_norm_max=3"),
         ({"example_count": 101}, "example_count is 101, above examples_max=100"),
     ],
 )
@@ -42,7 +41,15 @@ def test_a_push_beyond_the_bounds_is_refused_and_changes_nothing(
     assert driver.versions() == [0, 0] and driver.run.rounds.owner.worker_id == ""
     within = {"learning_rate": 0.1, "momentum": 0.8, "example_count": 100}
     assert driver.push("a", **within).rate == 0.1
-    assert driver.push("a", 0.1, kind=PayloadKind.DELTA, base_version=1).outcome is Outcome.APPLIED
+
+
+def test_deltas_and_buffers_keep_to_their_norm() -> None:
+    bounds = Bounds.parse(BOUNDS)
+    for kind in (PayloadKind.DELTA, PayloadKind.BUFFER):
+        with pytest.raises(BadRequest, match="the delta's norm is 5, above delta_norm_max=3"):
+            bounds.require_push(gradient([3.0, 4.0], kind=kind), 2)
+        bounds.require_push(gradient([0.3, 0.4], kind=kind), 2)
+    bounds.require_push(gradient([3.0, 4.0]), 2)
 
 
 def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:

@@ -9,7 +9,7 @@ from pyps_client.torch.buffers import shared_buffers
 from pyps_client.torch.layout import plan
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import BEHIND_MAX, Steps
-from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
+from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
 
 SIZE = 3
@@ -65,7 +65,7 @@ def test_buffers_are_a_group_of_their_own_whose_moves_are_pushed() -> None:
     worker = Worker(mode="average")
     worker.train(minibatches(1)[0])
     (pushed,) = worker.session.pushes
-    assert pushed.kinds == [PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA]
+    assert pushed.kinds == [PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_BUFFER]
     expected = statistics_alone(minibatches(1))
     np.testing.assert_allclose(pushed.vectors[1][:SIZE], expected.running_mean, rtol=1e-6)
     np.testing.assert_allclose(pushed.vectors[1][SIZE:], expected.running_var - 1, rtol=1e-5)
