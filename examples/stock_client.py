@@ -20,7 +20,7 @@ import numpy as np
 
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
+from pyps_wire.contract import PARAMETER_SERVER, stub_of
 
 # A group's tensors, end to end, are one vector; one of less than 262,144 parameters is a shard. Here that is one each.
 TENSORS = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
@@ -45,7 +45,7 @@ class Worker:
         # A later life of the same worker has a larger incarnation.
         self.sender = common.Sender(worker_id=worker_id, incarnation=time.time_ns())
         self.metadata = [("authorization", f"Bearer {os.environ.get('PYPS_TOKEN', '')}")]
-        self.stub = ParameterServerStub(grpc.insecure_channel(address))
+        self.stub = stub_of(PARAMETER_SERVER, grpc.insecure_channel(address))
         model = common.ModelSpec(shard_size=1_047_552)
         for group, (name, values) in enumerate(TENSORS.items()):
             model.tensors.add(name=name, shape=values.shape, group=group)

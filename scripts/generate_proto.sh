@@ -12,6 +12,4 @@ if [ ! -x "$environment/bin/python" ] || ! "$environment/bin/python" -c 'import 
 fi
 mkdir -p "$output/pyps_wire"
 "$environment/bin/python" -m grpc_tools.protoc -Iproto \
-  --python_out="$output" --pyi_out="$output" --grpc_python_out="$output" proto/pyps_wire/*.proto
-# Files without services yield empty stub files.
-rm -f "$output"/pyps_wire/{common,lane,local}_pb2_grpc.py
+  --python_out="$output" --pyi_out="$output" proto/pyps_wire/*.proto

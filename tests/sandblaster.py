@@ -30,7 +30,7 @@ from pyps.lbfgs.machine import (
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
+from pyps_wire.contract import VECTOR_MACHINE, stub_of
 from pyps_wire.work_pb2 import GetWorkRequest
 from shards import make_shard, pull
 from support import DEADLINE_SECONDS, ROOT, AnyServer, PythonProcess, ServerProcess, inspect, wait_until
@@ -299,7 +299,7 @@ class WireCoordinator:
     """A coordinator of one server, over a worker's connection."""
 
     def __init__(self, worker: WireWorker, *, run_id: str = "run-1") -> None:
-        self.stub = VectorMachineStub(worker.channel)
+        self.stub = stub_of(VECTOR_MACHINE, worker.channel)
         self.sender = common.Sender(run_id=run_id, secret=secret_of("coordinator"))
         self.epoch = 0
         self.op_seq = 0

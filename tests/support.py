@@ -39,7 +39,7 @@ from pyps.launcher.ports import free_port
 from pyps.service.report import Addresses
 from pyps.service.server import Server
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.inspector_pb2_grpc import InspectorStub
+from pyps_wire.contract import INSPECTOR, stub_of
 
 T = TypeVar("T")
 
@@ -478,7 +478,7 @@ def inspect(address: str, method: str, request: Any = None) -> Any:
     """Calls Inspector through its generated stub; the request is empty unless given."""
     request = request if request is not None else getattr(pb, f"{method}Request")()
     with connected(address) as channel:
-        return getattr(InspectorStub(channel), method)(request, timeout=DEADLINE_SECONDS)
+        return getattr(stub_of(INSPECTOR, channel), method)(request, timeout=DEADLINE_SECONDS)
 
 
 def checksums(address: str) -> dict[int, tuple[int, str]]:

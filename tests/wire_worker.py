@@ -29,9 +29,8 @@ from pyps_wire import codecs
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.contract import METHODS, PROTOCOL_VERSION
+from pyps_wire.contract import METHODS, PARAMETER_SERVER, PROTOCOL_VERSION, stub_of
 from pyps_wire.errors import METADATA_KEY, from_status
-from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Partition, Tensor, partition
 from support import DEADLINE_SECONDS, AnyServer
 
@@ -76,7 +75,7 @@ class WireWorker:
         num_servers: int = 1,
     ):
         self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self.stub = ParameterServerStub(self.channel)
+        self.stub = stub_of(PARAMETER_SERVER, self.channel)
         self.model = model
         self.plan: Partition = partition(model, num_servers=num_servers)
         self.optimizer = optimizer if optimizer is not None else sgd(groups=model.num_groups)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.message_factory import GetMessageClass
+
 from pyps_wire import inspector_pb2, parameter_server_pb2, vector_machine_pb2, work_pb2
 
 # Grows when an old client and a new server can no longer understand each other.
@@ -29,13 +34,31 @@ WORK_QUEUE = "pyps.v1.WorkQueue"
 VECTOR_MACHINE = "pyps.v1.VectorMachine"
 
 # Full gRPC path of every method, by its name: METHODS["Push"] is "/pyps.v1.ParameterServer/Push".
-METHODS: dict[str, str] = {
-    method.name: f"/{service.full_name}/{method.name}"
-    for service in (
-        parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
-        inspector_pb2.DESCRIPTOR.services_by_name["Inspector"],
-        work_pb2.DESCRIPTOR.services_by_name["WorkQueue"],
-        vector_machine_pb2.DESCRIPTOR.services_by_name["VectorMachine"],
-    )
-    for method in service.methods
+_SERVICES = {
+    PARAMETER_SERVER: parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
+    INSPECTOR: inspector_pb2.DESCRIPTOR.services_by_name["Inspector"],
+    WORK_QUEUE: work_pb2.DESCRIPTOR.services_by_name["WorkQueue"],
+    VECTOR_MACHINE: vector_machine_pb2.DESCRIPTOR.services_by_name["VectorMachine"],
 }
+METHODS: dict[str, str] = {
+    method.name: f"/{service.full_name}/{method.name}" for service in _SERVICES.values() for method in service.methods
+}
+
+
+def messages_of(service: str) -> dict[str, tuple[Any, Any]]:
+    """Return the classes of request and reply of each method of a service."""
+    return {
+        method.name: (GetMessageClass(method.input_type), GetMessageClass(method.output_type))
+        for method in _SERVICES[service].methods
+    }
+
+
+def stub_of(service: str, channel: Any) -> Any:
+    """Return an object with a method for each call of a service, as grpcio-tools would generate it."""
+    messages, stub = messages_of(service), SimpleNamespace()
+    for method in _SERVICES[service].methods:
+        request, reply = messages[method.name]
+        sends, receives = ("stream" if many else "unary" for many in (method.client_streaming, method.server_streaming))
+        call = getattr(channel, f"{sends}_{receives}")
+        setattr(stub, method.name, call(METHODS[method.name], request.SerializeToString, reply.FromString))
+    return stub

@@ -23,7 +23,7 @@ from pyps_client.places import address_of
 from pyps_client.transport.grpc import metadata_of, open_channel
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
-from pyps_wire.contract import CONTROL_PORT, DATA_PORT, PROTOCOL_VERSION
+from pyps_wire.contract import CONTROL_PORT, DATA_PORT, INSPECTOR, PARAMETER_SERVER, PROTOCOL_VERSION, stub_of
 from pyps_wire.errors import (
     METADATA_KEY,
     NotAuthenticated,
@@ -34,9 +34,7 @@ from pyps_wire.errors import (
     WaitTimedOut,
     from_status,
 )
-from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveRequest
-from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 
 TIMEOUT_SECONDS = 10.0
 # A checkpoint of a large model takes its time.
@@ -87,15 +85,15 @@ class Control:
     def call(self, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
         """Makes a call of the Inspector service; raises PypsError in the server's own words."""
         try:
-            return self._call(InspectorStub, method, request, timeout_seconds)
+            return self._call(INSPECTOR, method, request, timeout_seconds)
         except ProtocolMismatch:
             self._move(_same_host(self.address, self.hello().control_address))
-        return self._call(InspectorStub, method, request, timeout_seconds)
+        return self._call(INSPECTOR, method, request, timeout_seconds)
 
     def hello(self) -> HelloReply:
         """What the server tells an observer at its data port; ProtocolMismatch where another one was named."""
         request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=f"pyps {__version__}", role=ROLE_OBSERVER)
-        reply: HelloReply = self._call(ParameterServerStub, "Hello", request, TIMEOUT_SECONDS)
+        reply: HelloReply = self._call(PARAMETER_SERVER, "Hello", request, TIMEOUT_SECONDS)
         return reply
 
     def data_address(self) -> str:
@@ -112,15 +110,17 @@ class Control:
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
         channel = _open(self.data_address(), self._credentials)
         try:
-            ParameterServerStub(channel).Leave(request, timeout=timeout_seconds, metadata=self._metadata)
+            stub_of(PARAMETER_SERVER, channel).Leave(request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._readable(error) from None
         finally:
             channel.close()
 
-    def _call(self, stub: Any, method: str, request: Any, timeout_seconds: float) -> Any:
+    def _call(self, service: str, method: str, request: Any, timeout_seconds: float) -> Any:
         try:
-            return getattr(stub(self._channel), method)(request, timeout=timeout_seconds, metadata=self._metadata)
+            return getattr(stub_of(service, self._channel), method)(
+                request, timeout=timeout_seconds, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise self._readable(error) from None
 

@@ -17,7 +17,7 @@ from pyps.service.reflection import add_reflection
 from pyps.service.security import Access
 from pyps.service.tls import Tls
 from pyps.service.transport import Host, Service, Transport
-from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
+from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE, messages_of
 
 # Questions are short.
 CONTROL_BYTES_MAX = 64 * 2**10
@@ -69,6 +69,16 @@ def _connections(count: int, *, files_share: int) -> int:
 
 def _make_server(reader: MessageReader, options: Options) -> grpc.aio.Server:
     return grpc.aio.server(interceptors=[reader], options=[*_common_options(), *options])
+
+
+def handlers_of(service: str, servicer: object) -> grpc.GenericRpcHandler:
+    """Return the handlers of a service of unary calls, which are methods of these names of an object."""
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name), request.FromString, reply.SerializeToString)
+        for name, (request, reply) in messages_of(service).items()
+        if hasattr(servicer, name)
+    }
+    return grpc.method_handlers_generic_handler(service, handlers)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, *, tls: Tls | None, field: str) -> str:

@@ -28,7 +28,6 @@ from pyps.service.work_messages import progress_to
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
-from pyps_wire.inspector_pb2_grpc import InspectorServicer
 
 # How many answers of a kind may be made at once; the rest wait in line. Those that read every parameter, or wait for a
 # checkpoint, take long and hold up only their like.
@@ -56,7 +55,7 @@ _summing = functools.partial(_answering, kind="sum")
 _saving = functools.partial(_answering, kind="save")
 
 
-class Inspector(InspectorServicer):
+class Inspector:
     """Answers from threads of its own; reads the run, one shard's lock at a time."""
 
     def __init__(self, host: Host, *, addresses: Addresses, transports: Sequence[Transport]):

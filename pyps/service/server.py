@@ -54,7 +54,6 @@ from pyps.units import in_bytes
 from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotInitialized
-from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
 # How often leases, checkpoints and the end of the job are checked.
 TICK_SECONDS = 0.2
@@ -196,7 +195,7 @@ class Server:
 
     def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
         inspector = Inspector(self._host, addresses=addresses, transports=self._transports)
-        add_InspectorServicer_to_server(inspector, control)
+        control.add_generic_rpc_handlers((hosting.handlers_of(INSPECTOR, inspector),))
         health_pb2_grpc.add_HealthServicer_to_server(self._host.health, control)
         channelz.add_channelz_servicer(control)
         add_reflection(control, [INSPECTOR, health.SERVICE_NAME, _CHANNELZ])

@@ -17,7 +17,7 @@ from pyps.storage.checkpoint import Checkpoint, CheckpointError
 from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.inspector_pb2_grpc import InspectorStub
+from pyps_wire.contract import INSPECTOR, stub_of
 from pyps_wire.partition import Model, Tensor
 from support import (
     DEADLINE_SECONDS,
@@ -151,7 +151,7 @@ def test_callers_who_wait_for_a_checkpoint_hold_up_no_answer(
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "1000")
     with WireWorker(server.data) as worker, connected(server.control) as channel:
         worker.join()
-        saves = [InspectorStub(channel).SaveCheckpoint.future(pb.SaveCheckpointRequest()) for _ in range(12)]
+        saves = [stub_of(INSPECTOR, channel).SaveCheckpoint.future(pb.SaveCheckpointRequest()) for _ in range(12)]
         assert slow_disk.asked.wait(DEADLINE_SECONDS)
         for method in ("GetStatus", "GetMemory", "ListEvents", "ListShards", "ListWorkers"):
             inspect(server.control, method)

@@ -21,8 +21,8 @@ from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
 from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
+from pyps_wire.contract import WORK_QUEUE, stub_of
 from pyps_wire.partition import Model, Tensor
-from pyps_wire.work_pb2_grpc import WorkQueueStub
 from support import AnyServer, ServerThread, configure, inspect, server_port, shell, wait_until, workers_of
 from wire_worker import WireWorker
 
@@ -385,7 +385,7 @@ def test_status_writes_nothing_that_a_terminal_would_take_for_a_command(
     with WireWorker(server.data, "\x1b[31mred\nline\x07") as worker:
         worker.join()
         data = work.DataSpec(num_examples=10, batch_size=1)
-        WorkQueueStub(worker.channel).Open(work.OpenWorkRequest(sender=worker.sender, data=data), timeout=60)
+        stub_of(WORK_QUEUE, worker.channel).Open(work.OpenWorkRequest(sender=worker.sender, data=data), timeout=60)
         shown = shell("status", "--wide", "--servers", server.control)
     assert shown.count("?[31mred?line?") >= 3
     assert all(character.isprintable() or character == "\n" for character in shown)

@@ -16,8 +16,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from pyps_wire.contract import WORK_QUEUE, stub_of
 from pyps_wire.work_pb2 import DataSpec, OpenWorkRequest
-from pyps_wire.work_pb2_grpc import WorkQueueStub
 from support import DEADLINE_SECONDS, AnyServer, connected
 from wire_worker import WireWorker
 
@@ -54,7 +54,9 @@ def begin_run(server: AnyServer) -> None:
         worker.join()
         worker.push(worker.push_request(1.0))
         data = DataSpec(num_examples=4, portion_examples=2)
-        WorkQueueStub(worker.channel).Open(OpenWorkRequest(sender=worker.sender, data=data), timeout=DEADLINE_SECONDS)
+        stub_of(WORK_QUEUE, worker.channel).Open(
+            OpenWorkRequest(sender=worker.sender, data=data), timeout=DEADLINE_SECONDS
+        )
 
 
 def test_every_call_works_without_generated_classes(server: AnyServer) -> None:

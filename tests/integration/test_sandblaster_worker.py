@@ -26,9 +26,8 @@ from pyps_client.lbfgs import worker as coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import Sender
+from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
 from pyps_wire.errors import BadRequest, ServerUnavailable
-from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
-from pyps_wire.work_pb2_grpc import WorkQueueStub
 from sandblaster import instruction
 from support import DEADLINE_SECONDS, PythonProcess, ServerThread, compensated_sum, inspect, wait_until
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
@@ -54,8 +53,8 @@ class Conductor:
         secret = secret_of("conductor")
         self.sender = Sender(run_id="blast", worker_id="conductor", incarnation=time.time_ns(), secret=secret)
         self._channels = [grpc.insecure_channel(server.data, options=CHANNEL_OPTIONS) for server in servers]
-        self.queue = WorkQueueStub(self._channels[0])
-        self._machines = [VectorMachineStub(channel) for channel in self._channels]
+        self.queue = stub_of(WORK_QUEUE, self._channels[0])
+        self._machines = [stub_of(VECTOR_MACHINE, channel) for channel in self._channels]
         self._op_seq = 0
         self.epoch = 0
         self.pass_ = 0

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pyps.config import ConfigError
 from pyps.service import calls, health, hosting
 from pyps_wire import inspector_pb2
-from pyps_wire.inspector_pb2_grpc import InspectorStub
+from pyps_wire.contract import INSPECTOR, stub_of
 from support import connected, wait_until
 from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of
 
@@ -42,7 +42,7 @@ def test_the_right_token_opens_both_ports(guarded):
         worker.push(worker.push_request(1.0))
         assert worker.pull()[0].version == 1
     with grpc.insecure_channel(guarded.control, options=CHANNEL_OPTIONS) as channel:
-        stub = InspectorStub(channel)
+        stub = stub_of(INSPECTOR, channel)
         request = inspector_pb2.GetStatusRequest()
         assert stub.GetStatus(request, metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=20).tally.updates == 1
         with pytest.raises(grpc.RpcError) as caught:
@@ -72,7 +72,7 @@ def test_callers_without_a_token_who_send_no_message_are_refused_and_delay_nobod
         reply = health_pb2_grpc.HealthStub(control).Check(health_pb2.HealthCheckRequest(), timeout=20)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         metadata = (("authorization", f"Bearer {TOKEN}"),)
-        assert InspectorStub(control).GetStatus(inspector_pb2.GetStatusRequest(), metadata=metadata, timeout=20)
+        assert stub_of(INSPECTOR, control).GetStatus(inspector_pb2.GetStatusRequest(), metadata=metadata, timeout=20)
         assert not any(call.done() for call in silent)
 
 
@@ -135,7 +135,7 @@ def test_connections_without_a_call_leave_their_places_to_others(start_server, m
 
         def answered() -> bool:
             with connected(server.control) as channel, contextlib.suppress(grpc.RpcError):
-                InspectorStub(channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
+                stub_of(INSPECTOR, channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
                 return True
             return False
 

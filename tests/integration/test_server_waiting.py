@@ -20,8 +20,7 @@ from pyps.service.calls import LATE_MIN
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.contract import METHODS
-from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
+from pyps_wire.contract import METHODS, PARAMETER_SERVER, stub_of
 from pyps_wire.partition import Model, Tensor
 from support import connected, inspect, status_of, wait_until, workers_of
 from wire_worker import CHANNEL_OPTIONS, WireWorker, crew, parked_pull, refusal_of
@@ -104,7 +103,7 @@ def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_
     with WireWorker(server.data, model=LARGE) as worker, deaf_channel(server) as deaf, contextlib.ExitStack() as stack:
         worker.join()
         request = wire.PullRequest(sender=worker.sender)
-        pulls = [ParameterServerStub(deaf).Pull(request, timeout=100) for _ in range(8)]
+        pulls = [stub_of(PARAMETER_SERVER, deaf).Pull(request, timeout=100) for _ in range(8)]
         for pull in pulls:
             stack.callback(pull.cancel)
         wait_until(lambda: memory_in_flight(server) >= 8 * SHARD_BYTES, 60, "a shard of each pull")
@@ -136,7 +135,7 @@ def test_a_server_s_resident_memory_keeps_to_the_budget_of_what_callers_make_it_
             assert worker.push(push)[0].version_after == version + 1
             held = memory_in_flight(server)
             request = wire.PullRequest(sender=worker.sender, wants=[wire.PullRequest.Want(held_version=-1)])
-            pulls.append(pull := ParameterServerStub(deaf).Pull(request, timeout=100))
+            pulls.append(pull := stub_of(PARAMETER_SERVER, deaf).Pull(request, timeout=100))
             wait_until(lambda p=pull, h=held: p.done() or memory_in_flight(server) > h, 60, "a pull held or refused")
         # As much as is left free by them, since they are one worker's.
         assert sum(not pull.done() for pull in pulls) == 4
@@ -155,7 +154,7 @@ def test_any_number_of_unread_pulls_of_one_worker_or_of_observers_leaves_the_oth
             deaf = stack.enter_context(deaf_channel(server))
             # Only then it knows how many calls at once the server takes on a connection, and lets the others wait.
             grpc.channel_ready_future(deaf).result(60)
-            pulls = [ParameterServerStub(deaf).Pull(request, timeout=100) for _ in range(300)]
+            pulls = [stub_of(PARAMETER_SERVER, deaf).Pull(request, timeout=100) for _ in range(300)]
             for pull in pulls:
                 stack.callback(pull.cancel)
             refused = wait_until(lambda p=pulls: next((pull for pull in p if pull.done()), None), 60, "a refusal")
@@ -183,7 +182,8 @@ def test_fifty_names_with_pulls_that_they_do_not_read_leave_a_worker_its_pace(st
             greedy.sender.worker_id, greedy.sender.secret = f"g{number}", secrets.token_bytes(16)
             greedy.hello()
             pulls += [
-                ParameterServerStub(deaf).Pull(wire.PullRequest(sender=greedy.sender), timeout=100) for _ in range(9)
+                stub_of(PARAMETER_SERVER, deaf).Pull(wire.PullRequest(sender=greedy.sender), timeout=100)
+                for _ in range(9)
             ]
         for pull in pulls:
             stack.callback(pull.cancel)

@@ -29,9 +29,10 @@ from textual.widgets import Input
 from client_support import addresses, gradients_like, make_client, small_model
 from pyps.cli.top.asking import ask_on
 from pyps.cli.top.screen import Top
+from pyps.service.hosting import handlers_of
 from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.inspector_pb2_grpc import InspectorServicer, add_InspectorServicer_to_server
+from pyps_wire.contract import INSPECTOR
 from pyps_wire.work_pb2 import WorkProgress
 from support import ROOT, ServerProcess, ServerThread, child_environment, replace_file, server_port, shell, status_of
 from wire_worker import WireWorker
@@ -238,7 +239,7 @@ def test_a_server_that_moved_is_found_again(start_server: Start, tmp_path: Path)
     watch(Top(parse_servers(f"file:{servers}"), None, interval_seconds=0.2), story)
 
 
-class OddServer(InspectorServicer):
+class OddServer:
     """Tells of a run with one worker what it was made to tell."""
 
     def __init__(self, *, events: Sequence[pb.Event] = (), worker: pb.WorkerInfo | None = None, **status: Any) -> None:
@@ -271,7 +272,7 @@ class OddServer(InspectorServicer):
 def serving(odd: OddServer) -> Iterator[str]:
     """The address of such a server."""
     server = grpc.server(ThreadPoolExecutor(2))
-    add_InspectorServicer_to_server(odd, server)  # type: ignore[no-untyped-call]
+    server.add_generic_rpc_handlers((handlers_of(INSPECTOR, odd),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"

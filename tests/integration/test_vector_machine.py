@@ -21,13 +21,11 @@ from pyps_client.lbfgs.worker import Staging
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire import work_pb2 as work
-from pyps_wire.contract import METHODS
+from pyps_wire.contract import METHODS, VECTOR_MACHINE, WORK_QUEUE, stub_of
 from pyps_wire.errors import NoRoom, NotAllowed
 from pyps_wire.in_process import SERVERS
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
-from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
-from pyps_wire.work_pb2_grpc import WorkQueueStub
 from sandblaster import WireCoordinator, instruction
 from support import DEADLINE_SECONDS, ServerThread
 from wire_worker import WireWorker, refusal_of, values_of
@@ -186,7 +184,7 @@ def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
     with coordinated(server) as (coordinator, worker):
         coordinator.attach()
         impostor = WireCoordinator(worker)
-        impostor.epoch, queue = coordinator.epoch, WorkQueueStub(worker.channel)
+        impostor.epoch, queue = coordinator.epoch, stub_of(WORK_QUEUE, worker.channel)
         known = {"coordinator_epoch": coordinator.epoch}
         program = coordinator.request(instruction("MOVE", left="parameters"))
         for secret in (b"", b"0" * 16, worker.sender.secret):
@@ -364,4 +362,4 @@ def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterato
 
 def stage(worker: WireWorker, messages: list[wire.StageRequest]) -> wire.StageReply:
     """Sends the messages in one stream."""
-    return VectorMachineStub(worker.channel).Stage(iter(messages), timeout=DEADLINE_SECONDS)
+    return stub_of(VECTOR_MACHINE, worker.channel).Stage(iter(messages), timeout=DEADLINE_SECONDS)

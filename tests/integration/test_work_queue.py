@@ -12,7 +12,7 @@ from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
-from pyps_wire.work_pb2_grpc import WorkQueueStub
+from pyps_wire.contract import WORK_QUEUE, stub_of
 from sandblaster import WireCoordinator
 from support import DEADLINE_SECONDS, inspect, shell, status_of, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of, secret_of
@@ -280,7 +280,7 @@ class Portions:
 
     def __init__(self, worker: WireWorker) -> None:
         self.worker = worker
-        self.stub = WorkQueueStub(worker.channel)
+        self.stub = stub_of(WORK_QUEUE, worker.channel)
         self.held: list[int] = []
 
     def open(self, data: wire.DataSpec = TRAIN) -> wire.OpenWorkReply:
@@ -327,7 +327,7 @@ class Coordinator:
     """The calls of a coordinator, which is an observer."""
 
     def __init__(self, worker: WireWorker, *, epoch: int = 1) -> None:
-        self.stub = WorkQueueStub(worker.channel)
+        self.stub = stub_of(WORK_QUEUE, worker.channel)
         self.sender = common.Sender(run_id=worker.sender.run_id, secret=secret_of("coordinator"))
         self.epoch = epoch
 

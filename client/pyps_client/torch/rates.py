@@ -70,8 +70,13 @@ class Rates:
         """Whether the worker takes steps of its own between pulls: by default under plain SGD only."""
         return not self._translation.stateful if self._local_rate is None else self._local_rate > 0
 
-    def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise SettingsChanged where a group differs from what the run was joined with, but for rate and momentum."""
+    def check(self, param_groups: Sequence[Mapping[str, Any]], *, follow: bool = False) -> None:
+        """Raise SettingsChanged where a group differs from what the run was joined with, but for rate and momentum.
+
+        `follow`: take rates from these groups from now on, which may be another list than before.
+        """
+        if follow:
+            self._param_groups = param_groups
         if len(param_groups) != len(self._checked):
             return self._check_anew(param_groups)
         for group, checked, parameters in zip(param_groups, self._checked, self._parameters, strict=True):
@@ -81,11 +86,6 @@ class Rates:
                 if name not in _FREE and checked.get(name) != value:
                     return self._check_anew(param_groups)
         return None
-
-    def follow(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check the optimizer's present groups, which may be another list than before, and take rates from these."""
-        self._param_groups = param_groups
-        self.check(param_groups)
 
     def changes(self) -> Mapping[int, GroupRate]:
         """Own vector -> rate, for the push that begins now; empty where the servers have been told all."""

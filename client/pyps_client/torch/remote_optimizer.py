@@ -366,7 +366,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def _check(self, is_first: bool) -> None:
         """Refuse a model or settings that were changed, before anything is sent ahead of a step."""
-        self._rates.follow(self.param_groups)
+        self._rates.check(self.param_groups, follow=True)
         self._own_model.check(is_first)
 
     def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
@@ -374,7 +374,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._guard.check()
         if self._ending.begun.locked():
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
-        self._rates.follow(self.param_groups)
+        self._rates.check(self.param_groups, follow=True)
         if examples is not None:
             check_examples(examples)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
