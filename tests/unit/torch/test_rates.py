@@ -185,5 +185,5 @@ def test_rates_are_those_of_the_optimizers_present_list_and_not_of_one_that_is_o
     with pytest.raises(SettingsChanged):
         rates.check([dict(group, lr=9.0, weight_decay=1.0) for group in optimizer.param_groups])
     assert rates.changes() == {}
-    rates.follow(others)
+    rates.check(others, follow=True)
     assert rates.changes() == {0: (0.25, None, False), 1: (0.25, None, False)}
