@@ -16,13 +16,12 @@ Read `shard.py` first; it uses the others in this order:
     update.py        one update of the parameters
     rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin
     recorder.py      what happens to a shard, and who is told of it
-    shard_state.py   all that a shard is, for checkpoints; what waits in it, and who is called when a version is reached
+    store.py         what rounds, services and storage know of a shard: another kind of store may stand beside it
     arrays.py        float32 arrays as the kernels like them
     spec.py          behaviours picked by a line of text
 
-Beside the shards, for the whole server: `membership.py` (which workers live; `member.py` is one of them and
-keeps the processes of a replica together), `registry.py` (what their coming and going asks for), `election.py` (who
-initialises), `gate.py` (which calls for a step wait) and `pacing.py` (who may begin one), `effects.py` (what any of
-them asks for), `bounds.py` (how far workers may set what moves the parameters), `whole_model.py` (one mutex around
-all shards), `vectors/` (vectors beside the parameters, and programs on them).
+For the whole server: `membership.py` (who lives, is active and holds others up; `replicas.py`: the lives of workers of
+several processes), `election.py` (who initialises), `pacing.py` (who may begin a step, and the calls that wait for it),
+`effects.py` (what a change asks for), `bounds.py` (how far workers may set what moves the parameters), `vectors/`
+(vectors on the shards, and programs on them).
 """

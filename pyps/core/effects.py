@@ -25,6 +25,8 @@ class Effects(NamedTuple):
     departed: tuple[str, ...] = ()
     # Calls that ask again for their step now.
     wakes: tuple[Callable[[], None], ...] = ()
+    # Workers that nobody waits for until they ask for their next step.
+    set_aside: tuple[str, ...] = ()
     # Whether no expected worker is waited for any longer, before a first step neither.
     opens_gate: bool = False
 
@@ -35,6 +37,7 @@ class Effects(NamedTuple):
             self.gone + other.gone,
             self.departed + other.departed,
             self.wakes + other.wakes,
+            self.set_aside + other.set_aside,
             self.opens_gate or other.opens_gate,
         )
 

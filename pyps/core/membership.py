@@ -1,31 +1,106 @@
-"""Which workers live: a worker is alive while it is heard of, and forgotten by lease when it falls silent."""
+"""The workers of a run: they come, give heartbeats, push, hold others up and go; each change says what follows."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from hmac import compare_digest
+from itertools import groupby
 
-from pyps.core.member import (
-    Lives,
-    Member,
-    WorkerInfo,
-    WorkerState,
-    failure_in_words,
-    parts_in_words,
-    require_name_free,
-    require_name_given,
-    require_own,
-    require_parts_free,
-    superseded,
-)
+from pyps.core.effects import NONE, Effects, tell
+from pyps.core.replicas import Lives, failure_in_words, parts_in_words, was_interrupted
 from pyps.core.roster import Entry, Expectation, Roster, whole_roster
-from pyps_wire.errors import BadRequest, LimitExceeded, UnknownWorker
+from pyps_wire.errors import (
+    BadRequest,
+    LimitExceeded,
+    NameHeld,
+    NotAllowed,
+    Superseded,
+    UnknownWorker,
+    WaitTimedOut,
+)
 
-__all__ = ["GONE_FACTOR", "STALLS_MAX", "Member", "Membership", "WorkerInfo", "WorkerState"]
+# Workers known, gone ones included, are at most this many times workers_max.
+GONE_FACTOR = 4
+# Where all places are taken, a worker that said no more than one Hello keeps its place for that part of a lease.
+UNHEARD_SHARE = 1 / 3
+# A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.
+STALLS_MAX = 2
+# Part of the stall time after which a worker that has not pushed may hold others up.
+IDLE_SHARE = 0.1
+
+
+class WorkerState(StrEnum):
+    """Whether a worker is alive, and how it ended."""
+
+    ALIVE = "alive"
+    EXPIRED = "expired"
+    FINISHED = "finished"
+    FAILED = "failed"
+
 
 _ALIVE = WorkerState.ALIVE
+_ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself, for people."""
+
+    host: str = ""
+    process_id: int = 0
+    device: str = ""
+    software: str = ""
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker, or one process of a replica. Times are in seconds of the caller's clock."""
+
+    worker_id: str
+    incarnation: int
+    state: WorkerState
+    info: WorkerInfo
+    joined_at: float
+    heard_at: float
+    # Whether it has called again after its first Hello: only then is it remembered when it is gone.
+    was_heard: bool = False
+    # When it pushed last in this life; None before its first push.
+    pushed_at: float | None = None
+    # When a push of it was last applied, parked, or dropped as the protocol foresees.
+    taken_at: float | None = None
+    # How often it was left out since then, as others waited too long for it.
+    stalls: int = 0
+    # Whether it is active in the protocol's rounds: from its first push until it goes, or holds others up for too long.
+    counts: bool = False
+    # The worker's own count of steps.
+    clock: int = 0
+    # The worker's own figures, by name.
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    # How it ended, in its own words.
+    message: str = ""
+    # The replica that it is one of several processes of; empty for a worker of one process.
+    replica: str = ""
+    # The parts of the model that it holds, ascending; () for all of them.
+    parts: tuple[int, ...] = ()
+    # What every call of it shows, and no other's.
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is one of the run's live workers."""
+        return self.state is _ALIVE
+
+    @property
+    def name(self) -> str:
+        """The worker's name in the run: its replica's, which is one worker, or its own."""
+        return self.replica or self.worker_id
+
+    def holds(self, part: int) -> bool:
+        """Whether that part of the model is its own."""
+        return not self.parts or part in self.parts
 
 
 class Membership:
@@ -39,27 +114,33 @@ class Membership:
     a later life begins, all that are alive are out at once.
     """
 
-    def __init__(self, *, lease_seconds: float, workers_max: int, expected_workers: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        lease_seconds: float,
+        workers_max: int,
+        expected_workers: int = 0,
+        stall_seconds: float = float("inf"),
+    ) -> None:
         self.lease_seconds = lease_seconds
         self.workers_max = workers_max
+        self.stall_seconds = stall_seconds
         self._lock = threading.Lock()
         # Guarded by _lock, the members too: they change with every push, and copies of them are given away. The one
         # that joined longest ago comes first.
         self._members: dict[str, Member] = {}
-        self._num_alive = 0
+        self.num_alive = 0
         # How many workers the job has, as far as people have said.
         self.expected_workers = expected_workers
         self._expectation = Expectation(expected_workers)
         self._lives = Lives()
         # Whether any worker was ever a process of a replica, or held a part of the model only.
         self.parted = False
-        # Made when it is asked for; None since the last change.
+        # Made when it is needed; None since the last change.
         self._roster: Roster | None = None
-
-    @property
-    def num_alive(self) -> int:
-        """The number of live workers."""
-        return self._num_alive
+        # Who holds others up, and since when without a pause: a worker a round, a worker others' steps by its own step,
+        # or the expected workers that have not come.
+        self._since: dict[tuple[str, str, int], float] = {}
 
     @property
     def roster(self) -> Roster:
@@ -68,9 +149,14 @@ class Membership:
         if roster is not None:
             return roster
         with self._lock:
-            if self._roster is None:
-                self._roster = self._make_roster()
-            return self._roster
+            return self._present_roster()
+
+    @property
+    def quorum(self) -> int:
+        """How many workers are to have come before any begins a step; 0 once they have."""
+        return self.expected_workers if self.roster.missing else 0
+
+    # How workers come, call and go.
 
     def join(
         self,
@@ -82,52 +168,55 @@ class Membership:
         replica: str = "",
         parts: tuple[int, ...] = (),
         secret: bytes = b"",
-    ) -> Member:
+    ) -> Effects:
         """Makes the worker alive; a process of a later life of its replica ends the earlier one.
 
         Raises Superseded where a later process holds its name or its replica's, ReplicaLost where the life that it
         belongs to is over, BadRequest where another process has its parts or its name, LimitExceeded at workers_max,
         NameHeld where a process with another secret lives by its name or in its replica, NotAllowed in that one's life.
         """
+        info = info or WorkerInfo()
         with self._lock:
             known = self._members.get(worker_id)
-            if known is not None and known.alive and incarnation < known.incarnation:
-                raise superseded(known, incarnation)
             others = [m for m in self._alive_of(replica) if m.worker_id != worker_id] if replica else []
-            for holder in others if known is None else [known, *others]:
-                terms = {"now": now, "lease_seconds": self.lease_seconds}
-                require_name_given(holder, worker_id, incarnation, secret, **terms)
-            if replica or self.parted:
-                require_name_free(worker_id, replica, self._members.values())
-            if replica:
-                self._lives.require(replica, incarnation)
-            require_parts_free(worker_id, parts, (m for m in others if m.incarnation == incarnation))
+            self._require_may_join(known, others, worker_id, incarnation, replica, parts, secret, now=now)
             earlier = [m for m in others if m.incarnation < incarnation]
-            is_full = not (known and known.alive) and self._num_alive - len(earlier) >= self.workers_max
+            ended = [m.worker_id for m in self._alive_of(replica) if m.incarnation < incarnation] if replica else []
+            is_full = not (known and known.alive) and self.num_alive - len(earlier) >= self.workers_max
             if is_full and not self._forget_unheard(now):
                 raise LimitExceeded(
-                    f"worker {worker_id!r} cannot join: {self._num_alive} workers are alive and the limit is"
+                    f"worker {worker_id!r} cannot join: {self.num_alive} workers are alive and the limit is"
                     f" {self.workers_max}; raise --max-workers on the server"
                 )
-            info = info or WorkerInfo()
-            if known is not None and known.incarnation == incarnation:
-                member = known.greets_again(now=now, info=info, replica=replica, parts=parts)
+            before = _GONE if known is None else _standing(known)
+            is_later = known is not None and known.incarnation != incarnation
+            if known is not None and not is_later:
+                # It says Hello again, and keeps its figures.
+                member = replace(known, state=_ALIVE, info=info, heard_at=now, was_heard=True, message="")
+                member.replica, member.parts = replica, parts
             else:
+                self._members.pop(worker_id, None)
                 member = Member(
                     *(worker_id, incarnation, _ALIVE, info, now, now), replica=replica, parts=parts, secret=secret
                 )
-            if known is not None and known.incarnation != incarnation:
-                del self._members[worker_id]
             self._members[worker_id] = member
-            self._moved(member, before=_GONE if known is None else _standing(known))
+            self._moved(member, before=before)
             if replica or parts:
                 self._begin_parted(member)
             for other in earlier:
                 self._out(other, WorkerState.EXPIRED)
             self._forget_gone()
-            return replace(member)
+        effects = NONE
+        if is_later or not before[0]:
+            effects = tell("joined", "worker joined", worker=worker_id, host=info.host, pid=info.process_id)
+        if ended:
+            what = f"replica {replica} is out: a later life of it has begun"
+            effects = effects.and_then(tell("replica", what, taken_along=", ".join(ended)))
+        gone = dict.fromkeys([worker_id, *ended] if is_later else ended)
+        departed = (member.name,) if (ended if replica else is_later) else ()
+        return effects.and_then(Effects(gone=tuple((each, True) for each in gone), departed=departed))
 
-    def renew(
+    def heard(
         self,
         worker_id: str,
         incarnation: int,
@@ -136,30 +225,30 @@ class Membership:
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
         secret: bytes = b"",
-    ) -> bool:
-        """Notes a heartbeat; True where the worker's lease had run out, and it is alive again.
+    ) -> Effects:
+        """Notes a heartbeat, by which a worker whose lease had run out is alive again.
 
         Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name,
         ReplicaLost when another process of its replica is lost, NotAllowed for another secret than the worker's.
         """
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
-            was_gone = not member.alive
+            was_alive = member.alive
             self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, counts=member.counts)
             if scalars is not None:
                 member.scalars = dict(scalars)
-            return was_gone
+        return NONE if was_alive else tell("back", "worker is back", worker=worker_id)
 
     def pushed_again(
         self, worker_id: str, incarnation: int, *, now: float, clock: int, secret: bytes = b""
     ) -> Roster | None:
-        """Notes a push of a worker that counts already and returns the workers that count; None of any other.
+        """Notes a push of a worker that is active already and returns the roster; None for any other worker.
 
-        That is nearly every push: nothing changes by it but when the worker was heard of. A clock of 0 says nothing.
+        That is nearly every push: nothing changes by it but the time of the heartbeat. A clock of 0 says nothing.
         """
         with self._lock:
             member = self._members.get(worker_id)
-            # Who counts is alive.
+            # An active worker is alive.
             if member is None or not member.counts or member.incarnation != incarnation or member.pushed_at is None:
                 return None
             if not compare_digest(member.secret, secret):
@@ -171,32 +260,145 @@ class Membership:
 
     def pushed(
         self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None, secret: bytes = b""
-    ) -> Roster:
-        """Notes a push, which makes the worker count, and returns the workers that count now; raises as `renew`."""
+    ) -> tuple[Roster, Effects]:
+        """Notes a push, which makes the worker active, and returns the roster with it; raises as `heard`."""
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
-            self._heard(member, now=now, clock=clock, pushed_at=now, counts=member.counts or member.stalls < STALLS_MAX)
-            if self._roster is None:
-                self._roster = self._make_roster()
-            return self._roster
+            was_alive, counted = member.alive, member.counts
+            counts = counted or member.stalls < STALLS_MAX
+            self._heard(member, now=now, clock=clock, pushed_at=now, counts=counts)
+            roster = self._present_roster()
+        if counted or not counts:
+            return roster, NONE
+        kind, what = ("counts", "worker counts") if was_alive else ("back", "worker is back")
+        return roster, tell(kind, what, worker=worker_id, workers=roster.num_workers)
 
-    def taken(self, worker_id: str, incarnation: int, *, now: float) -> bool:
-        """Notes that a push of the worker was taken; True where that makes it count again."""
+    def taken(self, worker_id: str, incarnation: int, *, now: float) -> Effects:
+        """Notes that a push was applied, parked or dropped; it makes a worker active that was left out."""
         with self._lock:
             member = self._members.get(worker_id)
             if member is None or member.incarnation != incarnation or member.state is not _ALIVE:
-                return False
+                return NONE
             member.taken_at, member.stalls = now, 0
             if member.counts:
-                return False
+                return NONE
             before, member.counts = _standing(member), True
             self._moved(member, before=before)
-            return True
+        return tell("counts", "worker counts", worker=worker_id, workers=self.roster.num_workers)
+
+    def leave(
+        self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str = "", secret: bytes = b""
+    ) -> Effects:
+        """Ends a membership at the worker's own word, and that of its replica where it failed."""
+        state = WorkerState.FAILED if failed else WorkerState.FINISHED
+        with self._lock:
+            member = self._members.get(worker_id)
+            if member is None or member.incarnation != incarnation:
+                return NONE
+            require_own(member, incarnation, secret)
+            was_alive, before = member.alive, member.state
+            member.heard_at, member.message = now, message
+            self._out(member, state)
+            gone = [member, *(self._lose_replica(member, failure_in_words(message)) if failed else [])]
+            effects = self._without(gone, lost=failed, was_alive=was_alive)
+        if before is state:
+            return effects
+        return tell("left", "worker left", worker=worker_id, state=state.value, message=message).and_then(effects)
+
+    def expire(self, now: float) -> Effects:
+        """Ends the membership of workers that were silent for longer than the lease, and of their replicas.
+
+        Those that said no more than one Hello it forgets.
+        """
+        effects = NONE
+        with self._lock:
+            gone: list[Member] = []
+            for member in list(self._members.values()):
+                silent = now - member.heard_at
+                if member.alive and silent > self.lease_seconds:
+                    self._out(member, WorkerState.EXPIRED)
+                    gone += [member, *self._lose_replica(member, "was silent for longer than its lease")]
+            for member in gone:
+                silent = now - member.heard_at
+                if silent > self.lease_seconds:
+                    facts = {"worker": member.worker_id, "silent_seconds": round(silent, 1)}
+                    effects = effects.and_then(tell("expired", "worker's lease ran out", warning=True, **facts))
+                if not member.was_heard and not member.replica:
+                    # It never came, for all that anybody knows.
+                    del self._members[member.worker_id]
+            for _, of_name in groupby(gone, key=lambda member: member.name):
+                effects = effects.and_then(self._without(list(of_name), lost=True, was_alive=True))
+        return effects
+
+    def stood_still(self, seconds: float, *, now: float) -> Effects:
+        """Adds a time in which the server could hear nobody to all leases."""
+        with self._lock:
+            for member in self._members.values():
+                if member.alive:
+                    member.heard_at = max(member.heard_at, min(now, member.heard_at + seconds))
+        if not self.num_alive:
+            return NONE
+        what = "the server stood still; its workers' leases are prolonged by that time"
+        return tell("standstill", what, seconds=round(seconds, 1), warning=True)
+
+    # Who holds others up, and how many are expected.
+
+    def idle(self, now: float) -> set[str]:
+        """Returns the live workers that have pushed nothing for so long that they may hold others up."""
+        latest = now - IDLE_SHARE * self.stall_seconds
+        last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in self.alive()}
+        return {worker_id for worker_id, time in last.items() if time <= latest}
+
+    def look(
+        self,
+        *,
+        now: float,
+        idle: set[str],
+        in_rounds: set[str],
+        awaited: Sequence[str] = (),
+        at_gate: Sequence[str] = (),
+        at_steps: Mapping[str, int] | None = None,
+    ) -> Effects:
+        """Stops waiting for those that have held others up for stall_seconds. To be called at each tick.
+
+        A worker's own long steps hold nobody up while nobody waits: the time counts from when the wait for it was
+        first seen, or from its last push that was taken where that came later.
+
+        Args:
+            now: The time.
+            idle: What `idle` returned. Only these stall in rounds.
+            in_rounds: The workers for whose gradients rounds wait. One that stalls is not active until it pushes.
+            awaited: Those that are expected and have not come, in words; each is active from its first push.
+            at_gate: The same, as calls for a first step wait for them.
+            at_steps: The workers whose steps others wait for, each with a number that its next step changes.
+        """
+        not_come = at_gate or ([] if in_rounds.isdisjoint(awaited) else awaited)
+        holders: list[tuple[str, str, int]] = [("expected", "", 0)] if not_come else []
+        holders += [("round", worker_id, 0) for worker_id in sorted(in_rounds.difference(awaited) & idle)]
+        holders += [("step", *step) for step in sorted((at_steps or {}).items())]
+        with self._lock:
+            self._since = {holder: max(self._since.get(holder, now), self._taken_at(*holder[:2])) for holder in holders}
+            overdue = [holder for holder, began in self._since.items() if now - began >= self.stall_seconds]
+        effects = NONE
+        for kind, worker_id, _ in overdue:
+            if worker_id in effects.departed or (kind == "round" and not self.stall(worker_id)):
+                # It went meanwhile, or with another process of its replica.
+                continue
+            facts = {"worker": worker_id} if worker_id else {"waited_for": ", ".join(not_come)}
+            told = tell("stalled", _STALLED[kind], **facts, stall_seconds=self.stall_seconds, warning=True)
+            if kind == "expected":
+                follows = self.expect_no_more()
+            elif kind == "round":
+                follows = Effects(departed=(self.name_of(worker_id),))
+            else:
+                follows = Effects(set_aside=(worker_id,))
+            effects = effects.and_then(told).and_then(follows)
+        return effects
 
     def stall(self, worker_id: str) -> bool:
-        """Stops counting a worker, or all processes of its replica, which stay members; False where it did not count.
+        """Makes a worker inactive, or all processes of its replica, which stay members; False where it was not active.
 
-        It counts again from its next push, and after STALLS_MAX times in a row from the next that is taken: one
+        It is active again from its next push, and after STALLS_MAX times in a row from the next that is taken: one
         whose pushes are all refused would hold the others up for ever.
         """
         with self._lock:
@@ -210,73 +412,22 @@ class Membership:
                     self._moved(each, before=before)
             return True
 
-    def expect(self, num_workers: int) -> None:
-        """Waits for so many workers, those that pushed or went already included; 0 when unknown."""
-        with self._lock:
-            self.expected_workers = num_workers
-            self._expectation, self._roster = Expectation(num_workers), None
+    def expect(self, num_workers: int, *, said: bool = True) -> None:
+        """Waits for so many workers, those that pushed or went already included; 0 for no more.
 
-    def await_workers(self, num_workers: int) -> None:
-        """Waits for so many workers, whatever people have said."""
-        with self._lock:
-            self._expectation, self._roster = Expectation(num_workers), None
-
-    def expect_no_more(self) -> None:
-        """Waits for no expected worker any longer."""
-        with self._lock:
-            self._expectation, self._roster = Expectation(0), None
-
-    def leave(
-        self,
-        worker_id: str,
-        incarnation: int,
-        *,
-        now: float,
-        state: WorkerState,
-        message: str = "",
-        secret: bytes = b"",
-    ) -> list[Member]:
-        """Ends the worker's membership as FINISHED or FAILED; [] where that process is no member.
-
-        Returns it, and after it those that a process which failed takes along: the others of its replica.
-        """
-        assert state in _ENDED, state
-        with self._lock:
-            member = self._members.get(worker_id)
-            if member is None or member.incarnation != incarnation:
-                return []
-            require_own(member, incarnation, secret)
-            member.heard_at, member.message = now, message
-            self._out(member, state)
-            gone = [member]
-            if state is WorkerState.FAILED:
-                gone += self._lose_replica(member, failure_in_words(message))
-            return [replace(each) for each in gone]
-
-    def expire(self, now: float) -> list[Member]:
-        """Marks the workers that were silent for longer than the lease, with all processes of their replicas.
-
-        Those that said no more than one Hello it forgets. Returns them all; after each process of a replica those that
-        it takes along.
+        `said`: people said that the job has so many; else it is a guess, or nobody is waited for any longer.
         """
         with self._lock:
-            gone: list[Member] = []
-            for member in list(self._members.values()):
-                if member.alive and now - member.heard_at > self.lease_seconds:
-                    self._out(member, WorkerState.EXPIRED)
-                    gone += [member, *self._lose_replica(member, "was silent for longer than its lease")]
-            for member in gone:
-                if not member.was_heard and not member.replica:
-                    # It never came, for all that anybody knows.
-                    del self._members[member.worker_id]
-            return [replace(member) for member in gone]
+            if said:
+                self.expected_workers = num_workers
+            self._expectation, self._roster = Expectation(num_workers), None
 
-    def stood_still(self, seconds: float, *, now: float) -> None:
-        """Adds that time to all leases: the caller could hear nobody."""
-        with self._lock:
-            for member in self._members.values():
-                if member.alive:
-                    member.heard_at = max(member.heard_at, min(now, member.heard_at + seconds))
+    def expect_no_more(self) -> Effects:
+        """Waits for no worker that has not come."""
+        self.expect(0, said=False)
+        return Effects(opens_gate=True)
+
+    # What is known of the workers.
 
     def is_over(self, name: str, incarnation: int) -> bool:
         """Whether that life of a worker or replica is known to have ended, otherwise than by its silence alone."""
@@ -301,43 +452,48 @@ class Membership:
         with self._lock:
             return [replace(member) for member in self._members.values()]
 
-    def of_replica(self, replica: str) -> list[Member]:
-        """Returns the live processes of a replica."""
-        with self._lock:
-            return [replace(member) for member in self._alive_of(replica)]
-
     def name_of(self, worker_id: str) -> str:
-        """Whom the run takes a worker for: its replica, or itself."""
+        """Returns the worker's name in the run: its replica's, or its own."""
         member = self._members.get(worker_id) if self.parted else None
         return worker_id if member is None else member.name
 
-    def lives(self, name: str) -> bool:
-        """Whether any process of the worker of that name is alive."""
-        return name in self.names(alive=True)
-
     def names(self, *, alive: bool = False) -> list[str]:
-        """The workers known, or alive, each replica once; in the order in which they joined."""
+        """Returns the names of the workers known, or alive, each replica once; in the order in which they joined."""
         with self._lock:
             return list(dict.fromkeys(m.name for m in self._members.values() if m.alive or not alive))
 
     def arrived(self) -> list[str]:
-        """The workers, each replica once, that need not come any more: they have pushed, or are gone."""
+        """Returns the names of the workers that need not come any more: they have pushed, or are gone."""
         with self._lock:
             return list(dict.fromkeys(entry.name for entry in self._entries() if entry.arrived))
 
-    def require_own(self, worker_id: str, incarnation: int, secret: bytes, *, replica: str = "") -> None:
-        """Refuses (NotAllowed) who names a worker, or the replica of one, that is known here, without its secret.
+    def done(self, *, expected_workers: int) -> bool:
+        """Whether as many workers as expected (at least one) have joined, and none of them is left."""
+        return len(self.names()) >= max(1, expected_workers) and self.num_alive == 0
 
-        Refuses (Superseded) a worker's earlier life beside a later one that is alive. Whom the run does not know yet,
-        or not any more, other calls refuse.
+    def finished(self, *, expected_workers: int) -> bool:
+        """Whether, beyond that, each of them left as one that had finished."""
+        done = self.done(expected_workers=expected_workers)
+        return done and all(member.state is WorkerState.FINISHED for member in self.all())
+
+    def require_own(self, worker_id: str, incarnation: int, secret: bytes, *, replica: str = "") -> None:
+        """Refuses (NotAllowed) a call that names a known worker, or the replica of one, without its secret.
+
+        Refuses (Superseded) a worker's earlier life while a later one is alive. Workers that the run does not know
+        other calls refuse.
         """
         with self._lock:
             known = self._members.get(worker_id)
             for each in [*([known] if known is not None else []), *(self._alive_of(replica) if replica else [])]:
                 if each.alive or each.incarnation == incarnation:
                     require_own(each, incarnation, secret)
-            if known is not None and known.alive and incarnation < known.incarnation:
-                raise superseded(known, incarnation)
+            _require_latest(known, incarnation)
+
+    def require_alive(self, worker_id: str, incarnation: int) -> None:
+        """Raises WaitTimedOut for a worker whose lease ran out: it has to give a heartbeat first."""
+        member = self._members.get(worker_id)
+        if member is None or member.incarnation != incarnation or not member.alive:
+            raise WaitTimedOut(f"worker {worker_id!r} was silent for longer than its lease while it waited: ask again")
 
     def require_replica(self, replica: str, incarnation: int) -> None:
         """Raises ReplicaLost where a process of that life of the replica is lost."""
@@ -359,9 +515,66 @@ class Membership:
     def _alive_of(self, replica: str) -> list[Member]:
         return [member for member in self._members.values() if member.replica == replica and member.alive]
 
+    def _taken_at(self, kind: str, worker_id: str) -> float:
+        # Pushes do not prolong the time of a step: the next one alone ends it.
+        member = self._members.get(worker_id) if kind == "round" else None
+        return 0.0 if member is None or member.taken_at is None else member.taken_at
+
+    def _require_may_join(
+        self,
+        known: Member | None,
+        others: Sequence[Member],
+        worker_id: str,
+        incarnation: int,
+        replica: str,
+        parts: tuple[int, ...],
+        secret: bytes,
+        *,
+        now: float,
+    ) -> None:
+        """Refuses a Hello for the name, the secret, the replica's life or the parts; `others`: live, of its replica."""
+        _require_latest(known, incarnation)
+        for holder in others if known is None else [known, *others]:
+            if holder.incarnation == incarnation:
+                require_own(holder, incarnation, secret)
+            elif holder.alive and not compare_digest(holder.secret, secret):
+                info = holder.info
+                raise NameHeld(
+                    f"worker {worker_id!r} cannot join yet: {holder.worker_id!r} is a live process (pid"
+                    f" {info.process_id} on {info.host or 'an unnamed host'}), heard of {now - holder.heard_at:.1f} s"
+                    f" ago. The name is free once that leaves or is silent for {self.lease_seconds:g} s, and at once"
+                    " for who shows the same PYPS_WORKER_KEY; else give this worker another name (worker_id,"
+                    " PYPS_WORKER_ID)"
+                )
+        if replica or self.parted:
+            _require_name_free(worker_id, replica, self._members.values())
+        if replica:
+            self._lives.require(replica, incarnation)
+        for other in others:
+            if other.incarnation == incarnation and (not parts or any(other.holds(part) for part in parts)):
+                raise BadRequest(
+                    f"worker {worker_id!r} declares {parts_in_words(parts)} of the model, and {other.worker_id!r} of"
+                    f" the same replica {parts_in_words(other.parts)}: give each part to one process of a replica"
+                )
+
+    def _require(self, worker_id: str, incarnation: int, secret: bytes) -> Member:
+        known = self._members.get(worker_id)
+        _require_latest(known, incarnation)
+        if known is not None and known.incarnation == incarnation:
+            require_own(known, incarnation, secret)
+            # For a replica that is out no process comes back by itself.
+            if known.state not in _ENDED and (known.alive or not known.replica):
+                return known
+            if known.replica:
+                self._lives.require(known.replica, incarnation)
+        raise UnknownWorker(
+            f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
+            " say Hello, then send the same again"
+        )
+
     def _begin_parted(self, member: Member) -> None:
         if not self.parted and not self._make_roster().missing:
-            # Whom the others waited for so far has come: nobody waits for parts of it.
+            # The workers that the others waited for so far have come: nobody waits for parts of them.
             self._expectation = Expectation(0)
         self.parted, self._roster = True, None
         if member.replica:
@@ -377,24 +590,29 @@ class Membership:
             self._out(each, WorkerState.EXPIRED)
         return others
 
+    def _without(self, gone: Sequence[Member], *, lost: bool, was_alive: bool) -> Effects:
+        """Returns what follows from the end of a worker, the first, and of those that its replica takes along."""
+        first, *others = gone
+        effects = Effects(gone=tuple((member.worker_id, lost) for member in gone))
+        if lost and was_alive and first.replica:
+            failed = first.state is WorkerState.FAILED
+            how = failure_in_words(first.message) if failed else "was lost"
+            what = f"replica {first.replica} is out: its process {first.worker_id} {how}"
+            warning = not (failed and was_interrupted(first.message))
+            taken_along = ", ".join(member.worker_id for member in others)
+            effects = effects.and_then(tell("replica", what, warning=warning, taken_along=taken_along))
+        if not any(member.alive and member.name == first.name for member in self._members.values()):
+            effects = effects.and_then(Effects(departed=(first.name,)))
+        return effects
+
     def _out(self, member: Member, state: WorkerState) -> None:
         before, member.state, member.counts = _standing(member), state, False
         self._moved(member, before=before)
 
-    def _require(self, worker_id: str, incarnation: int, secret: bytes) -> Member:
-        known = self._members.get(worker_id)
-        if known is not None and incarnation < known.incarnation and known.alive:
-            raise superseded(known, incarnation)
-        if known is not None and known.incarnation == incarnation:
-            require_own(known, incarnation, secret)
-        if known is None or known.incarnation != incarnation or known.state in _ENDED or _is_out(known):
-            if known is not None and known.replica and known.incarnation == incarnation:
-                self._lives.require(known.replica, incarnation)
-            raise UnknownWorker(
-                f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
-                " say Hello, then send the same again"
-            )
-        return known
+    def _present_roster(self) -> Roster:
+        if self._roster is None:
+            self._roster = self._make_roster()
+        return self._roster
 
     def _make_roster(self) -> Roster:
         if self.parted:
@@ -405,7 +623,7 @@ class Membership:
         return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing, tuple(sorted(coming)))
 
     def _entries(self) -> list[Entry]:
-        """The workers as a roster is made from them; those of a replica's earlier lives are none of them."""
+        """Returns the workers as a roster is made from them, without those of a replica's earlier lives."""
         return [
             Entry(m.worker_id, m.name, m.parts, m.counts, m.pushed_at is not None or not m.alive)
             for m in self._members.values()
@@ -428,10 +646,10 @@ class Membership:
         now = _standing(member)
         if now != before:
             self._roster = None
-            self._num_alive += now[0] - before[0]
+            self.num_alive += now[0] - before[0]
 
     def _forget_unheard(self, now: float) -> bool:
-        """Lets go of a worker that has said no more than one Hello, and that a while ago; False where there is none."""
+        """Forgets a worker that has said no more than one Hello, and that a while ago; False where there is none."""
         for member in self._members.values():
             silent = now - member.heard_at > UNHEARD_SHARE * self.lease_seconds
             if silent and member.alive and not member.was_heard and not member.replica:
@@ -441,7 +659,7 @@ class Membership:
         return False
 
     def _forget_gone(self) -> None:
-        """Lets go of the longest gone, so that workers that come and go do not fill the memory."""
+        """Forgets the longest gone, so that workers that come and go do not fill the memory."""
         excess = len(self._members) - GONE_FACTOR * self.workers_max
         if excess > 0:
             gone = sorted((m for m in self._members.values() if not m.alive), key=lambda m: m.heard_at)
@@ -450,19 +668,13 @@ class Membership:
             self._lives.keep({member.replica for member in self._members.values()})
 
 
-# Workers known, gone ones included, are at most this many times workers_max.
-GONE_FACTOR = 4
+_STALLED = {
+    "expected": "expected workers are waited for no longer, as they came too late; each counts from its first push",
+    "round": "worker does not count until its next push: others waited too long for it",
+    "step": "worker is not waited for until it asks for its next step: others waited too long for it",
+}
 
-# Where all places are taken, a name that said no more than one Hello keeps its place for that part of a lease.
-UNHEARD_SHARE = 1 / 3
-
-# A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.
-STALLS_MAX = 2
-
-_ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
-
-
-# What a roster is made from: whether a worker is alive, counts, and has yet to push.
+# What a roster is made from: whether a worker is alive, is active, and has yet to push.
 Standing = tuple[bool, bool, bool]
 _GONE: Standing = (False, False, False)
 
@@ -471,6 +683,31 @@ def _standing(member: Member) -> Standing:
     return member.state is _ALIVE, member.counts, member.pushed_at is None
 
 
-def _is_out(member: Member) -> bool:
-    """Whether it went with its replica, for which no process comes back by itself."""
-    return bool(member.replica) and not member.alive
+def require_own(known: Member, incarnation: int, secret: bytes) -> None:
+    """Refuses a call in that worker's name without its secret."""
+    if not compare_digest(known.secret, secret):
+        raise NotAllowed(
+            f"the call is in the name of worker {known.worker_id!r} (incarnation {incarnation}) without its secret:"
+            " send the one that HelloReply brought in the Sender of every call, another Hello too"
+        )
+
+
+def _require_latest(known: Member | None, incarnation: int) -> None:
+    """Refuses a process whose name a later one holds."""
+    if known is not None and known.alive and incarnation < known.incarnation:
+        raise Superseded(
+            f"worker {known.worker_id!r} is held by a later process (incarnation {known.incarnation}, this one is"
+            f" {incarnation}); give this process another worker id"
+        )
+
+
+def _require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -> None:
+    """Refuses a worker of one process and a replica, or a process of it, that go by one name."""
+    name = replica or worker_id
+    for other in members:
+        if other.alive and other.replica != replica and (other.name == name or other.worker_id == worker_id):
+            taken = name if other.name == name else worker_id
+            raise BadRequest(
+                f"{taken!r} is the name of a worker of one process and of a replica, or of a process of it: give one"
+                " of them another name (worker_id, PYPS_WORKER_ID)"
+            )

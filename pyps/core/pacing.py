@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from pyps.core.effects import NONE, Effects
+from pyps.core.roster import not_joined
 from pyps_wire.errors import BadRequest
+
+Wake = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -182,10 +186,9 @@ class Pacer(ABC):
         waiting = [worker for worker in workers if not worker.granted]
         return set(self._ahead_of(waiting)) if waiting and not self.missing else set()
 
-    def step_of(self, worker_id: str) -> int | None:
-        """Returns a number that stays as long as a worker that is present is at its step; None for others."""
-        worker = self._state.present.get(worker_id)
-        return worker.ticket if worker is not None else None
+    def step_of(self, worker_id: str) -> int:
+        """Returns a number that a worker's next step changes; the worker is present."""
+        return self._state.present[worker_id].ticket
 
     @property
     def missing(self) -> int:
@@ -334,3 +337,125 @@ class StagedPacer(Pacer):
 
     def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
         return self._stage._ahead_of(waiting)
+
+
+class StepGate:
+    """The protocol's pacer and the calls that wait for it: wakes those whose workers may go on, and no others.
+
+    It is a state machine without lock or thread, as a pacer is: its owner calls one method at a time and carries out
+    what it returns. A call that waits leaves its wake function here, which is never called here, and asks again once
+    that is among an event's effects. To ask twice for one step is to ask once, so a worker may repeat a call whose
+    answer was lost.
+    """
+
+    def __init__(self, pacer: Pacer | None = None):
+        # None under most protocols, whose pushes pass by here; may be read from any thread.
+        self.pacer = pacer
+        self._version = 0
+        # Those of each worker's calls that wait.
+        self._wakes: dict[str, list[Wake]] = {}
+        # Of each worker, the call under way that asked last.
+        self._asking: dict[str, Wake] = {}
+
+    @property
+    def asks(self) -> bool:
+        """Whether workers must ask before a step. May be read from any thread."""
+        pacer = self.pacer
+        return pacer is not None and pacer.asks(self._version)
+
+    def ask(self, worker_id: str, clock: int, wake: Wake) -> tuple[bool, Effects]:
+        """Whether the worker may begin the step after `clock` steps; if not, `wake` says when to ask again."""
+        if self.pacer is None or not self.asks:
+            return True, NONE
+        released = self.pacer.arrive(worker_id, clock)
+        self._asking[worker_id] = wake
+        effects = self._wake(other for other in released if other != worker_id)
+        granted = worker_id in released
+        if not granted:
+            waiting = self._wakes.setdefault(worker_id, [])
+            if wake not in waiting:
+                waiting.append(wake)
+        return granted, effects
+
+    def forget(self, worker_id: str, wake: Wake, *, withdraw: bool = False) -> Effects:
+        """Takes back a wake function: its call has ended. The worker stands where it stood.
+
+        `withdraw` says that nobody takes the call's answer any more. The worker then gives up its place, unless it
+        has asked again since: others would wait in vain for a step that it does not know it has.
+        """
+        left = [other for other in self._wakes.pop(worker_id, []) if other != wake]
+        if left:
+            self._wakes[worker_id] = left
+        if self._asking.get(worker_id) != wake:
+            return NONE
+        del self._asking[worker_id]
+        return self._wake(self.pacer.withdraw(worker_id)) if withdraw and self.pacer is not None else NONE
+
+    def depart(self, worker_id: str) -> Effects:
+        """Waits for that worker no longer; calls of its own that wait ask again."""
+        if self.pacer is None:
+            return NONE
+        # Who goes without ever having asked is no longer expected to.
+        return self._wake([*self.pacer.excuse([worker_id]), *self.pacer.depart(worker_id), worker_id])
+
+    def excuse(self, worker_ids: Iterable[str]) -> Effects:
+        """Waits no longer for those workers to ask before anybody may begin: they are gone, or at work already."""
+        return self._wake(self.pacer.excuse(worker_ids)) if self.pacer is not None else NONE
+
+    def expect(self, quorum: int, at_work: Iterable[str] = ()) -> Effects:
+        """Lets nobody begin before so many workers have asked, gone or been at work; all waiting calls ask again."""
+        if self.pacer is None or self.pacer.quorum == quorum:
+            return self.excuse(at_work)
+        self.pacer.quorum = quorum
+        return self._wake(list(self._wakes)).and_then(self.excuse(at_work))
+
+    def holding_up(self) -> dict[str, int]:
+        """Return the workers whose steps others wait for, each with a number that its next step changes."""
+        if self.pacer is None:
+            return {}
+        # A worker that waits itself holds nobody up.
+        return {name: self.pacer.step_of(name) for name in self.pacer.waited_for(self._wakes) - self._wakes.keys()}
+
+    def set_aside(self, worker_id: str) -> Effects:
+        """Wait no longer for a worker, until it asks for its next step."""
+        return NONE if self.pacer is None else self._wake(self.pacer.set_aside(worker_id))
+
+    def advanced(self, version: int) -> Effects:
+        """Notes a shard's version; the highest counts."""
+        self._version = max(self._version, version)
+        if self.pacer is None:
+            return NONE
+        asked = self.asks
+        released = self.pacer.advanced(self._version)
+        # From where nobody needs to ask, everybody may go.
+        return self._wake(released if asked else list(self._wakes))
+
+    def replace(self, pacer: Pacer | None, *, quorum: int, at_work: Iterable[str], version: int) -> Effects:
+        """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
+
+        It is told of the quorum, of those who are at work already, and of the version: without a pacer nobody is.
+        """
+        if pacer is not None:
+            pacer.quorum = quorum
+            if self.pacer is not None:
+                pacer.take_over(self.pacer)
+        self.pacer = pacer
+        return self._wake(list(self._wakes)).and_then(self.excuse(at_work)).and_then(self.advanced(version))
+
+    def waiting_for(self, worker_id: str) -> tuple[str, ...]:
+        """Whom that worker waits for."""
+        return self.pacer.waiting_for(worker_id) if self.pacer is not None else ()
+
+    def awaited(self, alive: Iterable[str]) -> tuple[str, ...]:
+        """Whom the gate waits for: the live workers that have not asked by name, those that never joined counted."""
+        if self.pacer is None or not self.pacer.missing:
+            return ()
+        coming = sorted(self.pacer.not_seen(alive))
+        return (*coming, *not_joined(self.pacer.missing - len(coming)))
+
+    def holds_for(self, alive: Iterable[str]) -> tuple[str, ...]:
+        """The same as long as a call waits for them; () while nobody does."""
+        return self.awaited(alive) if self._wakes else ()
+
+    def _wake(self, worker_ids: Iterable[str]) -> Effects:
+        return Effects(wakes=tuple(wake for worker_id in worker_ids for wake in self._wakes.pop(worker_id, [])))

@@ -13,7 +13,6 @@ from pyps.core import aggregation, schedule, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
 from pyps.core.effects import Effects
-from pyps.core.gate import StepGate, Wake
 from pyps.core.gradient import (
     NATIVE,
     Finding,
@@ -26,11 +25,11 @@ from pyps.core.gradient import (
     require_rate,
     scan,
 )
-from pyps.core.pacing import Free
+from pyps.core.membership import Membership
+from pyps.core.pacing import Free, StepGate, Wake
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
-from pyps.core.registry import WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.store import PendingBudget, Pushed, Store
@@ -64,15 +63,14 @@ class RoundController:
         self,
         config: ServerConfig,
         *,
-        registry: WorkerRegistry,
+        membership: Membership,
         statistics: Statistics,
         events: Events,
         clock: Callable[[], float],
         recorder: Recorder | None,
     ):
         self._config = config
-        self._registry = registry
-        self._membership = registry.membership
+        self._membership = membership
         self._statistics = statistics
         self._events = events
         self._clock = clock
@@ -109,7 +107,7 @@ class RoundController:
                 for shard_id, shard in content.shards.items():
                     former.setdefault(content.parts[shard_id], set()).update(shard.contributors())
                 # A replica pushes to each part of the model by one of its processes.
-                self._membership.await_workers(max(map(len, former.values()), default=0))
+                self._membership.expect(max(map(len, former.values()), default=0), said=False)
             self._renew_pacer(content)
 
     @property
@@ -245,7 +243,9 @@ class RoundController:
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
         roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock, secret=secret)
         if roster is None:
-            roster, effects = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None, secret=secret)
+            roster, effects = self._membership.pushed(
+                worker_id, incarnation, now=now, clock=clock or None, secret=secret
+            )
             self.carry_out(effects)
         if self.steps.pacer is not None and self.steps.pacer.missing:
             # At work already, with or without asking.
@@ -269,8 +269,8 @@ class RoundController:
         if receipt.duplicate:
             return
         is_taken = receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED
-        if is_taken and self._membership.taken(gradient.worker_id, gradient.incarnation, now=now):
-            self.carry_out(self._registry.counts_again(gradient.worker_id))
+        if is_taken and (effects := self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)).told:
+            self.carry_out(effects)
         if gradient.kind != PayloadKind.NOTHING:
             self._caveats.counted.add(gradient.example_count > 0)
         if update is not None:
@@ -292,6 +292,8 @@ class RoundController:
             self.at_gate(self.steps.depart, name)
             if self.owner.release(name):
                 self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
+        for name in effects.set_aside:
+            self.at_gate(self.steps.set_aside, name)
         if effects.opens_gate:
             self.at_gate(self.steps.expect, 0)
         for wake in effects.wakes:
@@ -335,7 +337,7 @@ class RoundController:
             content, roster = self._content, self._membership.roster
             if content is None:
                 return
-            idle = self._registry.stalls.idle(self._membership.alive(), now=now)
+            idle = self._membership.idle(now)
             waited_for = set[str]()
             # In the order of the rosters, each once.
             awaited = list(dict.fromkeys(name for of_part in content.rosters(roster) for name in of_part.awaited))
@@ -345,9 +347,11 @@ class RoundController:
                     waited_for.update(shard.waiting_for(content.roster_of(shard_id, roster)))
         alive = self._membership.names(alive=True)
         with self._steps_lock:
-            at_gate = self.steps.holds_for(alive)
-        self.carry_out(self._registry.look(waited_for, idle=idle, awaited=awaited, at_gate=at_gate, now=now))
-        self.at_gate(self.steps.stall, now=now, stall_seconds=self._config.stall_seconds)
+            at_gate, at_steps = self.steps.holds_for(alive), self.steps.holding_up()
+        stalled = self._membership.look(
+            now=now, idle=idle, in_rounds=waited_for, awaited=awaited, at_gate=at_gate, at_steps=at_steps
+        )
+        self.carry_out(stalled)
 
     def waited_for_by(self, worker_id: str) -> tuple[str, ...]:
         """Whom a worker waits for that may not begin its next step yet."""
@@ -357,13 +361,15 @@ class RoundController:
 
     def tick(self, now: float) -> None:
         """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
-        self.carry_out(self._registry.expire(now))
+        self.carry_out(self._membership.expire(now))
         content = self._content
         if content is None:
             return
         if content.initializer is None:
             missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
-            self.carry_out(self._registry.look_at_restored(missing=missing, ready_at=content.ready_at, now=now))
+            if missing and now - content.ready_at > self._membership.lease_seconds:
+                # Those that live have given a heartbeat by now.
+                self.carry_out(self._membership.expect_no_more())
         self._look_for_stalls(now)
         self.complete_rounds()
         self._warn()
@@ -440,7 +446,7 @@ class RoundController:
         """Waits for so many workers at the beginning, those that pushed or are gone included; 0 when unknown."""
         with self._lock:
             self._membership.expect(num_workers)
-            self.at_gate(self.steps.expect, self._registry.quorum, self._membership.arrived())
+            self.at_gate(self.steps.expect, self._membership.quorum, self._membership.arrived())
         self._events.add("configured", "settings changed", expected_workers=num_workers)
         self.complete_rounds()
 
@@ -508,7 +514,7 @@ class RoundController:
         # Nothing crosses between servers: the first alone grants steps.
         if content.server_index == 0:
             pacer = self.behaviour.aggregation.pacer() or (Free() if self._config.start_together else None)
-        quorum, at_work = self._registry.quorum, self._membership.arrived()
+        quorum, at_work = self._membership.quorum, self._membership.arrived()
         self.at_gate(self.steps.replace, pacer, quorum=quorum, at_work=at_work, version=content.version_max)
 
 

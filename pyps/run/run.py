@@ -14,10 +14,8 @@ from pyps.core.aggregation import Aggregation, brought_policy
 from pyps.core.behaviour import Behaviour
 from pyps.core.election import Election
 from pyps.core.gradient import Finding, Gradient, scan
-from pyps.core.member import WorkerInfo
-from pyps.core.membership import Membership
+from pyps.core.membership import Membership, WorkerInfo
 from pyps.core.plan import PushPlan
-from pyps.core.registry import WorkerRegistry
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Pushed, Store
 from pyps.run import handshake
@@ -75,11 +73,11 @@ class Run:
             lease_seconds=config.lease_seconds,
             workers_max=config.max_workers,
             expected_workers=config.expected_workers,
+            stall_seconds=config.stall_seconds,
         )
-        self._registry = WorkerRegistry(self.membership, stall_seconds=config.stall_seconds)
         self.rounds = RoundController(
             config,
-            registry=self._registry,
+            membership=self.membership,
             statistics=self.statistics,
             events=self.events,
             clock=self.clock,
@@ -121,7 +119,8 @@ class Run:
             content = self.content
             if isinstance(content, ReadyContent):
                 # Who came while the server was empty waited for the first parameters: it is of this run.
-                waited = self._registry.is_member(greeting.worker_id, greeting.incarnation)
+                member = self.membership.get(greeting.worker_id)
+                waited = member is not None and member.incarnation == greeting.incarnation
                 handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
@@ -129,7 +128,7 @@ class Run:
                 return Welcome()
             greeting = handshake.with_parts(greeting, content.model, protocol=self._aggregation)
             info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
-            joined = self._registry.join(
+            joined = self.membership.join(
                 greeting.worker_id,
                 greeting.incarnation,
                 now=now,
@@ -163,7 +162,7 @@ class Run:
         try:
             if known:
                 now = self.clock()
-                heard = self._registry.heard(
+                heard = self.membership.heard(
                     worker_id, incarnation, now=now, clock=clock, scalars=scalars, secret=secret
                 )
                 self.rounds.carry_out(heard)
@@ -175,7 +174,7 @@ class Run:
     def heard(self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"") -> None:
         """Takes a worker's call as a heartbeat; refuses one of another run, of an unknown worker or not its own."""
         self._require_run(self._require_content(), run_id)
-        self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock(), secret=secret))
+        self.rounds.carry_out(self.membership.heard(worker_id, incarnation, now=self.clock(), secret=secret))
 
     def require_named(self, run_id: str) -> None:
         """Refuses a caller that names another run; one may name none, as while nobody knew its name."""
@@ -189,7 +188,7 @@ class Run:
         # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
         if not self.is_ready or run_id == self.content.run_id:
             now = self.clock()
-            left = self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message, secret=secret)
+            left = self.membership.leave(worker_id, incarnation, now=now, failed=failed, message=message, secret=secret)
             self.rounds.carry_out(left)
         return self.membership.num_alive
 
@@ -222,7 +221,7 @@ class Run:
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
             # It may be at it for longer than its lease.
-            heard = self._registry.heard(
+            heard = self.membership.heard(
                 opening.worker_id, opening.incarnation, now=self.clock(), secret=opening.secret
             )
             self.rounds.carry_out(heard)
@@ -322,9 +321,9 @@ class Run:
         """
         self._serving(run_id)
         if again:
-            self._registry.require_alive(worker_id, incarnation)
+            self.membership.require_alive(worker_id, incarnation)
         else:
-            heard = self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock, secret=secret)
+            heard = self.membership.heard(worker_id, incarnation, now=self.clock(), clock=clock, secret=secret)
             self.rounds.carry_out(heard)
         if self._ending.over:
             return True
@@ -379,7 +378,7 @@ class Run:
 
     def stood_still(self, seconds: float) -> None:
         """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
-        self.rounds.carry_out(self._registry.stood_still(seconds, now=self.clock()))
+        self.rounds.carry_out(self.membership.stood_still(seconds, now=self.clock()))
         with self._lock:
             self.election.stood_still(seconds)
 
@@ -393,7 +392,7 @@ class Run:
         self.work.tick(now)
         if content.ready_at is not None:
             self._ending.after_seconds(now - content.ready_at, content.shards.values())
-            if self.measures and self._registry.done(expected_workers=1):
+            if self.measures and self.membership.done(expected_workers=1):
                 self.reset(content.run_id)
 
     def finish(self, reason: str = "stopped on request") -> None:
@@ -460,12 +459,12 @@ class Run:
     @property
     def done(self) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
-        return not self.measures and self._registry.done(expected_workers=self.membership.expected_workers)
+        return not self.measures and self.membership.done(expected_workers=self.membership.expected_workers)
 
     @property
     def workers_finished(self) -> bool:
         """True when it is done and no worker failed, or fell silent, that has not come again and finished."""
-        return not self.measures and self._registry.finished(expected_workers=self.membership.expected_workers)
+        return not self.measures and self.membership.finished(expected_workers=self.membership.expected_workers)
 
     def header(self) -> RunHeader:
         """What the run is, apart from its shards: the head of a checkpoint."""

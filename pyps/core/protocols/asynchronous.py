@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import PayloadKind
-from pyps.core.member import parts_in_words
 from pyps.core.protocols.base import Acknowledge, Aggregation, Apply, Arrival, Decision, Part
+from pyps.core.replicas import parts_in_words
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
 

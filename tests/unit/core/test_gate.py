@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pyps.core.effects import NONE, Effects
-from pyps.core.gate import StepGate
-from pyps.core.pacing import StagedPacer, TurnTaking
+from pyps.core.pacing import StagedPacer, StepGate, TurnTaking
 
 
 class Calls:
@@ -34,9 +33,6 @@ class Calls:
 
     def depart(self, name: str) -> None:
         self.carry_out(self.gate.depart(name))
-
-    def stalled(self, now: float) -> list[str]:
-        return self.carry_out(self.gate.stall(now=now, stall_seconds=2.0))
 
 
 def test_only_the_worker_that_is_released_is_woken_and_a_question_repeated_is_one_question():
@@ -112,14 +108,16 @@ def test_those_that_wait_are_woken_from_the_version_at_which_nobody_needs_to_ask
     assert not calls.gate.asks
 
 
-def test_the_time_of_a_worker_that_takes_its_next_step_begins_anew():
+def test_a_worker_that_holds_others_up_does_so_with_one_step_until_it_is_set_aside():
     calls = Calls(StepGate(TurnTaking()))
     assert [calls.ask(name) for name in "ab"] == [True, False]
-    assert calls.stalled(0.0) == []
+    first = calls.gate.holding_up()
+    assert list(first) == ["a"] and calls.gate.holding_up() == first
     assert not calls.ask("a", clock=1)
     assert calls.ask("b")
-    assert calls.ask("a", clock=1) is False
+    assert list(calls.gate.holding_up()) == ["b"], "one that waits itself holds nobody up"
     assert not calls.ask("b", clock=1)
     assert calls.ask("a", clock=1)
-    assert calls.stalled(2.0) == []
-    assert calls.stalled(4.0) == ["a"]
+    assert calls.gate.holding_up() != first
+    calls.carry_out(calls.gate.set_aside("a"))
+    assert (calls.woken[-1], calls.gate.holding_up()) == ("b", {})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pyps.core.membership import GONE_FACTOR, Membership, WorkerInfo, WorkerState
+from pyps.core.effects import NONE, Effects
+from pyps.core.membership import GONE_FACTOR, Member, Membership, WorkerInfo, WorkerState
 from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
 
 
@@ -17,49 +20,63 @@ def ids(members: Membership) -> list[str]:
     return [member.worker_id for member in members.alive()]
 
 
+def gone(effects: Effects) -> list[str]:
+    return [worker_id for worker_id, _ in effects.gone]
+
+
+def known(members: Membership, worker_id: str) -> Member:
+    member = members.get(worker_id)
+    assert member is not None
+    return member
+
+
 def roster(members: Membership) -> tuple[list[str], int]:
     return list(members.roster.workers), members.roster.missing
 
 
 def test_a_worker_that_joins_is_alive(members: Membership) -> None:
-    member = members.join("a", 1, now=5.0, info=WorkerInfo(host="box"))
+    [told] = members.join("a", 1, now=5.0, info=WorkerInfo(host="box")).told
+    member = known(members, "a")
+    assert (told.kind, told.facts["host"]) == ("joined", "box")
     assert (member.alive, member.info.host, member.joined_at) == (True, "box", 5.0)
     assert (ids(members), members.num_alive) == (["a"], 1)
 
 
 def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
     members.join("a", 1, now=0.0)
-    members.renew("a", 1, now=0.0)
+    members.heard("a", 1, now=0.0)
     members.join("b", 1, now=10.0)
-    assert members.expire(29.9) == []
-    assert [member.worker_id for member in members.expire(30.5)] == ["a"]
-    assert (members.expire(31.0), ids(members), members.num_alive) == ([], ["b"], 1)
-    assert members.renew("a", 1, now=35.0)
+    assert members.expire(29.9) is NONE
+    expired = members.expire(30.5)
+    assert (expired.gone, expired.departed, expired.told[0].kind) == ((("a", True),), ("a",), "expired")
+    assert (members.expire(31.0), ids(members), members.num_alive) == (NONE, ["b"], 1)
+    assert [told.kind for told in members.heard("a", 1, now=35.0).told] == ["back"]
     assert members.num_alive == 2
 
 
 def test_a_sign_of_life_renews_the_lease_and_one_that_was_overtaken_does_not_shorten_it(members: Membership) -> None:
     members.join("a", 1, now=0.0)
-    members.renew("a", 1, now=20.0)
-    members.renew("a", 1, now=1.0)
-    assert members.expire(49.9) == []
-    assert [member.worker_id for member in members.expire(50.1)] == ["a"]
+    members.heard("a", 1, now=20.0)
+    members.heard("a", 1, now=1.0)
+    assert members.expire(49.9) is NONE
+    assert gone(members.expire(50.1)) == ["a"]
 
 
 def test_an_unknown_worker_or_process_is_told_to_say_hello(members: Membership) -> None:
     with pytest.raises(UnknownWorker, match="say Hello"):
-        members.renew("a", 1, now=0.0)
+        members.heard("a", 1, now=0.0)
     members.join("a", 1, now=0.0)
     with pytest.raises(UnknownWorker, match="say Hello"):
-        members.renew("a", 2, now=1.0)
+        members.heard("a", 2, now=1.0)
 
 
 def test_a_later_process_takes_the_name_over_and_the_earlier_ones_farewell_does_not_end_it(members: Membership) -> None:
     members.join("a", 1, now=0.0)
-    members.join("a", 2, now=1.0)
+    taken_over = members.join("a", 2, now=1.0)
+    assert (taken_over.gone, taken_over.departed) == ((("a", True),), ("a",))
     with pytest.raises(Superseded, match="later process"):
-        members.renew("a", 1, now=2.0)
-    assert members.leave("a", 1, now=2.0, state=WorkerState.FINISHED) == []
+        members.heard("a", 1, now=2.0)
+    assert members.leave("a", 1, now=2.0, failed=False) is NONE
     assert members.num_alive == 1
 
 
@@ -68,16 +85,19 @@ def test_an_earlier_process_gets_the_name_of_a_dead_one_and_not_of_a_live_one(me
     with pytest.raises(Superseded, match="incarnation 2, this one is 1"):
         members.join("a", 1, now=1.0)
     members.expire(31.0)
-    assert members.join("a", 1, now=32.0).incarnation == 1, "its clock may be slow"
+    members.join("a", 1, now=32.0)
+    assert known(members, "a").incarnation == 1, "its clock may be slow"
 
 
 def test_a_worker_that_leaves_no_longer_counts_and_has_to_say_hello_to_come_back(members: Membership) -> None:
     members.join("a", 1, now=0.0)
-    [left] = members.leave("a", 1, now=1.0, state=WorkerState.FAILED, message="out of memory")
+    assert members.leave("a", 1, now=1.0, failed=True, message="out of memory").departed == ("a",)
+    left = known(members, "a")
     assert (left.state, left.message, members.num_alive) == (WorkerState.FAILED, "out of memory", 0)
     with pytest.raises(UnknownWorker):
-        members.renew("a", 1, now=2.0)
-    assert members.join("a", 1, now=3.0).alive
+        members.heard("a", 1, now=2.0)
+    members.join("a", 1, now=3.0)
+    assert known(members, "a").alive
 
 
 def test_too_many_workers_are_refused_with_the_setting_to_change(members: Membership) -> None:
@@ -85,35 +105,37 @@ def test_too_many_workers_are_refused_with_the_setting_to_change(members: Member
         members.join(worker_id, 1, now=0.0)
     with pytest.raises(LimitExceeded, match=r"3 workers are alive and the limit is 3; raise --max-workers"):
         members.join("d", 1, now=1.0)
-    assert members.join("b", 2, now=1.0).incarnation == 2, "its own may say Hello again"
+    members.join("b", 2, now=1.0)
+    assert known(members, "b").incarnation == 2, "its own may say Hello again"
 
 
 def test_names_that_said_no_more_than_hello_make_way_and_are_not_remembered(members: Membership) -> None:
     for worker_id in "abc":
         members.join(worker_id, 1, now=0.0)
-    members.renew("b", 1, now=1.0)
-    assert members.join("d", 1, now=11.0).alive
+    members.heard("b", 1, now=1.0)
+    members.join("d", 1, now=11.0)
     assert ids(members) == ["b", "c", "d"]
     members.join("e", 1, now=12.0)
     with pytest.raises(LimitExceeded, match="raise --max-workers"):
         members.join("f", 1, now=20.0)
-    assert [member.worker_id for member in members.expire(50.0)] == ["b", "d", "e"]
+    assert gone(members.expire(50.0)) == ["b", "d", "e"]
     assert [member.worker_id for member in members.all()] == ["b"]
     with pytest.raises(UnknownWorker, match="say Hello"):
-        members.renew("d", 1, now=51.0)
+        members.heard("d", 1, now=51.0)
 
 
 def test_a_repeated_hello_keeps_the_workers_figures(members: Membership) -> None:
     members.join("a", 1, now=0.0)
-    members.renew("a", 1, now=1.0, clock=7, scalars={"loss": 0.5})
-    member = members.join("a", 1, now=2.0)
+    members.heard("a", 1, now=1.0, clock=7, scalars={"loss": 0.5})
+    assert members.join("a", 1, now=2.0) == NONE
+    member = known(members, "a")
     assert (member.clock, dict(member.scalars), member.joined_at) == (7, {"loss": 0.5}, 0.0)
 
 
 def test_gone_workers_are_forgotten_in_the_end(members: Membership) -> None:
     for number in range(100):
         members.join(f"worker-{number}", 1, now=float(number))
-        members.leave(f"worker-{number}", 1, now=float(number), state=WorkerState.FINISHED)
+        members.leave(f"worker-{number}", 1, now=float(number), failed=False)
     assert len(members.all()) <= GONE_FACTOR * 3
     assert members.get("worker-99") is not None
 
@@ -122,10 +144,10 @@ def test_a_worker_counts_from_its_first_push(members: Membership) -> None:
     members.join("b", 1, now=0.0)
     members.join("a", 1, now=0.0)
     assert roster(members) == ([], 0)
-    assert list(members.pushed("b", 1, now=1.0).workers) == ["b"]
-    assert list(members.pushed("a", 1, now=1.0).workers) == ["a", "b"]
-    before = members.roster
-    assert members.pushed("a", 1, now=2.0) is before, "nothing has changed"
+    assert members.pushed("b", 1, now=1.0)[0].workers == ("b",)
+    active, effects = members.pushed("a", 1, now=1.0)
+    assert (active.workers, [told.kind for told in effects.told]) == (("a", "b"), ["counts"])
+    assert members.pushed("a", 1, now=2.0) == (active, NONE) and members.roster is active, "nothing has changed"
     members.join("a", 2, now=2.0)
     assert roster(members) == (["b"], 0), "a later process counts from its own first push"
     with pytest.raises(Superseded):
@@ -136,14 +158,14 @@ def test_a_worker_that_goes_or_stalls_counts_no_more(members: Membership) -> Non
     for index, name in enumerate(("a", "b", "c")):
         members.join(name, 1, now=0.0)
         members.pushed(name, 1, now=10.0 * index)
-    members.leave("c", 1, now=30.0, state=WorkerState.FINISHED)
+    members.leave("c", 1, now=30.0, failed=False)
     assert roster(members) == (["a", "b"], 0)
     members.expire(35.0)
     assert roster(members) == (["b"], 0)
     assert members.stall("b")
     assert not members.stall("b")
     assert (roster(members), ids(members)) == (([], 0), ["b"])
-    members.renew("a", 1, now=36.0)
+    members.heard("a", 1, now=36.0)
     assert roster(members) == ([], 0), "back, it counts again from its next push"
     members.pushed("b", 1, now=37.0)
     assert roster(members) == (["b"], 0)
@@ -156,12 +178,12 @@ def test_expected_workers_are_missing_until_they_have_pushed_or_gone() -> None:
         members.join(name, 1, now=0.0)
     members.pushed("a", 1, now=1.0)
     assert roster(members) == (["a"], 2)
-    members.leave("b", 1, now=2.0, state=WorkerState.FAILED)
+    members.leave("b", 1, now=2.0, failed=True)
     assert roster(members) == (["a"], 1)
     members.pushed("c", 1, now=3.0)
     assert roster(members) == (["a", "c"], 0)
     members.join("d", 1, now=4.0)
-    members.leave("a", 1, now=5.0, state=WorkerState.FINISHED)
+    members.leave("a", 1, now=5.0, failed=False)
     assert roster(members) == (["c"], 0), "once all have come nobody is missing again"
 
 
@@ -173,3 +195,50 @@ def test_an_expected_worker_that_starts_anew_is_still_to_come() -> None:
     assert roster(members) == ([], 2)
     members.expect_no_more()
     assert roster(members) == ([], 0)
+
+
+# Who holds others up.
+
+
+@pytest.fixture
+def pair() -> Membership:
+    members = Membership(lease_seconds=1000.0, workers_max=9, stall_seconds=10.0)
+    for name in ("a", "b"):
+        members.join(name, 1, now=0.0)
+        members.pushed(name, 1, now=0.0)
+    return members
+
+
+def look(members: Membership, *in_rounds: str, now: float, **held: Any) -> list[str]:
+    """Whom nobody waits for any more after the look."""
+    effects = members.look(now=now, idle={"a", "b"}, in_rounds=set(in_rounds), **held)
+    return [*effects.departed, *effects.set_aside, *["expected"] * effects.opens_gate]
+
+
+def test_a_worker_that_is_waited_for_and_does_not_push_stalls_and_long_steps_of_its_own_hold_nobody_up(
+    pair: Membership,
+) -> None:
+    assert [look(pair, *names, now=now) for names, now in (("", 500.0), ("b", 500.0), ("b", 509.0))] == [[]] * 3
+    assert look(pair, "b", now=510.0) == ["b"]
+    assert pair.roster.workers == ("a",)
+
+
+def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(pair: Membership) -> None:
+    look(pair, "a", "b", now=100.0)
+    pair.taken("b", 1, now=105.0)
+    look(pair, "b", now=106.0)
+    assert look(pair, "a", "b", now=112.0) == []
+    assert look(pair, "a", "b", now=115.0) == ["b"]
+
+
+def test_a_step_is_timed_until_the_next_whatever_is_pushed(pair: Membership) -> None:
+    assert [look(pair, now=now, at_steps={"a": step}) for now, step in ((0.0, 1), (9.0, 2))] == [[], []]
+    pair.taken("a", 1, now=15.0)
+    assert look(pair, now=18.0, at_steps={"a": 2}) == []
+    assert look(pair, now=19.0, at_steps={"a": 2}) == ["a"]
+
+
+def test_a_gate_that_holds_nobody_up_for_a_while_is_timed_anew(pair: Membership) -> None:
+    for now, at_gate in ((100.0, ["c"]), (109.0, ["c"]), (109.5, []), (110.0, ["c"]), (119.0, ["c"])):
+        assert look(pair, now=now, at_gate=at_gate) == []
+    assert look(pair, now=120.0, at_gate=["c"]) == ["expected"]

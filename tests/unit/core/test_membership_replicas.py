@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pyps.core.effects import NONE
 from pyps.core.membership import Member, Membership, WorkerState
 from pyps_wire.errors import BadRequest, LimitExceeded, ReplicaLost, Superseded, UnknownWorker
 
@@ -15,7 +16,9 @@ def members() -> Membership:
 
 def join(members: Membership, replica: str, *parts: int, incarnation: int = 1, now: float = 0.0) -> list[Member]:
     """Joins a process for each part."""
-    return [members.join(f"{replica}/{part}", incarnation, now=now, replica=replica, parts=(part,)) for part in parts]
+    for part in parts:
+        members.join(f"{replica}/{part}", incarnation, now=now, replica=replica, parts=(part,))
+    return [member for member in members.all() if member.replica == replica]
 
 
 def push(members: Membership, *worker_ids: str, incarnation: int = 1, now: float = 1.0) -> None:
@@ -39,9 +42,12 @@ def test_a_process_that_fails_takes_its_replica_along(members: Membership) -> No
     join(members, "s", 0, 1)
     push(members, "r/0", "r/1", "s/0", "s/1")
 
-    gone = members.leave("r/1", 1, now=2.0, state=WorkerState.FAILED, message="out of memory")
+    effects = members.leave("r/1", 1, now=2.0, failed=True, message="out of memory")
 
-    assert [(m.worker_id, m.state) for m in gone] == [("r/1", WorkerState.FAILED), ("r/0", WorkerState.EXPIRED)]
+    assert (effects.gone, effects.departed) == ((("r/1", True), ("r/0", True)), ("r",))
+    assert effects.told[-1].what == "replica r is out: its process r/1 failed (out of memory)"
+    states = {member.worker_id: member.state for member in members.all() if member.replica == "r"}
+    assert states == {"r/0": WorkerState.EXPIRED, "r/1": WorkerState.FAILED}
     assert alive(members) == ["s/0", "s/1"]
     assert [members.roster.of_part(part).workers for part in (0, 1)] == [("s/0",), ("s/1",)]
     require_lost(members, "r", r"'r/1' failed \(out of memory\)")
@@ -49,16 +55,16 @@ def test_a_process_that_fails_takes_its_replica_along(members: Membership) -> No
 
 def test_a_process_that_falls_silent_takes_its_replica_along(members: Membership) -> None:
     join(members, "r", 0, 1)
-    members.renew("r/0", 1, now=29.0)
+    members.heard("r/0", 1, now=29.0)
 
-    assert [member.worker_id for member in members.expire(31.0)] == ["r/1", "r/0"]
+    assert members.expire(31.0).gone == (("r/1", True), ("r/0", True))
     assert members.num_alive == 0
     require_lost(members, "r", "'r/1' was silent for longer than its lease")
 
 
 def require_lost(members: Membership, replica: str, how: str) -> None:
     """Each process of the replica is told, whatever it calls, which of them was lost and how."""
-    for call in (members.renew, members.pushed, members.join):
+    for call in (members.heard, members.pushed, members.join):
         extra = {"replica": replica, "parts": (0,)} if call == members.join else {}
         for process in (f"{replica}/0", f"{replica}/1"):
             words = f"replica '{replica}' is out of the run: its process {how}.*start it anew"
@@ -69,10 +75,10 @@ def require_lost(members: Membership, replica: str, how: str) -> None:
 def test_a_process_that_finishes_leaves_the_others_alone(members: Membership) -> None:
     join(members, "r", 0, 1)
 
-    gone = members.leave("r/0", 1, now=1.0, state=WorkerState.FINISHED)
+    effects = members.leave("r/0", 1, now=1.0, failed=False)
 
-    assert ([member.worker_id for member in gone], alive(members)) == (["r/0"], ["r/1"])
-    assert (members.lives("r"), members.renew("r/1", 1, now=2.0)) == (True, False)
+    assert (effects.gone, effects.departed, alive(members)) == ((("r/0", False),), (), ["r/1"])
+    assert members.heard("r/1", 1, now=2.0) is NONE
 
 
 def test_a_later_life_takes_the_whole_replica_over(members: Membership) -> None:
@@ -83,9 +89,9 @@ def test_a_later_life_takes_the_whole_replica_over(members: Membership) -> None:
 
     assert (alive(members), members.roster.workers) == (["r/0"], ())
     with pytest.raises(Superseded, match="a later life of replica 'r' has begun"):
-        members.renew("r/1", 1, now=3.0)
+        members.heard("r/1", 1, now=3.0)
     with pytest.raises(Superseded, match="later process"):
-        members.renew("r/0", 1, now=3.0)
+        members.heard("r/0", 1, now=3.0)
     join(members, "r", 1, incarnation=2, now=3.0)
     assert (alive(members), members.roster.coming) == (["r/0", "r/1"], ("r",))
 
@@ -100,12 +106,12 @@ def test_an_earlier_life_cannot_take_a_replica_from_a_live_one(members: Membersh
 def test_a_process_that_was_taken_over_does_not_come_back_by_itself(members: Membership) -> None:
     join(members, "r", 0, 1)
     join(members, "r", 0, incarnation=2)
-    members.leave("r/0", 2, now=1.0, state=WorkerState.FINISHED)
+    members.leave("r/0", 2, now=1.0, failed=False)
 
     with pytest.raises(Superseded, match="a later life"):
-        members.renew("r/1", 1, now=2.0)
+        members.heard("r/1", 1, now=2.0)
     with pytest.raises(UnknownWorker, match="say Hello"):
-        members.renew("r/0", 1, now=2.0)
+        members.heard("r/0", 1, now=2.0)
     for part in (0, 1):
         with pytest.raises(Superseded, match="incarnation 2, this process is of 1"):
             join(members, "r", part, incarnation=1)
@@ -115,7 +121,7 @@ def test_a_process_that_was_taken_over_does_not_come_back_by_itself(members: Mem
 def test_no_life_comes_back_after_a_later_one_was_lost(members: Membership) -> None:
     for life in (1, 2):
         join(members, "r", 0, 1, incarnation=life)
-        members.leave("r/1", life, now=1.0, state=WorkerState.FAILED)
+        members.leave("r/1", life, now=1.0, failed=True)
 
     with pytest.raises(Superseded, match="incarnation 2, this process is of 1"):
         join(members, "r", 0, incarnation=1)
@@ -153,7 +159,7 @@ def test_workers_replicas_and_processes_of_replicas_cannot_share_a_name(members:
     for name in ("r", "w"):
         with pytest.raises(BadRequest, match="give one of them another name"):
             members.join("r", 5, now=0.0) if name == "r" else join(members, "w", 0)
-    members.leave("w", 5, now=0.0, state=WorkerState.FINISHED)
+    members.leave("w", 5, now=0.0, failed=False)
     with pytest.raises(BadRequest, match="'r/0' is the name of a worker of one process and of a replica, or of a pro"):
         members.join("r/0", 5, now=0.0)
     members.join("a/0", 5, now=0.0)
@@ -169,20 +175,21 @@ def test_a_process_that_went_for_anothers_sake_or_peoples_is_not_called_lost(mem
         "t": ("Terminated: SIGTERM", r"was interrupted \(Terminated: SIGTERM\);"),
     }.items():
         join(members, replica, 0, 1)
-        gone = members.leave(f"{replica}/0", 1, now=1.0, state=WorkerState.FAILED, message=message)
-        assert [member.worker_id for member in gone] == [f"{replica}/0", f"{replica}/1"]
+        effects = members.leave(f"{replica}/0", 1, now=1.0, failed=True, message=message)
+        assert effects.gone == ((f"{replica}/0", True), (f"{replica}/1", True))
+        assert effects.told[-1].warning == (replica == "r")
         require_lost(members, replica, f"'{replica}/0' {how}")
 
 
 def test_who_could_not_be_heard_is_not_silent(members: Membership) -> None:
     join(members, "r", 0, 1)
-    members.renew("r/0", 1, now=20.0)
+    members.heard("r/0", 1, now=20.0)
 
     members.stood_still(36.0, now=57.0)
 
-    assert members.expire(65.9) == []
+    assert members.expire(65.9) is NONE
     assert [member.heard_at for member in members.all()] == [56.0, 36.0]
-    assert [member.worker_id for member in members.expire(66.1)] == ["r/1", "r/0"]
+    assert members.expire(66.1).gone == (("r/1", True), ("r/0", True))
     # Nobody was heard later than now.
     join(members, "s", 0, now=66.0)
     members.stood_still(36.0, now=67.0)
@@ -195,8 +202,8 @@ def test_a_life_is_over_when_it_lost_a_process_left_or_was_followed(members: Mem
     assert not members.is_over("r", 1)
     assert not members.is_over("a", 1)
 
-    members.leave("r/1", 1, now=1.0, state=WorkerState.FAILED)
-    members.leave("a", 1, now=1.0, state=WorkerState.FINISHED)
+    members.leave("r/1", 1, now=1.0, failed=True)
+    members.leave("a", 1, now=1.0, failed=False)
     assert members.is_over("r", 1)
     assert members.is_over("a", 1)
 
@@ -281,6 +288,6 @@ def test_processes_of_a_replica_stall_together(members: Membership) -> None:
 def test_replicas_that_are_gone_are_forgotten_in_the_end(members: Membership) -> None:
     for life in range(1, 100):
         join(members, f"r{life}", 0, 1, incarnation=life, now=float(life))
-        members.leave(f"r{life}/0", life, now=float(life), state=WorkerState.FAILED)
+        members.leave(f"r{life}/0", life, now=float(life), failed=True)
     assert len(members.all()) <= 4 * 6
     assert len(members._lives._lives) <= 4 * 6

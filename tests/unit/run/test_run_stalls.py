@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyps.core.membership import Membership
 from pyps.core.receipt import Outcome, Reason
-from pyps.core.registry import Stalls
 from pyps.run.observers import EVENTS_MAX, Events, Standstill, Wait, Waits
 from pyps_wire.errors import PypsError, ScheduleOwned
 from shards import RunDriver
@@ -121,43 +119,7 @@ def test_fewer_expected_workers_open_the_gate_of_a_round_and_of_a_pacer():
     assert driver.may_proceed("a", 0)
 
 
-# How long, by itself; whether the server itself stood still; and what people are told.
-
-
-@pytest.fixture
-def members() -> Membership:
-    members = Membership(lease_seconds=1000.0, workers_max=9)
-    for name in ("a", "b"):
-        members.join(name, 1, now=0.0)
-        members.pushed(name, 1, now=0.0)
-    return members
-
-
-def test_a_worker_that_is_waited_for_and_does_not_push_stalls_and_long_steps_of_its_own_hold_nobody_up(members):
-    stalls = Stalls(stall_seconds=10.0)
-    assert stalls.look([], members, now=500.0) == []
-    assert stalls.look(["b"], members, now=500.0) == []
-    assert stalls.look(["b"], members, now=509.0) == []
-    assert stalls.look(["b"], members, now=510.0) == ["b"]
-
-
-def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(members):
-    stalls = Stalls(stall_seconds=10.0)
-    stalls.look(["a", "b"], members, now=100.0)
-    members.taken("b", 1, now=105.0)
-    stalls.look(["b"], members, now=106.0)
-    assert stalls.look(["a", "b"], members, now=112.0) == []
-    assert stalls.look(["a", "b"], members, now=115.0) == ["b"]
-
-
-def test_a_gate_that_holds_nobody_up_for_a_while_is_timed_anew():
-    stalls = Stalls(stall_seconds=10.0)
-    assert not stalls.look_at_gate(holds=True, now=100.0)
-    assert not stalls.look_at_gate(holds=True, now=109.0)
-    assert not stalls.look_at_gate(holds=False, now=109.5)
-    assert not stalls.look_at_gate(holds=True, now=110.0)
-    assert not stalls.look_at_gate(holds=True, now=119.0)
-    assert stalls.look_at_gate(holds=True, now=120.0)
+# Whether the server itself stood still; and what people are told.
 
 
 def test_only_a_look_that_comes_much_too_late_tells_of_a_standstill() -> None:

@@ -1,0 +1,90 @@
+"""Replicas of several processes: each lives and ends as one (Dean et al. 2012, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyps_wire.errors import ReplicaLost, Superseded
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of a replica, from its first Hello until one of its processes is lost or a later life begins."""
+
+    incarnation: int
+    # Which process was lost and how, in words; empty where none was.
+    lost: str = ""
+
+
+class Lives:
+    """The latest life of each replica. Guarded by the membership's lock."""
+
+    def __init__(self) -> None:
+        self._lives: dict[str, Life] = {}
+
+    def begin(self, replica: str, incarnation: int) -> None:
+        """Notes a process of that life, which is the replica's latest unless a later one was seen."""
+        life = self._lives.get(replica)
+        if life is None or life.incarnation < incarnation:
+            self._lives[replica] = Life(incarnation)
+
+    def is_latest(self, replica: str, incarnation: int) -> bool:
+        """Whether it is the replica's latest life."""
+        life = self._lives.get(replica)
+        return life is not None and life.incarnation == incarnation
+
+    def lose(self, replica: str, incarnation: int, how: str) -> None:
+        """Ends a life for the first of its processes that is lost, as in "its process 'r/1' failed"."""
+        life = self._lives.get(replica)
+        if life is not None and life.incarnation == incarnation and not life.lost:
+            life.lost = how
+
+    def is_over(self, replica: str, incarnation: int) -> bool:
+        """Whether that life has lost a process, or a later one has begun."""
+        life = self._lives.get(replica)
+        return life is not None and (
+            life.incarnation > incarnation or (life.incarnation == incarnation and bool(life.lost))
+        )
+
+    def require(self, replica: str, incarnation: int) -> None:
+        """Raises ReplicaLost for a process whose replica has lost another, or itself, Superseded after a later life."""
+        life = self._lives.get(replica)
+        if life is None or not self.is_over(replica, incarnation):
+            return
+        if life.incarnation == incarnation:
+            raise ReplicaLost(
+                f"replica {replica!r} is out of the run: {life.lost}; a replica ends as a whole; start it anew"
+            )
+        raise Superseded(
+            f"a later life of replica {replica!r} has begun (incarnation {life.incarnation}, this process is of"
+            f" {incarnation}); give this replica another name, or end it"
+        )
+
+    def keep(self, replicas: set[str]) -> None:
+        """Forgets all but those replicas."""
+        for replica in self._lives.keys() - replicas:
+            del self._lives[replica]
+
+
+def parts_in_words(parts: tuple[int, ...]) -> str:
+    """Returns the parts of a model that a worker holds, for people."""
+    return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts))}" if parts else "all parts"
+
+
+# How messages begin of a process that left because it had lost another of its replica, and of one that people ended.
+_LOST = "ReplicaLost"
+_INTERRUPTIONS = ("KeyboardInterrupt", "Terminated")
+
+
+def was_interrupted(message: str) -> bool:
+    """Whether people ended a process that left as failed, by its own message."""
+    return message.startswith(_INTERRUPTIONS)
+
+
+def failure_in_words(message: str) -> str:
+    """Returns how a process that left as failed ended, by its own message."""
+    if message.startswith(_LOST):
+        return "says that it lost another of them"
+    if was_interrupted(message):
+        return f"was interrupted ({message.rstrip(': ')})"
+    return f"failed ({message})" if message else "failed"
