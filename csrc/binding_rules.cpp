@@ -98,9 +98,11 @@ std::vector<std::string> names_in(const char* list) {
 
 std::size_t index_of(const std::string& rule_name) {
   const Kernels& table = kernels();
-  std::string known;
   for (std::size_t i = 0; i < table.num_rules; ++i) {
     if (rule_name == table.rules[i].name) return i;
+  }
+  std::string known;
+  for (std::size_t i = 0; i < table.num_rules; ++i) {
     known += (known.empty() ? "" : ", ") + std::string(table.rules[i].name);
   }
   throw py::value_error("rule is '" + rule_name + "'; expected one of: " + known);

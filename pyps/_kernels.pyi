@@ -20,17 +20,17 @@ Floats = npt.NDArray[np.float32]
 CODECS: dict[str, int]
 
 def isa() -> str:
-    """Names the instruction set in use.
+    """Name the instruction set in use.
 
     It is the widest available or what PYPS_ISA names, chosen at the first call of any kernel. ValueError
     when PYPS_ISA names none that is available: call this at start, so that the error comes at start.
     """
 
 def available() -> list[str]:
-    """Names the instruction sets of this build and processor, narrowest first."""
+    """Name the instruction sets of this build and processor, narrowest first."""
 
 def select(name: str) -> None:
-    """Switches the instruction set for every caller. For tests."""
+    """Switch the instruction set for every caller. For tests."""
 
 # g = f0 * g0 + f1 * g1 + ... in float32, summed in this order: (payload, codec, factor) each.
 Gradients = Sequence[tuple[Buffer, int, float]]
@@ -71,48 +71,48 @@ def first_non_finite(gradient: Buffer, codec: int, count: int) -> int:
     """Return the index of the first NaN or infinity among `count` numbers, -1 when there is none."""
 
 def decode(gradient: Buffer, codec: int, out: Floats) -> None:
-    """Writes the encoded values as float32 into `out`."""
+    """Write the encoded values as float32 into `out`."""
 
 def encode(values: Floats, codec: int) -> bytes:
-    """Returns the values encoded, rounded to nearest, ties to even; NaN stays NaN."""
+    """Return the values encoded, rounded to nearest, ties to even; NaN stays NaN."""
 
 def summary(values: Floats) -> tuple[float, float, float]:
-    """Returns (sum of squares in float64, min, max).
+    """Return (sum of squares in float64, min, max).
 
     Min and max pass over NaN, the sum does not; of no values they are (0.0, inf, -inf).
     """
 
 def bandwidth(arrays: list[Floats], gradient: Buffer) -> None:
-    """Moves the memory that a rule over these one to three arrays moves, with one addition each.
+    """Move the memory that a rule over these one to three arrays moves, with one addition each.
 
     For benchmarks.
     """
 
 def split_frame(message: Buffer, field_number: int) -> tuple[bytes, int, int]:
-    """Returns (the message without its payload field, the payload's offset, its size in bytes).
+    """Return (the message without its payload field, the payload's offset, its size in bytes).
 
     A message without a payload has offset len(message) and size 0. ValueError names the reason and the
     byte when the message is no valid protobuf encoding.
     """
 
 def count_fields(message: Buffer, tree: Mapping[int, Any]) -> tuple[int, list[int]]:
-    """Returns (fields and packed varints in the message, how often each field of `tree` is there, parents first).
+    """Return (fields and packed varints in the message, how often each field of `tree` is there, parents first).
 
     The tree has messages, by number, with trees of their own, and lists of varints with None; fields in messages beside
     the tree are not counted. ValueError when the message is no valid protobuf encoding.
     """
 
 def join_frame(header: bytes, field_number: int, values: Floats, codec: int = ...) -> bytes:
-    """Returns header, the payload field's tag and length, and the encoded values as one message."""
+    """Return header, the payload field's tag and length, and the encoded values as one message."""
 
 def new_frame(room: int, field_number: int, count: int, codec: int) -> tuple[bytes, int]:
-    """Returns (room for a header, the payload field's tag and length, `count` uninitialised values; their offset).
+    """Return (room for a header, the payload field's tag and length, `count` uninitialised values; their offset).
 
     Whoever made the message writes the values and `write_header`, before anybody else sees it.
     """
 
 def write_header(frame: bytes, room: int, header: bytes) -> bool:
-    """Writes the header of a new frame; what is left of its room is a field that readers skip.
+    """Write the header of a new frame; what is left of its room is a field that readers skip.
 
     False, and nothing is written, where it does not fit: it is longer than the room, or one byte shorter.
     """
@@ -127,13 +127,13 @@ def vector_move(z: Floats, x: Floats, a: float, y: Floats | None) -> None:
     """z = x + a * y, or z = x where y is None"""
 
 def vector_dot(x: Floats, y: Floats) -> float:
-    """Returns the sum of x * y."""
+    """Return the sum of x * y."""
 
 def vector_norm1(x: Floats) -> float:
-    """Returns the sum of |x|."""
+    """Return the sum of |x|."""
 
 def vector_norm_inf(x: Floats) -> float:
-    """Returns the largest |x|: 0.0 of no elements, NaN where one is NaN."""
+    """Return the largest |x|: 0.0 of no elements, NaN where one is NaN."""
 
 def vector_combine(z: Floats, scalars: Sequence[float], vectors: Sequence[Floats]) -> None:
     """z = 0 + scalars[0] * vectors[0] + scalars[1] * vectors[1] + ..., in one pass over memory"""
@@ -145,4 +145,4 @@ def vector_fold(z: Floats, stages: Sequence[Floats], divisor: float) -> None:
     """
 
 def vector_gram(names: Sequence[Floats], others: Sequence[Floats]) -> npt.NDArray[np.float64]:
-    """Returns vector_dot of each of `names` with each of `others`, one row a name, in one pass over memory."""
+    """Return vector_dot of each of `names` with each of `others`, one row a name, in one pass over memory."""

@@ -1,7 +1,4 @@
-"""Keeps the blocks of large messages mapped between two of them: fresh pages cost more than the messages do.
-
-And gives back what is as large as a model and is not wanted again.
-"""
+"""glibc's allocator: keep the memory of large messages mapped, and return what is no longer needed."""
 
 from __future__ import annotations
 
@@ -21,14 +18,15 @@ FREE_BYTES_MAX = 256 << 20
 
 @functools.cache
 def keep_large_blocks(*, shared: bool = False) -> bool:
-    """Tells glibc's allocator to keep freed blocks of messages; once a process. True where it was told.
+    """Make glibc's allocator keep freed blocks of messages mapped. Return whether it accepted.
 
-    By itself glibc maps each block of a few MiB anew, and every page of it faults and is zeroed: for a stream of
-    4 MiB messages that is the largest part of their cost. Whoever set MALLOC_ variables knows better and keeps his
-    settings; elsewhere than on glibc nothing happens.
+    By default glibc maps each block of a few MiB again, and every page of it faults and is zeroed: for a stream of
+    4 MiB messages that is the largest part of their cost. MALLOC_ variables of the user take precedence. Other C
+    libraries are left alone.
 
-    `shared` makes all threads take their blocks from one heap: where messages go from thread to thread, what one of
-    them frees serves the others. To be called before they begin.
+    Args:
+        shared: Make all threads use one heap, so that a block that one thread frees serves another. Call it before
+            the threads begin.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -42,10 +40,10 @@ def keep_large_blocks(*, shared: bool = False) -> bool:
 
 
 def give_back_free_memory() -> bool:
-    """Hands the pages of freed blocks to the system, wherever they lie; True where that was told.
+    """Return the pages of freed blocks to the system. Return whether the allocator did.
 
-    For what was freed for good: glibc keeps the holes between blocks that are still in use, and with
-    `keep_large_blocks` many of a model's tensors lie there.
+    For memory that is not needed again: glibc keeps the holes between blocks in use, and with `keep_large_blocks` many
+    of a model's tensors lie there.
     """
     return _is_glibc() and ctypes.CDLL(None).malloc_trim(0) == 1
 

@@ -1,8 +1,7 @@
-"""Tensors that are cut over the parts of a model, and the whole tensors that their blocks make.
+"""Tensors that are split into blocks, and whether the blocks of all parts make up the whole.
 
-Under model parallelism (Dean et al. 2012, section 3) a process holds a part of the model. A tensor that is cut is
-listed block by block, each with the whole's sizes and its own place in it; the blocks of all parts are the whole, and
-no two of them overlap.
+Under model parallelism (Dean et al. 2012, section 3) a process holds a part of the model. A split tensor is listed
+block by block, each with the whole's sizes and its own place in it. Together the blocks are the whole, without overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Protocol, TypeVar
 from pyps_wire.errors import BadRequest
 
 PARTS_MAX = 1024
-# Blocks of one tensor.
+# Of one tensor.
 BLOCKS_MAX = 1024
 
 
@@ -34,17 +33,17 @@ class Placed(Protocol):
 
 
 def place(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a block in the whole tensor."""
+    """Return the index of a block in the whole tensor."""
     return tuple(slice(begin, begin + extent) for begin, extent in zip(offset, shape, strict=True))
 
 
 def place_in_words(offset: Sequence[int], shape: Sequence[int]) -> str:
-    """The same for people: "[0:256, 128:256]"."""
+    """Return the same for people: "[0:256, 128:256]"."""
     return f"[{', '.join(f'{begin}:{begin + extent}' for begin, extent in zip(offset, shape, strict=True))}]"
 
 
 def check_block(name: str, shape: Sequence[int], whole_shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Refuses a block that does not lie in its whole, or that holds nothing of it."""
+    """Raise BadRequest for a block that is empty or does not lie in its whole."""
     if not len(shape) == len(whole_shape) == len(offset):
         raise BadRequest(
             f"the block of tensor {name!r} has {len(shape)} sizes and {len(offset)} offsets, the whole of shape "
@@ -58,8 +57,8 @@ def check_block(name: str, shape: Sequence[int], whole_shape: Sequence[int], off
         )
     if 0 in shape:
         raise BadRequest(
-            f"the block {place_in_words(offset, shape)} of tensor {name!r} of shape {tuple(whole_shape)} is empty: cut "
-            "no tensor into more parts than it has rows or columns"
+            f"the block {place_in_words(offset, shape)} of tensor {name!r} of shape {tuple(whole_shape)} is empty: "
+            "split no tensor into more parts than it has rows or columns"
         )
 
 
@@ -74,9 +73,9 @@ B = TypeVar("B", bound=Placed)
 
 
 def first_overlap(blocks: Sequence[B]) -> tuple[B, B] | None:
-    """Two blocks of one tensor that have a number in common, if there are any.
+    """Return two blocks of one tensor that overlap, if there are any.
 
-    Blocks are compared along the dimension that cuts them most: those of an ordinary cut only with their neighbours.
+    Blocks are compared along the dimension in which they differ most, usually only with their neighbours.
     """
     if len(blocks) < 2 or not blocks[0].offset:
         return (blocks[0], blocks[1]) if len(blocks) > 1 else None
@@ -93,7 +92,7 @@ def first_overlap(blocks: Sequence[B]) -> tuple[B, B] | None:
 
 
 def lack(blocks: Sequence[Placed], whole_shape: Sequence[int]) -> str:
-    """What there is of a tensor, in words, where blocks of it that do not overlap leave some of it out; else ""."""
+    """Say how much of a tensor there is, where blocks that do not overlap leave some of it out; else ""."""
     covered, size = sum(math.prod(block.shape) for block in blocks), math.prod(whole_shape)
     if covered == size:
         return ""
@@ -102,10 +101,7 @@ def lack(blocks: Sequence[Placed], whole_shape: Sequence[int]) -> str:
 
 
 def check_whole(tensors: Iterable[Placed]) -> None:
-    """Refuses a model whose blocks are not, each number once, the whole of every tensor that is cut.
-
-    Raises BadRequest, which names the tensor, the parts and what is claimed twice or missing.
-    """
+    """Raise BadRequest where the blocks of a tensor overlap or leave some of it out, with tensor and parts."""
     blocks: dict[str, list[Placed]] = {}
     for tensor in tensors:
         if tensor.whole_shape:
@@ -116,7 +112,7 @@ def check_whole(tensors: Iterable[Placed]) -> None:
 
 def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
     if len(blocks) > BLOCKS_MAX:
-        raise BadRequest(f"tensor {name!r} is cut into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
+        raise BadRequest(f"tensor {name!r} is split into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
     a = blocks[0]
     other = next((b for b in blocks if b.whole_shape != a.whole_shape), None)
     if other is not None:

@@ -1,7 +1,7 @@
-"""Messages with one large payload, written and read around it.
+"""Messages with one large payload, which protobuf's classes never touch.
 
-A frame is a message whose payload field comes last: the header's bytes, the payload field's tag and length,
-the payload. That is a valid protobuf encoding, so that the generated classes read it and are read by it.
+A frame is a message whose payload field comes last: the header's bytes, the payload field's tag and length, the
+payload. That is a valid protobuf encoding, which the generated classes can read and write too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ _GROUP_DEPTH_MAX = 100  # protobuf's own limit
 
 
 def join(header: Message | bytes, payload: Buffer) -> bytes:
-    """Returns the message with `header`'s fields and this payload, which is copied once.
-
-    The header holds no payload itself; as bytes it is a serialized message.
-    """
+    """Return a message of the header's fields, which hold no payload, and this payload, copied once."""
     if not isinstance(header, bytes):
         header = header.SerializeToString()
     view = memoryview(payload)
@@ -45,10 +42,10 @@ def join(header: Message | bytes, payload: Buffer) -> bytes:
 
 
 def split(message: bytes) -> tuple[bytes, memoryview]:
-    """Returns the message without its payload, for the generated class to parse, and the payload in place.
+    """Return the message without its payload, for the generated class to parse, and the payload in place.
 
-    Every valid encoding is read: any order of fields, unknown fields, groups, overlong lengths. Of several
-    payloads the last counts, as protobuf rules. Of none the payload is empty.
+    Any valid encoding is accepted: any order of fields, unknown fields, groups, overlong lengths. Of several payloads
+    the last is returned, as protobuf requires; without one the payload is empty.
     """
     view, size = memoryview(message), len(message)
     header: list[memoryview] = []
@@ -88,7 +85,7 @@ def split(message: bytes) -> tuple[bytes, memoryview]:
 
 
 def _varint(message: bytes, at: int, bytes_max: int, what: str) -> tuple[int, int]:
-    """Reads a varint of at most that many bytes and where it ends; bits beyond 64 are cut off, as protobuf does."""
+    """Read a varint of at most that many bytes and where it ends; bits beyond 64 are dropped, as protobuf does."""
     if at < len(message) and (value := message[at]) < 0x80:
         # As nearly all are.
         return value, at + 1

@@ -11,9 +11,9 @@ from pyps.core import aggregation as protocols
 from pyps.core import schedule as schedules
 from pyps.core import staleness as policies
 from pyps.core.aggregation import Aggregation
-from pyps.core.clipping import Clipping, NoClipping
+from pyps.core.gradient import Gradient, norm_of
 from pyps.core.schedule import BatchGrowth, Schedule
-from pyps.core.staleness import StalenessPolicy
+from pyps.core.staleness import StalenessPolicy, Weighing
 from pyps.core.warmup import Staged, WarmUp
 from pyps_wire.errors import BadRequest
 
@@ -46,7 +46,6 @@ class Behaviour:
     epoch_examples: int = 0
     # What the settings above come to, picked once.
     constant_rate: bool = field(init=False, repr=False, compare=False)
-    clipping: NoClipping = field(init=False, repr=False, compare=False)
     growth_factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +54,6 @@ class Behaviour:
                 f"clip_norm is {self.clip_norm}; expected the norm that pushes are clipped to, or 0 to clip none"
             )
         growth_factor = self.batch_growth.rate_factor if self.batch_growth else _no_growth
-        object.__setattr__(self, "clipping", Clipping(self.clip_norm) if self.clip_norm else NoClipping())
         object.__setattr__(self, "growth_factor", growth_factor)
         object.__setattr__(self, "constant_rate", not self.schedule.terms and self.batch_growth is None)
 
@@ -100,6 +98,16 @@ class Behaviour:
     def counts_epochs(self) -> bool:
         """Whether something goes by the examples behind a shard's updates."""
         return self.batch_growth is not None or any(term.epoch_examples for term in self.schedule.terms)
+
+    def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None, shard_length: int) -> Weighing:
+        """Return the weighing that brings a push down to the norm; `norm` is the push's, None where not known yet.
+
+        The gradient itself is scaled, slots included, as torch.nn.utils.clip_grad_norm_ does on a worker.
+        """
+        norm = norm_of(gradient, shard_length) if norm is None else norm
+        if norm <= self.clip_norm:
+            return weighing
+        return weighing._replace(weight=weighing.weight * (self.clip_norm / norm))
 
     def rate_factor(self, version: int, examples: int) -> float:
         """Returns what multiplies the base rate of the update that follows so many updates and examples."""

@@ -1,4 +1,4 @@
-"""How far workers, and commands while a run trains, may set what moves the parameters: picked by an operator."""
+"""The operator's bounds on what workers and commands may set while a run trains."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 
 from pyps.core import rules, spec
-from pyps.core.clipping import norm_of_payload
-from pyps.core.gradient import EXAMPLES_MAX, Gradient, PayloadKind
+from pyps.core.gradient import EXAMPLES_MAX, Gradient, PayloadKind, norm_of_payload
 from pyps.core.rule_settings import RuleSettings
 from pyps_wire.errors import BadRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is not named is bound by nothing but its nature."""
+    """Limits; by default those of the values themselves."""
 
     # The base rate, before the schedule and staleness.
     learning_rate_min: float = 0.0
@@ -38,11 +37,11 @@ class Bounds:
 
     @classmethod
     def parse(cls, text: str) -> Bounds:
-        """Returns the bounds of "learning_rate_max=0.5,momentum_max=0.95"; BadRequest for what is none."""
+        """Parse "learning_rate_max=0.5,momentum_max=0.95"; raise BadRequest for other text."""
         return spec.build(cls, text, what="bounds")
 
     def require_settings(self, settings: RuleSettings) -> None:
-        """Raises BadRequest where a group's rate or momentum lies outside."""
+        """Raise BadRequest where a group's rate or momentum lies outside."""
         momentum_name = rules.find(settings.rule).momentum_name
         for group in settings.groups:
             self.require_rate(group["learning_rate"])
@@ -50,7 +49,7 @@ class Bounds:
                 self._require(momentum_name, group[momentum_name], "momentum_max")
 
     def require_rate(self, learning_rate: float) -> None:
-        """Raises BadRequest for a base rate that lies outside."""
+        """Raise BadRequest for a base rate that lies outside."""
         self._require("learning_rate", learning_rate, "learning_rate_max")
         if learning_rate < self.learning_rate_min:
             self._refuse("learning_rate", learning_rate, "below", "learning_rate_min")

@@ -1,4 +1,4 @@
-"""What a worker pushes to one shard, and whether it can be used at all: it fits, and its numbers are finite."""
+"""A worker's push to one shard, and whether it can be used at all: it fits, and its numbers are finite."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.errors import BadRequest, WrongSize
 
-# The codecs that kernels read and write in place. Numbers in others are made float32 before anything else.
+# The codecs that kernels read and write. Payloads in others become float32 first.
 NATIVE = tuple(CODECS[number] for number in _kernels.CODECS.values())
 
 
@@ -22,14 +24,14 @@ class PayloadKind(IntEnum):
     GRADIENT = 1
     # Locally trained parameters minus those they started from.
     DELTA = 2
-    # The worker had no gradient for the shard in this step. It counts where a protocol waits for every worker.
+    # No gradient for the shard in this step. The worker still counts where a protocol waits for every worker.
     NOTHING = 3
     # How far a buffer moved, which no rule scales.
     BUFFER = 4
 
 
 class Extent(NamedTuple):
-    """A stretch of a shard, in parameters."""
+    """A part of a shard, in parameters."""
 
     offset: int
     length: int
@@ -38,8 +40,8 @@ class Extent(NamedTuple):
 class Gradient(NamedTuple):
     """One shard's part of a push.
 
-    The payload must never change, unless it is called volatile: it is scanned before the shard's lock is taken and
-    applied under it. (worker_id, incarnation, sequence) is the push's identity. Without extents the payload covers
+    A payload that is not volatile never changes: it is scanned before the shard's lock is taken and applied under it.
+    (worker_id, incarnation, sequence) is the push's identity. Without extents the payload covers
     the whole shard; parameters outside the extents had no gradient, which is not a gradient of zero. A push of
     NOTHING has no payload and no extents.
     """
@@ -75,25 +77,21 @@ class Gradient(NamedTuple):
         return not self.provisional and (self.learning_rate is not None or self.momentum is not None)
 
     def decided(self, *, holds: bool) -> Gradient:
-        """Returns the gradient with its provisional rate and momentum as ordinary ones, or without them."""
+        """Return the gradient with its provisional rate and momentum as ordinary ones, or without them."""
         if holds:
             return self._replace(provisional=False)
         return self._replace(learning_rate=None, momentum=None, provisional=False)
 
     def private(self) -> Gradient:
-        """Returns the gradient with a payload that nobody else can write; numbers may have changed since a scan."""
+        """Return the gradient with a copy of its payload, which may have changed since a scan."""
         return self._replace(payload=bytes(self.payload), volatile=False)
 
     def count(self, shard_length: int) -> int:
         """Return how many numbers the payload holds."""
         return sum([length for _, length in self.extents]) if self.extents else shard_length
 
-    def stretches(self, shard_length: int) -> tuple[Extent, ...]:
-        """Returns the extents, or the whole shard as one."""
-        return self.extents or (Extent(0, shard_length),)
-
     def parameter_index(self, payload_index: int) -> int:
-        """Returns the place in the shard of the payload's number at `payload_index`."""
+        """Return the place in the shard of the payload's number at `payload_index`."""
         for offset, length in self.extents:
             if payload_index < length:
                 return offset + payload_index
@@ -102,15 +100,13 @@ class Gradient(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The first number of a push that is NaN or infinity; all of them are finite without a shard."""
+    """The place of a push's first NaN or infinity; shard -1 where all its numbers are finite."""
 
     shard_id: int = -1
-    # Its place in the shard.
     parameter: int = -1
 
     @property
     def finite(self) -> bool:
-        """Whether there was none."""
         return self.shard_id < 0
 
 
@@ -118,9 +114,9 @@ FINITE = Finding()
 
 
 def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
-    """Looks through a gradient's numbers; it takes as long as a small update, without the GIL.
+    """Look for NaN and infinity in a gradient, which takes as long as a small update.
 
-    Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied to its shard.
+    Raise BadRequest (WrongSize where sizes differ) when the gradient could never be applied to its shard.
     """
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
     if gradient.kind == PayloadKind.NOTHING:
@@ -131,23 +127,23 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
 
 
 def first_of(findings: Iterable[Finding]) -> Finding:
-    """Returns the first that speaks against its push, FINITE where none does."""
+    """Return the first that is not finite, FINITE where there is none."""
     return next((finding for finding in findings if not finding.finite), FINITE)
 
 
 # Each extent costs a kernel call under the shard's lock: this many take a fraction of a second.
 EXTENTS_MAX = 65_536
 
-# Larger counts are nonsense, and their sums would not fit the messages that tell them.
+# Sums of larger counts would not fit the messages that report them.
 EXAMPLES_MAX = 2**32
 
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 def decoded(payload: bytes | memoryview, codec: Codec, *, count: int) -> tuple[Floats, int]:
-    """Returns the payload's numbers in an array of their own, and the place of the first NaN or infinity, -1 for none.
+    """Return the payload's numbers in a new array, and the place of the first NaN or infinity, -1 for none.
 
-    Raises WrongSize where the payload does not hold so many numbers.
+    Raise WrongSize where the payload does not hold so many numbers.
     """
     codec.require_count(payload, count)
     values = aligned_zeros(count)
@@ -159,7 +155,7 @@ def decoded(payload: bytes | memoryview, codec: Codec, *, count: int) -> tuple[F
 
 
 def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Gradient:
-    """Returns the gradient as kernels read it; raises as `require_fitting`."""
+    """Return the gradient as kernels read it; raises as `require_fitting`."""
     codec = gradient.codec
     # An update is made extent by extent, which splits payloads.
     readable = codec in NATIVE and (codec.dtype is not None or not gradient.extents)
@@ -170,8 +166,25 @@ def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Grad
     return gradient._replace(codec=FLOAT32, payload=FLOAT32.encode(values))
 
 
+def norm_of(gradient: Gradient, shard_length: int) -> float:
+    """Return the Euclidean norm of the whole push, or of this shard's part where the worker reported less.
+
+    Buffers are not clipped: their norm is 0.
+    """
+    if gradient.kind in (PayloadKind.BUFFER, PayloadKind.NOTHING):
+        return 0.0
+    return max(gradient.norm, norm_of_payload(gradient, shard_length))
+
+
+def norm_of_payload(gradient: Gradient, shard_length: int) -> float:
+    """Return the Euclidean norm of the payload's numbers."""
+    numbers = gradient.codec.decode(gradient.payload, gradient.count(shard_length))
+    # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
+    return math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
+
+
 def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> None:
-    """Raises BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
+    """Raise BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
     try:
         if gradient.learning_rate is not None:
             require_rate(gradient.learning_rate)
@@ -189,7 +202,7 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         if gradient.extents:
             _require_extents(gradient.extents, shard_length=shard_length)
             count = gradient.count(shard_length)
-        # The usual case, for what is not a call.
+        # Compared here first, without a call.
         if len(gradient.payload) != gradient.codec.max_bytes(count):
             gradient.codec.require_count(gradient.payload, count)
     except BadRequest as error:
@@ -207,13 +220,13 @@ def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> Non
 
 
 def require_few_extents(count: int) -> None:
-    """Raises BadRequest for too many extents; asked before they are read, which takes long for a million."""
+    """Raise BadRequest for too many extents. Called before they are parsed, which takes long for a million."""
     if count > EXTENTS_MAX:
         raise BadRequest(f"{count} extents; expected at most {EXTENTS_MAX}, adjacent ones as one")
 
 
 def require_possible_version(gradient: Gradient, *, shard_id: int, version: int) -> None:
-    """Raises BadRequest for a gradient computed at a version that a shard of its epoch never had."""
+    """Raise BadRequest for a gradient computed at a version that a shard of its epoch never had."""
     newest = max(gradient.base_version, gradient.newest_base_version or 0)
     if gradient.base_version < 0 or newest > version:
         wrong = gradient.base_version if gradient.base_version < 0 else newest
@@ -225,7 +238,7 @@ def require_possible_version(gradient: Gradient, *, shard_id: int, version: int)
 
 
 def require_rate(learning_rate: float) -> None:
-    """Raises BadRequest unless the learning rate is one that the kernels can take."""
+    """Raise BadRequest unless the learning rate is one that the kernels can take."""
     if not 0.0 <= learning_rate <= FLOAT32_MAX:
         raise BadRequest(f"learning_rate is {learning_rate}; expected a finite float32 of at least 0")
 

@@ -283,14 +283,14 @@ RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _ROWS}
 
 
 def find(name: str) -> UpdateRule:
-    """Returns the rule of that name."""
+    """Return the rule of that name."""
     if name not in RULES:
         raise UnsupportedOptimizer(f"update rule {name!r} is unknown; this server has {', '.join(sorted(RULES))}")
     return RULES[name]
 
 
 def require_known(rule: UpdateRule, names: Iterable[str]) -> None:
-    """Raises UnsupportedOptimizer for the name of a setting that the rule does not have."""
+    """Raise UnsupportedOptimizer for the name of a setting that the rule does not have."""
     unknown = sorted(set(names) - set(rule.settings))
     if unknown:
         raise UnsupportedOptimizer(
@@ -299,9 +299,9 @@ def require_known(rule: UpdateRule, names: Iterable[str]) -> None:
 
 
 def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> dict[str, float]:
-    """Returns the rule's hyperparameters, the missing ones at their defaults.
+    """Return the rule's hyperparameters, the missing ones at their defaults.
 
-    Raises UnsupportedOptimizer for a rule, a setting or a value that cannot be.
+    Raise UnsupportedOptimizer for a rule, a setting or a value that cannot be.
     """
     rule = find(rule) if isinstance(rule, str) else rule
     require_known(rule, hyperparameters)

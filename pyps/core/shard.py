@@ -13,7 +13,7 @@ from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import FINITE, Finding, Gradient, PayloadKind, require_kind, require_rate, scan
+from pyps.core.gradient import FINITE, Finding, Gradient, PayloadKind, norm_of, require_kind, require_rate, scan
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
 from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
@@ -127,7 +127,7 @@ class Shard:
                 f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
                 " send the learning rate alone"
             )
-        norm = self.behaviour.clipping.norm_of(gradient, self.length) if self.behaviour.clip_norm else None
+        norm = norm_of(gradient, self.length) if self.behaviour.clip_norm else None
         with self._lock:
             if memory is not None:
                 memory.require_attached()
@@ -348,7 +348,7 @@ class Shard:
         staleness = version - gradient.base_version
         weighing = behaviour.staleness.weigh(staleness, context)
         if behaviour.clip_norm:
-            weighing = behaviour.clipping.clip(weighing, gradient, norm, self.length)
+            weighing = behaviour.clip(weighing, gradient, norm, self.length)
         contribution = Contribution(gradient, staleness, weighing)
         arrival = Arrival(contribution, self._pending, version, roster)
         decision = aggregation.decide(arrival)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.gradient import Extent, Gradient, PayloadKind
 from pyps.core.plan import Reply
 from pyps.core.rules import BoundRule, WeightedGradient
-from pyps.core.staleness import Weighing
 
 
 class Update(NamedTuple):
@@ -25,11 +25,11 @@ class Update(NamedTuple):
     parts: tuple[Part, ...]
 
     def weight(self, part: Part) -> float:
-        """Returns the gradient's weight among those of the update."""
+        """Return the gradient's weight among those of the update."""
         return part.contribution.weighing.weight * part.share
 
     def rate_scale(self, part: Part) -> float:
-        """Returns what staleness left of the step size for the gradient: 1 for all."""
+        """Return what staleness left of the step size for the gradient: 1 for all."""
         return part.contribution.weighing.rate_scale * self.update_scale
 
 
@@ -69,10 +69,10 @@ def apply_update(
     left_out, whole = 0, False
     parts = [part for part in parts if part.contribution.gradient.kind != PayloadKind.NOTHING]
     if parts:
-        factors, step_scale = (_scaled_in_the_step if rule.adaptive else _scaled_in_the_sum)(parts, update_scale)
+        factors, step_scale = _factors(rule, parts, update_scale)
         gradients = [part.contribution.gradient for part in parts]
         guarded = any(gradient.volatile for gradient in gradients)
-        for start, stop, numbers in _stretches(gradients, [rule.sign * f for f in factors], rule.length):
+        for start, stop, numbers in _covered(gradients, factors, rule.length):
             whole = stop - start == rule.length
             left_out += rule.apply(
                 numbers,
@@ -94,33 +94,24 @@ def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.
     return (1.0 if is_buffer else rate) * contribution.weighing.rate_scale * update_scale
 
 
-def _scaled_in_the_sum(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
-    """Returns the factor of each gradient and of the step where a smaller gradient is a smaller step.
+def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
+    """Return the factor of each gradient, and that of the step.
 
-    A velocity then keeps what its gradients were worth when they came.
+    Staleness scales the gradients, so that a velocity keeps what they were worth when they came. An adaptive rule would
+    cancel a factor common to all: their mean rate scale multiplies the step, and only its ratio to each one's own
+    enters the sum and the slots.
     """
-    return [share * weighing.weight * weighing.rate_scale * update_scale for share, weighing in _weighed(parts)], 1.0
-
-
-def _scaled_in_the_step(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
-    """Returns the factor of each gradient and of the step for a rule that divides by the gradients' size.
-
-    Such a rule would cancel a factor common to all gradients. So their mean rate scale multiplies the step,
-    and only its ratio to each one's own enters the sum and the slots.
-    """
-    weighed = _weighed(parts)
+    weighed = [(part.share, part.contribution.weighing) for part in parts]
+    if not rule.adaptive:
+        scaled = [share * weighing.weight * weighing.rate_scale * update_scale for share, weighing in weighed]
+        return [rule.sign * factor for factor in scaled], 1.0
     mean = sum([share * weighing.rate_scale for share, weighing in weighed]) / sum([share for share, _ in weighed])
-    if mean == 0.0:
-        return [share * weighing.weight for share, weighing in weighed], 0.0
-    factors = [share * weighing.weight * (weighing.rate_scale / mean) for share, weighing in weighed]
-    return factors, mean * update_scale
+    ratios = [weighing.rate_scale / mean if mean else 1.0 for _, weighing in weighed]
+    factors = [rule.sign * share * weighing.weight for share, weighing in weighed]
+    return [factor * ratio for factor, ratio in zip(factors, ratios, strict=True)], mean * update_scale
 
 
-def _weighed(parts: Sequence[Part]) -> list[tuple[float, Weighing]]:
-    return [(part.share, part.contribution.weighing) for part in parts]
-
-
-def _stretches(
+def _covered(
     gradients: Sequence[Gradient], factors: Sequence[float], length: int
 ) -> Iterator[tuple[int, int, list[WeightedGradient]]]:
     """Yield start and stop of each part of the shard that the same gradients cover, one at least, and their numbers."""
@@ -129,7 +120,7 @@ def _stretches(
         yield 0, length, [(g.payload, g.codec, factor) for g, factor in weighted]
         return
     covers = [_Cover(gradient, factor, length) for gradient, factor in weighted]
-    borders = {border for cover in covers for extent in cover.extents for border in (extent.offset, _end(extent))}
+    borders = {border for cover in covers for borders in (cover.starts, cover.stops) for border in borders}
     for start, stop in pairwise(sorted(borders)):
         numbers = [there for cover in covers if (there := cover.between(start, stop)) is not None]
         if numbers:
@@ -137,30 +128,23 @@ def _stretches(
 
 
 class _Cover:
-    """A gradient's extents and its numbers, asked for in ascending stretches that no border divides."""
+    """Where a gradient has numbers, and which."""
 
     def __init__(self, gradient: Gradient, factor: float, length: int) -> None:
-        self.extents = gradient.stretches(length)
-        self._codec = gradient.codec
-        self._factor = factor
+        extents = gradient.extents or (Extent(0, length),)
+        gradient.codec.require_divisible()
+        self.starts = [offset for offset, _ in extents]
+        self.stops = [offset + length for offset, length in extents]
+        # How many numbers of the payload come before each extent's.
+        self._before = [0, *accumulate([length for _, length in extents])]
         self._payload = memoryview(gradient.payload).cast("B")
-        self._codec.require_divisible()
-        # The extent at hand, and how many numbers of the payload come before it.
-        self._index = 0
-        self._before = 0
+        self._codec, self._factor = gradient.codec, factor
 
-    def between(self, start: int, end: int) -> WeightedGradient | None:
-        """Returns the numbers from `start` to `end`, None where the gradient has none."""
-        while self._index < len(self.extents) and _end(self.extents[self._index]) <= start:
-            self._before += self.extents[self._index].length
-            self._index += 1
-        if self._index == len(self.extents) or start < self.extents[self._index].offset:
+    def between(self, start: int, stop: int) -> WeightedGradient | None:
+        """Return the numbers of a part that no border divides; None where the gradient has none."""
+        index = bisect_right(self.starts, start) - 1
+        if index < 0 or start >= self.stops[index]:
             return None
-        first = self._before + start - self.extents[self._index].offset
+        first = self._before[index] + start - self.starts[index]
         max_bytes = self._codec.max_bytes
-        numbers = self._payload[max_bytes(first) : max_bytes(first + end - start)]
-        return numbers, self._codec, self._factor
-
-
-def _end(extent: Extent) -> int:
-    return extent.offset + extent.length
+        return self._payload[max_bytes(first) : max_bytes(first + stop - start)], self._codec, self._factor

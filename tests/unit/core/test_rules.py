@@ -50,7 +50,7 @@ TORCHS = {"learning_rate": "lr", "decay": "alpha"}
 def make_torchs(
     rule: str, kind: type[torch.optim.Optimizer], settings: dict[str, float], parameters: torch.Tensor
 ) -> torch.optim.Optimizer:
-    """Returns torch's optimizer with the rule's settings under torch's names."""
+    """Return torch's optimizer with the rule's settings under torch's names."""
     theirs: dict[str, Any] = {TORCHS.get(name, name): value for name, value in settings.items()}
     if "beta1" in theirs:
         theirs["betas"] = (theirs.pop("beta1"), theirs.pop("beta2"))

@@ -1,4 +1,4 @@
-"""Updates of several gradients: their shares, their staleness, what they do not cover."""
+"""Update of several gradients: their shares, their staleness, what they do not cover."""
 
 from __future__ import annotations
 
