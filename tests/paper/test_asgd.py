@@ -189,7 +189,7 @@ class WatchedRule(UpdateRule):
 
     owners: Owners
 
-    def bind(self, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float]) -> BoundRule:
+    def bind(self, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float], **kind: Any) -> BoundRule:
         owners = self.owners
 
         class WatchedUpdates(BoundRule):
