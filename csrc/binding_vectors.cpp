@@ -137,8 +137,7 @@ class Products {
 
  private:
   std::size_t index_of(const Floats& numbers) {
-    const auto [place, fresh] =
-        indices_.emplace(numbers.data(), vectors_.size());
+    const auto [place, fresh] = indices_.emplace(numbers.data(), vectors_.size());
     if (fresh) vectors_.push_back(numbers.data());
     return place->second;
   }

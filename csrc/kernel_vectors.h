@@ -94,6 +94,13 @@ inline void add_term(double* __restrict sums, const float* __restrict x, double 
   }
 }
 
+inline void store_quotients(float* __restrict z, const double* __restrict sums, double divisor,
+                            std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
+    z[i] = static_cast<float>(sums[i] / divisor);
+  }
+}
+
 void combine(float* z, const Term* terms, std::size_t num, double divisor, std::size_t count) {
   double sums[combine_block_max];
   for (std::size_t start = 0; start < count; start += combine_block_max) {
@@ -103,16 +110,7 @@ void combine(float* z, const Term* terms, std::size_t num, double divisor, std::
     for (std::size_t index = 0; index < num; ++index) {
       add_term(sums, terms[index].vector + start, terms[index].scalar, block);
     }
-    float* __restrict to = z + start;
-    if (divisor == 1) {
-      for (std::size_t i = 0; i < block; ++i) {  // Vectorised.
-        to[i] = static_cast<float>(sums[i]);
-      }
-    } else {
-      for (std::size_t i = 0; i < block; ++i) {  // Vectorised.
-        to[i] = static_cast<float>(sums[i] / divisor);
-      }
-    }
+    store_quotients(z + start, sums, divisor, block);
   }
 }
 

@@ -41,8 +41,7 @@ INSTANTIATIONS = {
     "lane_loop": 2,
     "norm_inf": 1,
     "add_term": 1,
-    # Sums as they are, and divided.
-    "combine": 2,
+    "store_quotients": 1,
     "widen": 1,
     "add_products": 1,
 }
