@@ -134,7 +134,7 @@ class VirtualCrew:
         scalars: Mapping[str, float] | None = None,
     ) -> None:
         """Begins a pass; copies of the last one that were beaten go on into it."""
-        self.queue.coordinator.begin_pass(
+        self.queue.begin_pass(
             pass_,
             coordinator_epoch=COORDINATOR_EPOCH,
             num_portions=num_portions,
@@ -159,7 +159,7 @@ class VirtualCrew:
         return (span for span in self.spans if span.pass_ == pass_)
 
     def _outcome(self, pass_: int) -> PassOutcome:
-        return self.queue.coordinator.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH)
+        return self.queue.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH)
 
     # A worker's turns.
 
@@ -193,8 +193,10 @@ class VirtualCrew:
     def _end(self, worker: Worker, leased: Leased, started: float) -> None:
         self.messages["claim"] += 1
         claim = self.queue.claim(worker.worker_id, INCARNATION, leased.lease_id, now=self.now)
-        self.spans.append(Span(worker.worker_id, leased.pass_, leased.portion, started, self.now, counted=claim.counts))
-        if claim.counts:
+        self.spans.append(
+            Span(worker.worker_id, leased.pass_, leased.portion, started, self.now, counted=claim.accepted)
+        )
+        if claim.accepted:
             self._gather(worker, leased)
         if len(worker.claimed) >= max(1, leased.portions_per_stage):
             self._deliver(worker)

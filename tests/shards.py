@@ -386,7 +386,7 @@ def coordinated_queue(num_examples: int = 10, *, stall_seconds: float = 60.0, **
 def begin_pass(queue: WorkQueue, pass_: int = 1, *, num_portions: int = 5, epoch: int = 1, **more: Any) -> None:
     """Begins a pass."""
     settings = {"copies_max": 2, "portions_per_stage": 1} | more
-    queue.coordinator.begin_pass(pass_, coordinator_epoch=epoch, num_portions=num_portions, **settings)
+    queue.begin_pass(pass_, coordinator_epoch=epoch, num_portions=num_portions, **settings)
 
 
 def restored_queue(queue: WorkQueue, **more) -> WorkQueue:

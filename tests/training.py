@@ -223,7 +223,7 @@ class QueueChannel:
             example_count=request.example_count,
             now=0.0,
         )
-        return wire.DeliverReply(accepted=answer.counts, message=answer.message)
+        return wire.DeliverReply(accepted=answer.accepted, message=answer.message)
 
 
 class Stopped(Exception):

@@ -95,11 +95,11 @@ class Run:
             batch_size_of=self._batch_size_in,
             accumulate=lambda: self._aggregation.accumulate,
             epochs_ahead=self._epochs_ahead,
-            tell=self.events.add,
+            on_event=self.events.add,
             # A checkpoint may not know of leases that were given out before the server ended.
             first_lease=time.time_ns() // 1_000,
         )
-        self.rounds.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
+        self.rounds.on_gone = lambda worker_id, lost: self.work.release(worker_id, lost=lost)
         self._ending = Ending(config.stop_condition, on_end=self._ended)
         if config.stop_condition is not None:
             self.rounds.on_update = partial(self._look_for_the_end, self._ending)

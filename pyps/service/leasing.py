@@ -90,7 +90,7 @@ class LeaseCall:
         worker_id = self._request.sender.worker_id
         member = self._run.membership.get(worker_id)
         if member is None or not member.alive:
-            queue.release(worker_id, now=self._run.clock(), lost=False)
+            queue.release(worker_id, lost=False)
             raise WaitTimedOut(f"worker {worker_id!r} left, or was silent for too long, while it asked: ask again")
 
 

@@ -87,7 +87,7 @@ class VectorMachineService:
         attached = await self._off_loop(partial(machine.attach, plan, secret=secret, **life))
         if not run.content.server_index:
             # From here on no earlier coordinator begins a pass.
-            run.work.coordinator.attach(attached.coordinator_epoch)
+            run.work.attach(attached.coordinator_epoch)
         run.events.add(
             "coordinator",
             "a coordinator attached",

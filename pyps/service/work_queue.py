@@ -82,7 +82,7 @@ class WorkQueueService:
         request = convert.parse(wire.ClaimRequest, message)
         sender, queue = request.sender, queue_of(self._run, request.sender)
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
-        return wire.ClaimReply(granted=claim.counts, message=claim.message).SerializeToString()
+        return wire.ClaimReply(granted=claim.accepted, message=claim.message).SerializeToString()
 
     async def deliver(self, message: bytes, context: Call) -> bytes:
         """Takes portions in."""
@@ -103,7 +103,7 @@ class WorkQueueService:
             example_count=request.example_count,
             now=self._run.clock(),
         )
-        return wire.DeliverReply(accepted=delivery.counts, message=delivery.message).SerializeToString()
+        return wire.DeliverReply(accepted=delivery.accepted, message=delivery.message).SerializeToString()
 
     # The coordinator's.
 
@@ -117,7 +117,7 @@ class WorkQueueService:
         queue = self._coordinated_by(request.sender)
         self._refuse_when_over()
         self._require_coordinator(request)
-        queue.coordinator.begin_pass(
+        queue.begin_pass(
             pass_of(request),
             coordinator_epoch=request.coordinator_epoch,
             num_portions=request.num_portions,
@@ -140,7 +140,7 @@ class WorkQueueService:
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)
         self._require_coordinator(request)
-        queue.coordinator.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
+        queue.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
         return wire.EndWorkReply().SerializeToString()
 
     # Waits.
@@ -162,9 +162,7 @@ class WorkQueueService:
                 poll.look()
                 self._refuse_when_over()
                 refuse_when_replaced(self._run, queue)
-                outcome = queue.coordinator.await_pass(
-                    pass_, coordinator_epoch=request.coordinator_epoch, wake=poll.wake
-                )
+                outcome = queue.await_pass(pass_, coordinator_epoch=request.coordinator_epoch, wake=poll.wake)
                 if outcome.complete or not wait_seconds or (pass_ == 0 and queue.spec is not None):
                     return outcome
                 await poll.wait()

@@ -1,4 +1,4 @@
-"""What a work queue answers."""
+"""Answers of a work queue."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pyps.work.portions import DataSpec, Portion
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A portion is the asker's until it delivers it or is gone."""
+    """A portion belongs to the caller until it delivers it or is lost."""
 
-    # The pass that the portion is of: an earlier one than was asked for where that one is not done.
+    # The pass of the portion: an earlier one than requested if that is not done.
     pass_: int
     portion: Portion
-    # What the asker is likely to get next; not held.
+    # The portion that the caller will probably get next; not leased.
     next: Portion | None
     # Examples in a minibatch; 0 leaves it to the worker.
     batch_size: int
-    # Claimed portions whose gradients are summed in one stage; 0 where gradients are pushed.
+    # Claimed portions whose gradients are summed in one stage; 0 if gradients are pushed.
     portions_per_stage: int
 
     @property
@@ -30,14 +30,14 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class NothingNow:
-    """Others have what there is, or no pass has begun: ask again later."""
+    """Other workers have all portions, or no pass has begun: ask again later."""
 
     pass_: int
 
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """Every portion of the pass asked for is delivered."""
+    """Every portion of the requested pass is delivered."""
 
     pass_: int
 
@@ -55,30 +55,29 @@ LeaseAnswer = Leased | NothingNow | PassDone | Ended
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a claim or a delivery counts, all of it or none, and why not."""
+    """Whether a claim or a delivery is accepted, all of it or none, and why not."""
 
-    counts: bool
+    accepted: bool
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PassOutcome:
-    """What a pass came to; all but `complete` only where that is true."""
+    """The result of a pass; the other fields are set only if it is complete."""
 
     complete: bool
-    # Added in float64 in the order of portions, whenever they came.
+    # Added in float64 in the order of portions.
     loss_sum: float = 0.0
     example_count: int = 0
-    # In the order of their first portions; none for what was not finite.
+    # In the order of their first portions; none for portions whose loss was not finite.
     stage_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Who delivered a portion."""
+    """A delivered portion, with its lease, and its worker."""
 
     pass_: int
-    # With the lease under which it was delivered.
     portion: Portion
     worker_id: str
     incarnation: int
@@ -86,21 +85,21 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """One worker's part in the present pass."""
+    """One worker's part of the current pass."""
 
     worker_id: str
-    # Portions delivered, and held now, be it of later passes.
+    # Portions delivered, and held now, including those of later passes.
     done: int
     running: int
-    # As measured over its last portions; 0 while unknown.
+    # Measured over its last portions; 0 if unknown.
     examples_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the work stands."""
+    """How far the work is."""
 
-    # None before a worker named a data set.
+    # None before a worker opened a data set.
     spec: DataSpec | None
     pass_: int
     # Since the run began: see Counts.
@@ -109,12 +108,12 @@ class Progress:
     lost: int
     wasted: int
     passes_done: int
-    # Portions of the present pass: all, delivered, with workers (backup copies counted once), with nobody.
+    # Portions of the current pass: all, delivered, with workers (backup copies counted once), with no worker.
     num_portions: int = 0
     done: int = 0
     running: int = 0
     pending: int = 0
-    # Delivered portions of later passes, which free workers have begun.
+    # Delivered portions of later passes.
     ahead: int = 0
     workers: tuple[WorkerShare, ...] = ()
     deliveries: tuple[Delivered, ...] = ()

@@ -1,4 +1,4 @@
-"""A data set, how it is cut into portions, and which of them nobody has."""
+"""A data set, its division into portions, and a set of portions."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, fields
 
 from pyps_wire.errors import BadRequest
 
-# Every portion of a pass is remembered until the pass is over.
+# Every portion of a pass is kept until the pass ends.
 PORTIONS_MAX = 1_000_000
 NAME_LENGTH_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """A data set, and how it is cut. BadRequest where a field makes no sense."""
+    """A data set, and its division. BadRequest for a value out of range."""
 
-    # For people: "train".
+    # For users: "train".
     name: str = ""
     num_examples: int = 0
     # Examples in a portion; 0 leaves it to the queue.
     portion_examples: int = 0
-    # Examples in a minibatch; 0 where that is the worker's business, or the server's.
+    # Examples in a minibatch; 0 leaves it to the worker, or the server.
     batch_size: int = 0
-    # Whether a portion is a range of places in each pass's permutation, and what the permutations are made of.
+    # Whether a portion is a range of places in each pass's permutation, and the permutations' seed.
     shuffle: bool = False
     seed: int = 0
-    # Whether a coordinator begins the passes; else each begins when the one before it is done.
+    # Whether a coordinator begins the passes; otherwise each begins when the one before it is done.
     coordinated: bool = False
 
     def __post_init__(self) -> None:
@@ -38,14 +38,14 @@ class DataSpec:
         if self.num_examples < 1:
             raise BadRequest(
                 f"the data set {self.name!r} has {self.num_examples} examples; expected 1 at least:"
-                " look where it is loaded"
+                " check how it is loaded"
             )
         for name in ("portion_examples", "batch_size", "seed"):
             if getattr(self, name) < 0:
                 raise BadRequest(f"{name} is {getattr(self, name)}; expected 0 or more")
 
     def require_same(self, other: DataSpec, *, worker_id: str) -> None:
-        """Raises BadRequest, naming the first field in which `other`, the worker's word, differs."""
+        """Raise BadRequest, naming the first field in which `other`, which a worker gave, differs."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             if ours != theirs:
@@ -57,7 +57,7 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The examples from `start` up to but without `stop`, and under which lease they were given out (0: none)."""
+    """The examples from `start` to before `stop`, and the lease of a worker that has them (0: none)."""
 
     portion_id: int
     start: int
@@ -66,45 +66,43 @@ class Portion:
 
     @property
     def num_examples(self) -> int:
-        """How many examples it has."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A data set cut into portions, numbered from 0."""
+class Division:
+    """A data set divided into portions, which are numbered from 0."""
 
     num_examples: int
     num_portions: int
-    # Examples in each but the last; 0 where all are equal but for one example.
+    # Examples in each but the last; 0 if all are equal but for one example.
     portion_examples: int = 0
 
     def __post_init__(self) -> None:
         if self.num_portions > PORTIONS_MAX:
             raise BadRequest(
-                f"{self.num_examples} examples were to be cut into {self.num_portions} portions; expected"
-                f" {PORTIONS_MAX} at most: take larger portions"
+                f"{self.num_examples} examples make {self.num_portions} portions; expected {PORTIONS_MAX} at most:"
+                " take larger portions"
             )
 
     @classmethod
-    def by_size(cls, num_examples: int, portion_examples: int) -> Cut:
-        """Portions of that many examples; the last may have fewer."""
+    def by_size(cls, num_examples: int, portion_examples: int) -> Division:
+        """Return portions of that many examples; the last may have fewer."""
         return cls(num_examples, -(-num_examples // portion_examples), portion_examples)
 
     @classmethod
-    def by_number(cls, num_examples: int, num_portions: int) -> Cut:
-        """That many portions, equal but for one example; as many as there are examples at most."""
+    def by_number(cls, num_examples: int, num_portions: int) -> Division:
+        """Return that many portions, equal but for one example; at most as many as there are examples."""
         return cls(num_examples, min(num_examples, num_portions))
 
     def portion(self, portion_id: int, *, lease_id: int = 0) -> Portion:
-        """A portion by its number."""
         return Portion(portion_id, self._start(portion_id), self._start(portion_id + 1), lease_id)
 
     def containing(self, example: int) -> int:
-        """The number of the portion that has an example."""
+        """Return the number of the portion that has an example."""
         if self.portion_examples:
             return example // self.portion_examples
-        # Rounded down it is the right one, or the one before it.
+        # Rounded down, the guess is right or one too small.
         guess = example * self.num_portions // self.num_examples
         return guess + (self._start(guess + 1) <= example)
 
@@ -115,10 +113,10 @@ class Cut:
 
 
 class PendingPortions:
-    """Numbers of portions as disjoint runs in order: so that a worker's next stays next to its last."""
+    """A set of portions as disjoint runs in order."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        # First, and last + 1, of runs that do not touch.
+        # The first, and last + 1, of runs that do not touch.
         self.runs: list[tuple[int, int]] = []
         for start, stop in sorted(runs):
             if self.runs and start <= self.runs[-1][1]:
@@ -137,16 +135,14 @@ class PendingPortions:
         return place >= 0 and portion_id < self.runs[place][1]
 
     def longest(self) -> tuple[int, int]:
-        """The longest run, the first of several; ValueError where there is none."""
+        """Return the longest run, the first of several; ValueError for an empty set."""
         return max(self.runs, key=lambda run: run[1] - run[0])
 
     def add(self, portion_id: int) -> None:
-        """Adds one that is not there."""
         assert portion_id not in self
         self.runs = PendingPortions([*self.runs, (portion_id, portion_id + 1)]).runs
 
     def remove(self, portion_id: int) -> None:
-        """Removes one that is there."""
         assert portion_id in self
         place = self._place(portion_id)
         start, stop = self.runs[place]
@@ -154,5 +150,5 @@ class PendingPortions:
         self.runs[place : place + 1] = [(first, end) for first, end in left if first < end]
 
     def _place(self, portion_id: int) -> int:
-        """The index of the last run that begins at or before the portion, -1 where none does."""
+        """Return the index of the last run that begins at or before the portion, -1 if none does."""
         return bisect_right(self.runs, portion_id, key=lambda run: run[0]) - 1

@@ -1,30 +1,68 @@
 """The queue of a data set's portions: each is delivered exactly once a pass, whatever dies.
 
-Nobody waits in here: a worker that gets nothing leaves a wake function, which is called when it is worth asking again.
+Without a coordinator (Downpour, ASGD) a pass is an epoch, and a portion is with one worker at a time. The next epoch
+opens when every portion is delivered and a worker asks for it, or earlier for a worker that finds nothing left.
+
+With a coordinator (Sandblaster, Dean et al. 2012, section 4.2) that one begins each pass, and near its end several
+workers get the same portion. The paper has portions and backup copies; that a result must be claimed before it enters a
+sum, and the first claim of several copies wins, is ours.
+
+No call waits in here: a worker that gets nothing leaves a wake function, which is called when it may ask again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from pyps.work.answers import LeaseAnswer, NothingNow, Progress, Verdict, WorkerShare
-from pyps.work.coordinated_queue import CoordinatedQueue
-from pyps.work.plain_queue import PlainQueue
-from pyps.work.portions import DataSpec
-from pyps.work.workers import WaitingCalls, Wake
-from pyps_wire.errors import BadRequest
+from pyps.work.answers import (
+    Delivered,
+    Ended,
+    LeaseAnswer,
+    Leased,
+    NothingNow,
+    PassDone,
+    PassOutcome,
+    Progress,
+    Verdict,
+    WorkerShare,
+)
+from pyps.work.passes import Lease, WorkerProgress, WorkPass
+from pyps.work.portions import DataSpec, Division, Portion
+from pyps.work.waiting import WaitingCalls, Wake
+from pyps_wire.errors import BadRequest, StateLost, Superseded
 
-# A worker may take so many times as long as its own speed says before it is taken to be stuck.
+# A worker is stuck after this many times the time that its own speed predicts.
 SLACK = 3.0
+# Leases whose end is remembered, for the answer to a worker that comes back with one.
+ENDS_REMEMBERED = 10_000
+# Passes whose deliveries are remembered, to show that each example was trained on once.
+PASSES_REMEMBERED = 8
+# With many portions the oldest deliveries are forgotten before that: so many fit into one message.
+DELIVERIES_REMEMBERED = 50_000
+
+T = TypeVar("T")
 
 
-def _tell_nobody(kind: str, what: str, **facts: object) -> None:
-    """For queues whose owner has no use for events."""
+@dataclass(slots=True)
+class Counts:
+    """Events since the run began."""
+
+    # Backup copies given out; portions that a backup copy finished first.
+    copies: int = 0
+    stolen: int = 0
+    # Leases that ended because their workers died or gave nothing for too long.
+    lost: int = 0
+    # Discarded results.
+    wasted: int = 0
+    passes_done: int = 0
+
+
+def _ignore_event(kind: str, what: str, **facts: object) -> None:
+    pass
 
 
 class WorkQueue:
@@ -37,68 +75,68 @@ class WorkQueue:
         batch_size_of: Callable[[int], int] = lambda epoch: 0,
         accumulate: Callable[[], int] = lambda: 0,
         epochs_ahead: Callable[[], int] = lambda: 0,
-        tell: Callable[..., None] = _tell_nobody,
+        on_event: Callable[..., None] = _ignore_event,
         first_lease: int = 1,
     ) -> None:
-        """`batch_size_of(epoch)`: the server's growing minibatch, 0 where it has none. `accumulate()`: minibatches
-        that the protocol sums in a push. `epochs_ahead()`: how many passes after the present one free workers may
-        begin. All are called under the queue's lock, and may take none.
-        `tell(kind, what, **facts)`: notes an event. `first_lease`: above every lease of an earlier process of this
-        server, which a checkpoint may not know of.
+        """Make a queue without a data set. It calls the functions under its lock: they may take none.
+
+        Args:
+            stall_seconds: The least time without a result after which a worker loses a portion that others wait for.
+            batch_size_of: Returns the server's growing minibatch in an epoch, 0 if it has none.
+            accumulate: Returns the minibatches that the protocol sums in a push.
+            epochs_ahead: Returns how many epochs after the current one free workers may begin.
+            on_event: `on_event(kind, what, **facts)` records an event.
+            first_lease: Greater than every lease of an earlier process of this server, even one after the checkpoint.
         """
         self._stall_seconds = stall_seconds
-        # It has the lock.
-        self._calls = WaitingCalls(tell)
-        self._plain = partial(
-            PlainQueue, calls=self._calls, batch_size_of=batch_size_of, accumulate=accumulate, epochs_ahead=epochs_ahead
-        )
-        # A coordinator may come before the workers that say what the data set is.
-        self._queue: PlainQueue | CoordinatedQueue = CoordinatedQueue(self._calls, first_lease=first_lease)
+        self._batch_size_of = batch_size_of
+        self._accumulate = accumulate
+        self._epochs_ahead = epochs_ahead
+        self._calls = WaitingCalls(on_event)
+        # Guarded by the lock of _calls.
+        self.spec: DataSpec | None = None
+        # The current pass, or the last one.
+        self.pass_ = 0
+        # The current one and, if that is not complete, those that free workers have begun after it. None before a
+        # coordinator's first pass, and after a restore during one.
+        self._passes: list[WorkPass] = []
+        self._workers: dict[str, WorkerProgress] = {}
+        # Workers that left in the current pass or were lost; they have no leases.
+        self._departed: dict[str, WorkerProgress] = {}
+        self._counts = Counts()
+        # Of the newest passes, in order, by lease.
+        self._deliveries: dict[int, Delivered] = {}
+        self._next_lease = first_lease
+        # By ended lease, the reason.
+        self._ends: dict[int, str] = {}
+        # Of a coordinator: the current one's epoch and that of the one that began the current pass, the reason for the
+        # end of the work, and its own figures.
+        self._coordinator_epoch = 0
+        self._begun_by = 0
+        self._end_reason: str | None = None
+        self._scalars: dict[str, float] = {}
 
-    @property
-    def spec(self) -> DataSpec | None:
-        """The data set, None before a worker named one."""
-        return self._queue.spec
-
-    @property
-    def pass_(self) -> int:
-        """The present pass, from 0."""
-        return self._queue.number
-
-    @property
-    def coordinator(self) -> CoordinatedQueue:
-        """What a coordinator may ask; BadRequest where the workers go through the data without one."""
-        if isinstance(self._queue, PlainQueue):
-            raise BadRequest(
-                f"the workers opened the data set {self._queue.spec.name!r} for passes without a coordinator: have them"
-                " call pyps_client.sandblaster"
-            )
-        return self._queue
-
-    # What workers call.
+    # For workers.
 
     def open(self, spec: DataSpec, *, worker_id: str) -> None:
-        """Says what the data set is. BadRequest names the first field in which a later word differs from the first."""
-        with self._settled() as queue:
-            if queue.spec is not None:
-                queue.spec.require_same(spec, worker_id=worker_id)
+        """Set the data set. BadRequest names the first field in which a later call differs from the first."""
+        with self._calls.settled():
+            if self.spec is not None:
+                self.spec.require_same(spec, worker_id=worker_id)
                 return
-            if spec.coordinated:
-                queue.spec = spec
-            else:
-                plain = self._plain(spec, first_lease=queue.next_lease)
-                plain.begin_epoch(0)
-                self._queue = plain
+            if not spec.coordinated:
+                self._begin(self._epoch(spec, 0))
+            self.spec = spec
             self._calls.wake_all()
             self._calls.note("data set opened", name=spec.name, examples=spec.num_examples, worker=worker_id)
 
     def announce(self, worker_id: str, call: Wake) -> None:
-        """Records a worker's call, by its wake function, in the order in which calls come: it may ask only later."""
-        with self._settled():
+        """Record a worker's call, by its wake function, in the order of arrival: `lease` may follow later."""
+        with self._calls.settled():
             self._calls.announce(worker_id, call)
 
     def forget(self, call: Wake) -> None:
-        """Drops a call: it has ended."""
+        """Drop a call that has ended."""
         with self._calls.lock:
             self._calls.forget(call)
 
@@ -114,38 +152,63 @@ class WorkQueue:
         announced: bool = False,
         held: Collection[int] | None = None,
     ) -> LeaseAnswer:
-        """Gives a free worker a portion of the pass asked for, or of the present one.
+        """Give a free worker a portion of a pass.
 
-        It may be of a later one where the worker says how many `passes` it goes through: else nobody may come for what
-        it leaves of the one after its last.
-        With NothingNow, `wake` is kept and called once, when it is worth asking again; one wake function a worker.
-        `announced`: the call was, or asks again. WaitTimedOut where it has ended or its worker has asked anew
-        elsewhere: what it knows is out of date.
-        `held`: the leases that the worker knows of; others of its own go back, as their answers were lost on the way.
+        Args:
+            worker_id: The worker.
+            incarnation: Its process.
+            pass_: The requested pass; None for the current one, or the next.
+            passes: How many passes the worker trains; 0 if unknown. With it the portion may be of a later pass: the
+                worker will come for the rest of that one.
+            now: The time.
+            wake: With NothingNow, called once when the worker may ask again; one a worker.
+            announced: Whether the call was announced.
+            held: The leases that the worker knows of; others of its own go back, as their answers were lost.
+
+        Raises:
+            WaitTimedOut: The announced call has ended, or its worker has asked again: what it knows is out of date.
         """
-        with self._settled() as queue:
-            queue.require_open()
+        with self._calls.settled():
+            self._require_open()
             if announced:
-                self._calls.ask(worker_id, wake)
-            worker = queue.enter(worker_id, incarnation)
+                self._calls.require_latest(worker_id, wake)
+            worker = self._enter(worker_id, incarnation)
             if not announced:
                 self._calls.announce(worker_id, wake)
             for lease in list(worker.leases.values()):
                 if held is not None and lease.lease_id not in held:
-                    queue.give_back(lease, why=f"worker {worker_id!r} asked for work without a word of it")
-                    # It begins with them again.
+                    self._give_back(lease, why=f"worker {worker_id!r} asked for work without naming it")
+                    # It begins with that portion again.
                     worker.enter(lease.pass_)
                     worker.next_portion = lease.portion_id
-            answer = queue.answer(worker, pass_, passes=passes, now=now)
+            answer = self._answer(worker, pass_, passes=passes, now=now)
             if isinstance(answer, NothingNow):
                 self._calls.wait(worker_id, wake, now=now)
             return answer
 
     def claim(self, worker_id: str, incarnation: int, lease_id: int, *, now: float) -> Verdict:
-        """Asks whether a portion's result counts: of several copies the first to ask wins, and does so again."""
-        with self._settled() as queue:
-            queue.require_open()
-            return self.coordinator.claim(queue.enter(worker_id, incarnation), lease_id, now=now)
+        """Accept a portion's result: the first claim of several copies, and its repetitions."""
+        with self._calls.settled():
+            self._require_open()
+            self._require_coordinated()
+            worker = self._enter(worker_id, incarnation)
+            lease, reason = self._find(worker, lease_id)
+            if lease is None:
+                return Verdict(False, reason)
+            work_pass = self._pass_of(lease)
+            winner = work_pass.claimed.get(lease.portion_id)
+            if winner is lease:
+                return Verdict(True)
+            worker.computed([lease], now=now)
+            if winner is not None:
+                self._counts.wasted += 1
+                reason = f"portion {lease.portion_id} was claimed by worker {winner.worker.worker_id!r} before"
+                work_pass.give_back(lease)
+                self._end_lease(lease, why=reason)
+                return Verdict(False, reason)
+            work_pass.claimed[lease.portion_id] = lease
+            self._counts.stolen += lease.copy and len(work_pass.running[lease.portion_id]) > 1
+            return Verdict(True)
 
     def deliver(
         self,
@@ -158,118 +221,246 @@ class WorkQueue:
         example_count: int,
         now: float,
     ) -> Verdict:
-        """Takes in portions whose gradients are pushed or, in coordinated work, claimed and staged.
+        """Accept portions whose gradients are pushed or, with a coordinator, claimed and staged: all or none.
 
-        All of them count or none. Where one lease was lost the others that are named end too: their sum is of no use.
+        If one lease was lost, the others in the call end too: their sum is of no use.
         """
-        with self._settled() as queue:
-            queue.require_open()
-            worker = queue.enter(worker_id, incarnation)
+        with self._calls.settled():
+            self._require_open()
+            worker = self._enter(worker_id, incarnation)
             if not lease_ids or len(set(lease_ids)) < len(lease_ids):
                 raise BadRequest(
                     f"worker {worker_id!r} delivers the leases {list(lease_ids)}; expected one or more, each once"
                 )
-            if all(queue.delivered_before(worker, lease_id, stage_id=stage_id) for lease_id in lease_ids):
+            if all(self._delivered_before(worker, lease_id, stage_id=stage_id) for lease_id in lease_ids):
                 return Verdict(True)
-            found = [queue.find(worker, lease_id) for lease_id in lease_ids]
+            found = [self._find(worker, lease_id) for lease_id in lease_ids]
             leases = [lease for lease, _ in found if lease is not None]
-            reason = next((reason for lease, reason in found if lease is None), "") or queue.objection(leases)
-            if reason:
-                queue.counts.wasted += len(leases)
+            reasons = [reason for lease, reason in found if lease is None]
+            if self._coordinated:
+                reasons += [
+                    f"lease {lease.lease_id} was not claimed: claim it before its gradient enters a sum"
+                    for lease in leases
+                    if self._pass_of(lease).claimed.get(lease.portion_id) is not lease
+                ]
+            if reasons:
+                self._counts.wasted += len(leases)
                 for lease in leases:
-                    queue.give_back(lease, why=f"it was delivered in one with another that did not count: {reason}")
-                return Verdict(False, reason)
+                    self._give_back(lease, why=f"it was delivered with another that was refused: {reasons[0]}")
+                return Verdict(False, reasons[0])
             expected = sum(lease.portion.num_examples for lease in leases)
             if example_count != expected:
                 raise BadRequest(
                     f"worker {worker_id!r} delivers {example_count} examples, but its portions have {expected}:"
                     " deliver whole portions"
                 )
-            queue.take_in(worker, leases, stage_id=stage_id, loss_sum=loss_sum, now=now)
+            if not self._coordinated:
+                worker.computed(leases, now=now)
+                # A worker that waited while it held portions may be free for the next pass now.
+                self._calls.wake(worker_id)
+            elif stage_id or not math.isfinite(loss_sum):
+                self._passes[0].stage(leases, stage_id=stage_id, loss_sum=loss_sum)
+                worker.gave_at = now
+            else:
+                raise BadRequest(
+                    f"worker {worker_id!r} delivers a finite loss without a stage: stage the gradients first"
+                )
+            self._take_in(worker, leases)
             return Verdict(True)
 
-    def release(self, worker_id: str, *, now: float, lost: bool) -> None:
-        """Lets a worker go: all that it holds goes back. `lost`: it is taken to be dead, or a later life came."""
-        with self._settled() as queue:
-            queue.release(worker_id, lost=lost)
+    def release(self, worker_id: str, *, lost: bool) -> None:
+        """Take back all that a worker holds, because it left or is lost."""
+        with self._calls.settled():
+            if worker := self._workers.pop(worker_id, None):
+                self._departed[worker_id] = worker
+                self._calls.wake(worker_id)
+                self._take_back_all(worker, why=f"worker {worker_id!r} left or was lost", lost=lost)
 
-    # What the owner calls.
+    # For a coordinator: Superseded if another came after it.
+
+    def attach(self, coordinator_epoch: int) -> None:
+        """Make a coordinator the only one; work that an earlier one had ended continues."""
+        self._require_coordinated()
+        with self._calls.settled():
+            if self._require_latest(coordinator_epoch):
+                if self._end_reason is not None:
+                    self._calls.note("work continues: another coordinator attached", ended=self._end_reason)
+                self._coordinator_epoch, self._end_reason = coordinator_epoch, None
+                # Waiting calls of earlier coordinators learn that they are superseded.
+                self._calls.wake_all()
+
+    def begin_pass(
+        self,
+        pass_: int,
+        *,
+        coordinator_epoch: int,
+        num_portions: int,
+        copies_max: int,
+        portions_per_stage: int,
+        scalars: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Begin a pass in place of the current one, whose leases end. A repeated call has no effect.
+
+        BadRequest for a pass that does not come after those before.
+        """
+        self._require_coordinated()
+        with self._calls.settled():
+            spec = self._require_open()
+            sizes = {"num_portions": num_portions, "copies_max": copies_max, "portions_per_stage": portions_per_stage}
+            for name, value in {"pass": pass_, **sizes}.items():
+                if value < 1:
+                    raise BadRequest(f"{name} is {value}; expected 1 at least")
+            is_new = self._require_latest(coordinator_epoch)
+            if self._end_reason is not None and not is_new:
+                raise BadRequest(f"pass {pass_} cannot begin: the coordinator has ended the work ({self._end_reason})")
+            if self._passes and (self.pass_, self._begun_by) == (pass_, coordinator_epoch):
+                return
+            # A worker that has parameters of a pass of that number would compute on them.
+            if pass_ <= self.pass_:
+                raise BadRequest(f"pass {pass_} cannot begin: pass {self.pass_} has begun before; take a higher one")
+            division = Division.by_number(spec.num_examples, num_portions)
+            self._coordinator_epoch = self._begun_by = coordinator_epoch
+            self._end_reason, self._scalars = None, dict(scalars)
+            for worker in self._workers.values():
+                worker.leases.clear()
+            self._begin(WorkPass(pass_, division, copies_max=copies_max, portions_per_stage=portions_per_stage))
+            self._calls.wake_all()
+
+    def await_pass(self, pass_: int, *, coordinator_epoch: int, wake: Wake | None = None) -> PassOutcome:
+        """Return the result of a pass. If it is incomplete, `wake` is kept and called once when it may have changed.
+
+        Pass 0 never begins: a wake function for it is called when the data set is opened.
+
+        Raises:
+            BadRequest: It is not the current pass.
+            StateLost: It was incomplete when the server's checkpoint was written.
+        """
+        self._require_coordinated()
+        with self._calls.settled():
+            self._require_latest(coordinator_epoch)
+            outcome = PassOutcome(complete=False)
+            if pass_:
+                if pass_ != self.pass_:
+                    raise BadRequest(f"pass {pass_} is awaited, but the present one is {self.pass_}: await that")
+                if not self._passes:
+                    raise StateLost(
+                        f"pass {pass_} is not under way: the server came back from a checkpoint, and what was staged"
+                        " is gone; begin another pass"
+                    )
+                outcome = self._passes[0].outcome()
+            if wake is not None and not outcome.complete:
+                self._calls.watch(wake)
+            return outcome
+
+    def end(self, *, coordinator_epoch: int, message: str) -> None:
+        """End the work; every worker that asks learns it."""
+        self._require_coordinated()
+        with self._calls.settled():
+            self._require_latest(coordinator_epoch)
+            if self._end_reason is None:
+                self._calls.note("work ended", reason=message)
+            self._coordinator_epoch, self._end_reason = coordinator_epoch, message
+            self._calls.wake_all()
+
+    # For the owner.
 
     def tick(self, now: float) -> None:
-        """Takes portions away that others wait for and whose workers have given nothing for too long.
+        """Take portions that others wait for away from workers that have given nothing for too long.
 
-        A worker gets three times as long as its own speed says, and twice as long for a portion that was taken away
-        before: a portion that is slow everywhere is done in the end.
+        A worker gets three times the time that its own speed predicts, and twice as long for a portion that was taken
+        away before: a portion that is slow everywhere is done in the end.
         """
-        with self._settled() as queue:
+        with self._calls.settled():
             since = self._calls.since(now)
             if since is None:
                 return
-            for lease in [lease for work_pass in queue.passes for lease in work_pass.held()]:
-                worker, times_stalled = lease.worker, queue.pass_of(lease).times_stalled
+            for lease in [lease for work_pass in self._passes for lease in work_pass.awaited()]:
+                worker, times_stalled = lease.worker, self._pass_of(lease).times_stalled
                 if self._calls.names == {worker.worker_id}:
-                    # It waits for itself, and its next question tells what it knows of.
+                    # It waits for itself, and its next call names the leases that it knows of.
                     continue
-                expected = SLACK * lease.portion.num_examples / worker.speed if worker.speed else 0.0
-                patience = math.ldexp(max(self._stall_seconds, expected), min(times_stalled[lease.portion_id], 32))
+                predicted = SLACK * lease.portion.num_examples / worker.speed if worker.speed else 0.0
+                patience = math.ldexp(max(self._stall_seconds, predicted), min(times_stalled[lease.portion_id], 32))
                 idle = now - max(since, lease.leased_at, worker.gave_at or lease.leased_at)
                 if idle >= patience:
                     times_stalled[lease.portion_id] += 1
-                    queue.counts.lost += 1
+                    self._counts.lost += 1
                     why = f"worker {worker.worker_id!r} gave nothing for {idle:.1f} s, and others waited"
-                    queue.give_back(lease, why=why)
+                    self._give_back(lease, why=why)
                     facts = {"worker": worker.worker_id, "portion": lease.portion_id, "idle_seconds": round(idle, 1)}
                     self._calls.note("portion taken from a worker that others waited for", warning=True, **facts)
 
     def waits_for(self, worker_id: str) -> tuple[str, ...]:
-        """Whose portions a worker waits for, in order of name; "the coordinator" between its passes."""
+        """Return the workers whose portions a worker waits for, by name; "the coordinator" between its passes."""
         with self._calls.lock:
-            return self._queue.waits_for(worker_id)
+            if self.spec is not None and self._coordinated and (not self._passes or self._passes[0].done):
+                return ("the coordinator",)
+            holders = {lease.worker.worker_id for work_pass in self._passes[:1] for lease in work_pass.awaited()}
+            return tuple(sorted(holders - {worker_id} or holders))
 
     def progress(self, *, deliveries: bool = False) -> Progress:
-        """Where the work stands; with the deliveries that are remembered where they are asked for."""
+        """Return how far the work is, on request with the deliveries that are remembered."""
         with self._calls.lock:
-            queue, present = self._queue, self._queue.present
+            current = self._passes[0] if self._passes else None
             workers = [
                 WorkerShare(
                     name,
-                    done=present.done_by[name] if present else 0,
+                    done=current.done_by[name] if current else 0,
                     running=len(worker.leases),
                     examples_per_second=worker.speed,
                 )
-                for name, worker in sorted({**queue.workers, **queue.departed}.items())
+                for name, worker in sorted({**self._workers, **self._departed}.items())
             ]
             return Progress(
-                queue.spec,
-                queue.number,
-                **asdict(queue.counts),
-                num_portions=present.cut.num_portions if present else 0,
-                done=present.num_done if present else 0,
-                running=len(present.running) if present else 0,
-                pending=len(present.pending) if present else 0,
-                ahead=sum(later.num_done for later in queue.passes[1:]),
+                self.spec,
+                self.pass_,
+                **asdict(self._counts),
+                num_portions=current.division.num_portions if current else 0,
+                done=current.num_done if current else 0,
+                running=len(current.running) if current else 0,
+                pending=len(current.pending) if current else 0,
+                ahead=sum(later.num_done for later in self._passes[1:]),
                 workers=tuple(workers),
-                deliveries=tuple(queue.deliveries.values()) if deliveries else (),
-                ended=queue.end_reason is not None,
-                scalars=queue.scalars,
+                deliveries=tuple(self._deliveries.values()) if deliveries else (),
+                ended=self._end_reason is not None,
+                scalars=self._scalars,
             )
 
     def state(self) -> dict[str, Any]:
-        """All that a restored queue needs, as JSON; portions that are with workers count as pending."""
+        """Return all that a restored queue needs, as JSON; leased portions count as pending."""
         with self._calls.lock:
-            return self._queue.to_json()
+            # Names once, and a short list for each delivery.
+            names = list(dict.fromkeys(done.worker_id for done in self._deliveries.values()))
+            index = {name: place for place, name in enumerate(names)}
+            rows = [
+                [done.pass_, part.portion_id, part.start, part.stop, lease_id, index[done.worker_id], done.incarnation]
+                for lease_id, done in self._deliveries.items()
+                for part in [done.portion]
+            ]
+            epochs = [
+                {
+                    "portion_examples": work_pass.division.portion_examples,
+                    "batch_size": work_pass.batch_size,
+                    "unfinished": [list(run) for run in work_pass.unfinished()],
+                }
+                # The stages of a coordinator's pass are lost with the server.
+                for work_pass in ([] if self._coordinated else self._passes)
+            ]
+            return {
+                "spec": self.spec and asdict(self.spec),
+                "pass": self.pass_,
+                "epochs": epochs,
+                "next_lease": self._next_lease,
+                "coordinator_epoch": self._coordinator_epoch,
+                "counts": asdict(self._counts),
+                "deliveries": {"workers": names, "rows": rows},
+            }
 
     def restore(self, plain: Mapping[str, Any]) -> None:
-        """Goes on where `state()` stood, before anybody asks. BadRequest where it is no state."""
+        """Continue from `state()`, before any other call. BadRequest if it cannot be read."""
         with self._calls.lock:
-            first_lease = self._queue.next_lease
-            queue: PlainQueue | CoordinatedQueue = CoordinatedQueue(self._calls, first_lease=first_lease)
             try:
-                spec = DataSpec(**plain["spec"]) if plain["spec"] is not None else None
-                if spec is not None and not spec.coordinated:
-                    queue = self._plain(spec, first_lease=first_lease)
-                queue.spec = spec
-                queue.restore(plain)
+                self._restore(plain)
             except BadRequest:
                 raise
             except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -277,12 +468,228 @@ class WorkQueue:
                     f"the checkpoint's work queue cannot be read ({type(error).__name__}: {error}):"
                     " take another checkpoint"
                 ) from None
-            self._queue = queue
 
-    # Helpers.
+    # What follows is called under the lock, but for _require_coordinated.
 
-    @contextmanager
-    def _settled(self) -> Iterator[PlainQueue | CoordinatedQueue]:
-        """The queue of either kind under the lock, after which calls are woken."""
-        with self._calls.settled():
-            yield self._queue
+    def _restore(self, plain: Mapping[str, Any]) -> None:
+        self.spec = DataSpec(**plain["spec"]) if plain["spec"] is not None else None
+        self.pass_ = int(plain["pass"])
+        self._next_lease = max(self._next_lease, int(plain["next_lease"]))
+        self._coordinator_epoch = int(plain["coordinator_epoch"])
+        self._counts = Counts(**plain["counts"])
+        names = plain["deliveries"]["workers"]
+        for pass_, portion_id, start, stop, lease_id, place, incarnation in plain["deliveries"]["rows"]:
+            portion = Portion(portion_id, start, stop, lease_id)
+            self._deliveries[lease_id] = Delivered(pass_, portion, names[place], incarnation)
+        if self.spec is None or self.spec.coordinated:
+            return
+        for number, kept in enumerate(plain["epochs"], start=self.pass_):
+            division = Division.by_size(self.spec.num_examples, int(kept["portion_examples"]))
+            pending = [(int(start), int(stop)) for start, stop in kept["unfinished"]]
+            self._passes.append(WorkPass(number, division, batch_size=int(kept["batch_size"]), pending=pending))
+        if not self._passes:
+            raise ValueError("there is no pass in it")
+
+    @property
+    def _coordinated(self) -> bool:
+        # A coordinator may come before the workers that open the data set.
+        return self.spec is None or self.spec.coordinated
+
+    def _require_coordinated(self) -> None:
+        spec = self.spec
+        if spec is not None and not spec.coordinated:
+            raise BadRequest(
+                f"the workers opened the data set {spec.name!r} for passes without a coordinator: have them"
+                " call pyps_client.sandblaster"
+            )
+
+    def _require_open(self) -> DataSpec:
+        if self.spec is None:
+            raise BadRequest("no worker has said what the data set is: let one open it first")
+        return self.spec
+
+    def _require_latest(self, coordinator_epoch: int) -> bool:
+        """Raise Superseded for a coordinator that was replaced; return whether it is a later one than was known."""
+        if coordinator_epoch < self._coordinator_epoch:
+            raise Superseded(
+                f"coordinator {coordinator_epoch} was followed by coordinator {self._coordinator_epoch}: stop this one"
+            )
+        return coordinator_epoch > self._coordinator_epoch
+
+    def _enter(self, worker_id: str, incarnation: int) -> WorkerProgress:
+        """Return the calling worker, without an earlier process's leases. Superseded for an earlier process."""
+        known = self._workers.get(worker_id) or self._departed.get(worker_id)
+        worker = known or WorkerProgress(worker_id, incarnation)
+        if incarnation < worker.incarnation:
+            raise Superseded(
+                f"a newer process goes by the name of worker {worker_id!r}: stop this one, or give it another name"
+            )
+        if incarnation > worker.incarnation:
+            # The new process has none of the old one's portions, but its machine may still have the data.
+            worker.measured.clear()
+            worker.gave_at, worker.incarnation = None, incarnation
+            self._take_back_all(worker, why=f"a newer process goes by the name of worker {worker_id!r}", lost=True)
+        self._departed.pop(worker_id, None)
+        self._workers[worker_id] = worker
+        return worker
+
+    def _take_back_all(self, worker: WorkerProgress, *, why: str, lost: bool) -> None:
+        leases = list(worker.leases.values())
+        for lease in leases:
+            self._give_back(lease, why=why)
+        if lost and leases:
+            self._counts.lost += len(leases)
+            facts = {"worker": worker.worker_id, "portions": len(leases)}
+            self._calls.note("portions of a lost worker go to others", warning=True, **facts)
+
+    def _epoch(self, spec: DataSpec, number: int) -> WorkPass:
+        """Return a new epoch, divided by the server's current settings; BadRequest if portions have no size."""
+        batch_size = self._batch_size_of(number) or spec.batch_size
+        portion_examples = spec.portion_examples or batch_size * max(1, self._accumulate())
+        if not portion_examples:
+            raise BadRequest(
+                f"the size of the portions of the data set {spec.name!r} is unknown: give portion_examples or"
+                " batch_size, or start the servers with --batch-growth"
+            )
+        return WorkPass(number, Division.by_size(spec.num_examples, portion_examples), batch_size=batch_size)
+
+    def _begin(self, *passes: WorkPass) -> None:
+        """Replace the current passes."""
+        self._passes, self.pass_ = list(passes), passes[0].number
+        self._departed.clear()
+        oldest = self.pass_ - PASSES_REMEMBERED + 1
+        self._deliveries = {lease_id: done for lease_id, done in self._deliveries.items() if done.pass_ >= oldest}
+
+    def _answer(self, worker: WorkerProgress, number: int | None, *, passes: int, now: float) -> LeaseAnswer:
+        if not self._coordinated:
+            return self._answer_in_epoch(worker, number, passes=passes, now=now)
+        if self._end_reason is not None:
+            return Ended(self.pass_, self._end_reason)
+        if not self._passes:
+            return NothingNow(self.pass_)
+        portion_id = self._choose(self._passes[0], worker)
+        if portion_id is None:
+            portion_id = self._passes[0].copy_for(worker)
+            self._counts.copies += portion_id is not None
+        return (
+            NothingNow(self.pass_) if portion_id is None else self._give(self._passes[0], worker, portion_id, now=now)
+        )
+
+    def _answer_in_epoch(self, worker: WorkerProgress, number: int | None, *, passes: int, now: float) -> LeaseAnswer:
+        spec, current = self._require_open(), self._passes[0]
+        if number is not None and number < current.number + current.done:
+            return PassDone(number)
+        if current.done:
+            self._begin(self._epoch(spec, current.number + 1))
+        # A request for a later pass gets the rest of an earlier one too: no other worker may come for it.
+        last = max(self.pass_, min(self.pass_ + self._epochs_ahead(), passes - 1))
+        for number in range(self.pass_, last + 1):
+            if number - self.pass_ == len(self._passes):
+                self._passes.append(self._epoch(spec, number))
+            work_pass = self._passes[number - self.pass_]
+            portion_id = self._choose(work_pass, worker)
+            if portion_id is not None:
+                return self._give(work_pass, worker, portion_id, now=now)
+            if any(lease.pass_ == number for lease in worker.leases.values()):
+                # It can end the pass, or its part of it: a worker alone never mixes two.
+                break
+        return NothingNow(self.pass_)
+
+    def _choose(self, work_pass: WorkPass, worker: WorkerProgress) -> int | None:
+        """Return the pending portion that a worker should take; None if none is pending.
+
+        Consecutive portions go to the same worker, and the same ones in every pass: it may hold their data.
+        """
+        pending = work_pass.pending
+        if not pending:
+            return None
+        worker.enter(work_pass.number)
+        if worker.next_portion is not None and worker.next_portion in pending:
+            return worker.next_portion
+        if worker.next_portion is None and worker.began_before is not None:
+            first = work_pass.division.containing(worker.began_before)
+            if first in pending:
+                return first
+        start, stop = pending.longest()
+        # The first half of the range stays for a worker that comes to it.
+        taken = any(other.pass_ == work_pass.number and other.next_portion == start for other in self._workers.values())
+        return (start + stop) // 2 if taken else start
+
+    def _give(self, work_pass: WorkPass, worker: WorkerProgress, portion_id: int, *, now: float) -> Leased:
+        worker.enter(work_pass.number)
+        portion = work_pass.division.portion(portion_id, lease_id=self._next_lease)
+        lease = Lease(work_pass.number, portion, worker, now, copy=portion_id in work_pass.running)
+        self._next_lease += 1
+        worker.leases[lease.lease_id] = lease
+        work_pass.give(lease)
+        worker.next_portion = portion_id + 1
+        if worker.began is None and not lease.copy:
+            worker.began = portion.start
+        following = self._choose(work_pass, worker)
+        return Leased(
+            work_pass.number,
+            portion,
+            next=None if following is None else work_pass.division.portion(following),
+            batch_size=work_pass.batch_size,
+            portions_per_stage=work_pass.portions_per_stage,
+        )
+
+    def _find(self, worker: WorkerProgress, lease_id: int) -> tuple[Lease | None, str]:
+        """Return a worker's lease or, if it has none by that number, the reason. BadRequest for one that never was."""
+        if not 0 < lease_id < self._next_lease:
+            raise BadRequest(f"lease {lease_id} was never given out: send the lease_id of the portion that was leased")
+        if lease_id in worker.leases:
+            return worker.leases[lease_id], ""
+        if delivered := self._deliveries.get(lease_id):
+            return None, f"lease {lease_id} was delivered by worker {delivered.worker_id!r} before"
+        holder = next((other.worker_id for other in self._workers.values() if lease_id in other.leases), None)
+        if holder is not None:
+            return None, f"lease {lease_id} is worker {holder!r}'s, not {worker.worker_id!r}'s"
+        why = self._ends.get(lease_id)
+        return None, why or f"lease {lease_id} ended with its pass, or the server was restored since"
+
+    def _pass_of(self, lease: Lease) -> WorkPass:
+        return self._passes[lease.pass_ - self.pass_]
+
+    def _give_back(self, lease: Lease, *, why: str) -> None:
+        """End a lease without a result, so that another worker may have its portion."""
+        self._pass_of(lease).give_back(lease)
+        self._end_lease(lease, why=why)
+        self._calls.wake_workers()
+
+    def _end_lease(self, lease: Lease, *, why: str) -> None:
+        del lease.worker.leases[lease.lease_id]
+        if why:
+            _remember(self._ends, lease.lease_id, why, ENDS_REMEMBERED)
+
+    def _delivered_before(self, worker: WorkerProgress, lease_id: int, *, stage_id: int) -> bool:
+        """Return whether this very process delivered the lease, in the same stage as far as that is remembered."""
+        done = self._deliveries.get(lease_id)
+        if done is None or (done.worker_id, done.incarnation) != (worker.worker_id, worker.incarnation):
+            return False
+        if not (self._coordinated and self._passes and done.pass_ == self.pass_):
+            return True
+        return self._passes[0].stage_of[done.portion.portion_id] == stage_id
+
+    def _take_in(self, worker: WorkerProgress, leases: Sequence[Lease]) -> None:
+        """Mark portions as delivered, and passes as done."""
+        for lease in leases:
+            done = Delivered(lease.pass_, lease.portion, worker.worker_id, worker.incarnation)
+            _remember(self._deliveries, lease.lease_id, done, DELIVERIES_REMEMBERED)
+            why = f"portion {lease.portion_id} was delivered by worker {worker.worker_id!r} before"
+            for other in self._pass_of(lease).deliver(lease):
+                self._counts.wasted += other is not lease
+                self._end_lease(other, why=why if other is not lease else "")
+        while self._passes[0].done:
+            self._counts.passes_done += 1
+            self._calls.wake_all()
+            if len(self._passes) == 1:
+                break
+            self._begin(*self._passes[1:])
+
+
+def _remember(newest: dict[int, T], lease_id: int, what: T, most: int) -> None:
+    """Add to what is remembered of leases, and forget the oldest beyond the most."""
+    newest[lease_id] = what
+    if len(newest) > most:
+        del newest[next(iter(newest))]

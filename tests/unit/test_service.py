@@ -201,4 +201,4 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     # The thread that waited for the mutex is done.
     assert not listener.taken
     deliver = partial(run.work.deliver, "a", 1, [leased.lease_id], example_count=3, now=run.clock())
-    assert deliver().counts
+    assert deliver().accepted

@@ -49,7 +49,7 @@ def test_what_is_held_stays_and_what_is_given_up_goes_back() -> None:
 def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_nothing() -> None:
     work, _, remote = opened(taken=True)
     assert remote.lease(pass_number=0, wait=False).outcome == LeaseReply.OUTCOME_NOTHING_NOW
-    timer = threading.Timer(0.1, lambda: work.release("b", now=0.0, lost=True))
+    timer = threading.Timer(0.1, lambda: work.release("b", lost=True))
     timer.start()
     assert remote.lease(pass_number=0).outcome == LeaseReply.OUTCOME_LEASED
     timer.join()

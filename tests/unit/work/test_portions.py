@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 
-from pyps.work.portions import Cut, PendingPortions
+from pyps.work.portions import Division, PendingPortions
 
 
 def test_every_example_is_in_one_portion():
     for cut in (
-        *(Cut.by_size(num_examples, size) for num_examples in (1, 7, 12, 100) for size in (1, 3, 12, 1000)),
-        *(Cut.by_number(num_examples, number) for num_examples in (1, 7, 12, 100) for number in (1, 3, 7, 99, 1000)),
+        *(Division.by_size(num_examples, size) for num_examples in (1, 7, 12, 100) for size in (1, 3, 12, 1000)),
+        *(
+            Division.by_number(num_examples, number)
+            for num_examples in (1, 7, 12, 100)
+            for number in (1, 3, 7, 99, 1000)
+        ),
     ):
         portions = [cut.portion(portion_id) for portion_id in range(cut.num_portions)]
         covered = [example for portion in portions for example in range(portion.start, portion.stop)]

@@ -30,7 +30,7 @@ def deliver(queue: WorkQueue, name: str, *leased: Leased, stage_id: int = 1, los
 
 
 def outcome(queue: WorkQueue, pass_: int = 1, *, epoch: int = 1, **more) -> PassOutcome:
-    return queue.coordinator.await_pass(pass_, coordinator_epoch=epoch, **more)
+    return queue.await_pass(pass_, coordinator_epoch=epoch, **more)
 
 
 # Passes.
@@ -80,7 +80,7 @@ def test_a_new_pass_ends_the_leases_of_the_one_before():
         claim(queue, "a", running).message
         == f"lease {running.lease_id} ended with its pass, or the server was restored since"
     )
-    assert not deliver(queue, "b", claimed).counts
+    assert not deliver(queue, "b", claimed).accepted
     assert queue.progress().pending == 2
 
 
@@ -107,13 +107,13 @@ def test_an_earlier_coordinator_is_refused_everywhere():
     with pytest.raises(Superseded):
         outcome(queue, 2, epoch=1)
     with pytest.raises(Superseded):
-        queue.coordinator.end(coordinator_epoch=1, message="done")
+        queue.end(coordinator_epoch=1, message="done")
 
 
 def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
     queue, woken = coordinated_queue(4), []
     lease(queue, "a", wake=lambda: woken.append("a"))
-    queue.coordinator.end(coordinator_epoch=1, message="converged")
+    queue.end(coordinator_epoch=1, message="converged")
     assert woken == ["a"]
     assert lease(queue, "b") == Ended(0, "converged")
     assert queue.progress().ended
@@ -131,11 +131,11 @@ def test_of_two_copies_the_first_to_claim_wins():
     begin_pass(queue, num_portions=1)
     original, copy = lease(queue, "slow"), lease(queue, "fast")
     assert original.portion.portion_id == copy.portion.portion_id
-    assert claim(queue, "fast", copy).counts
-    assert claim(queue, "fast", copy).counts
+    assert claim(queue, "fast", copy).accepted
+    assert claim(queue, "fast", copy).accepted
     for _ in range(2):
         refused = claim(queue, "slow", original)
-        assert (refused.counts, refused.message) == (False, "portion 0 was claimed by worker 'fast' before")
+        assert (refused.accepted, refused.message) == (False, "portion 0 was claimed by worker 'fast' before")
     progress = queue.progress()
     assert (progress.copies, progress.stolen, progress.wasted) == (1, 1, 1)
 
@@ -165,7 +165,7 @@ def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
     assert queue.progress().copies == 3
     woken = []
     assert lease(queue, "e", now=5.0, wake=lambda: woken.append("e")) == NothingNow(1)
-    queue.release("c", now=6.0, lost=True)
+    queue.release("c", lost=True)
     assert woken == ["e"], "a copy may be made again"
     assert isinstance(lease(queue, "e", now=6.0), Leased)
 
@@ -198,12 +198,12 @@ def test_what_a_lost_worker_claimed_goes_to_another():
     mine = lease(queue, "a")
     claim(queue, "a", mine)
     lease(queue, "b", wake=lambda: woken.append("b"))
-    queue.release("a", now=1.0, lost=True)
+    queue.release("a", lost=True)
     assert woken == ["b"]
     theirs = lease(queue, "b")
-    assert claim(queue, "b", theirs).counts
-    assert not deliver(queue, "a", mine).counts
-    assert deliver(queue, "b", theirs).counts
+    assert claim(queue, "b", theirs).accepted
+    assert not deliver(queue, "a", mine).accepted
+    assert deliver(queue, "b", theirs).accepted
     assert outcome(queue).example_count == 2
 
 
@@ -228,7 +228,7 @@ def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
     begin_pass(queue, num_portions=2)
     theirs = lease(queue, "a")
     assert claim(queue, "b", theirs).message == f"lease {theirs.lease_id} is worker 'a''s, not 'b''s"
-    assert claim(queue, "a", theirs).counts
+    assert claim(queue, "a", theirs).accepted
     deliver(queue, "a", theirs)
     assert "was delivered by worker 'a' before" in claim(queue, "a", theirs).message
     with pytest.raises(BadRequest, match="lease 99 was never given out"):
@@ -260,9 +260,9 @@ def test_several_portions_in_one_stage_are_one_stage():
     first, second, third = (lease(queue, "a") for _ in range(3))
     for answer in (first, second, third):
         claim(queue, "a", answer)
-    assert deliver(queue, "a", third, stage_id=7, loss_sum=1.0).counts
+    assert deliver(queue, "a", third, stage_id=7, loss_sum=1.0).accepted
     assert not outcome(queue).complete
-    assert deliver(queue, "a", second, first, stage_id=8, loss_sum=2.0).counts
+    assert deliver(queue, "a", second, first, stage_id=8, loss_sum=2.0).accepted
     assert outcome(queue) == PassOutcome(True, 3.0, 6, (8, 7))
     assert counted(queue, 1) == list(range(6))
 
@@ -282,9 +282,9 @@ def test_a_delivery_repeated_in_another_stage_does_not_count():
     begin_pass(queue, num_portions=2)
     mine = lease(queue, "a")
     claim(queue, "a", mine)
-    assert deliver(queue, "a", mine, stage_id=5).counts
-    assert deliver(queue, "a", mine, stage_id=5).counts
-    assert not deliver(queue, "a", mine, stage_id=6).counts
+    assert deliver(queue, "a", mine, stage_id=5).accepted
+    assert deliver(queue, "a", mine, stage_id=5).accepted
+    assert not deliver(queue, "a", mine, stage_id=6).accepted
     rest = lease(queue, "a")
     claim(queue, "a", rest)
     deliver(queue, "a", rest, stage_id=9)
@@ -314,7 +314,7 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
     after = restored_queue(queue)
     assert after.lease("a", 1, now=0.0) == NothingNow(3)
     with pytest.raises(StateLost, match="pass 3 is not under way: the server came back from a checkpoint"):
-        after.coordinator.await_pass(3, coordinator_epoch=2)
+        after.await_pass(3, coordinator_epoch=2)
     with pytest.raises(BadRequest, match="pass 3 cannot begin"):
         begin_pass(after, 3, epoch=3)
     with pytest.raises(Superseded):
@@ -325,12 +325,12 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
 
 def test_an_attached_coordinator_fences_off_the_one_before_it():
     queue = coordinated_queue(4)
-    queue.coordinator.attach(1)
-    queue.coordinator.attach(2)
+    queue.attach(1)
+    queue.attach(2)
     with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2"):
         begin_pass(queue, 1, epoch=1)
     with pytest.raises(Superseded):
-        queue.coordinator.attach(1)
+        queue.attach(1)
     begin_pass(queue, 1, epoch=2)
     assert queue.pass_ == 1
 
@@ -338,32 +338,32 @@ def test_an_attached_coordinator_fences_off_the_one_before_it():
 def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own():
     queue = coordinated_queue(4)
     begin_pass(queue, 3, epoch=1)
-    queue.coordinator.attach(2)
+    queue.attach(2)
     with pytest.raises(BadRequest, match="pass 3 has begun before; take a higher one"):
         begin_pass(queue, 3, epoch=2)
     begin_pass(queue, 4, epoch=2)
     # Once more is no other pass.
     held = queue.lease("a", 1, now=0.0)
     begin_pass(queue, 4, epoch=2)
-    assert queue.claim("a", 1, held.lease_id, now=1.0).counts
+    assert queue.claim("a", 1, held.lease_id, now=1.0).accepted
 
 
 def test_an_attached_coordinator_lifts_the_end_of_the_work():
     told: list[str] = []
-    queue = coordinated_queue(4, tell=lambda kind, what, **facts: told.append(what))
-    queue.coordinator.attach(1)
-    queue.coordinator.end(coordinator_epoch=1, message="enough")
-    queue.coordinator.attach(1)
+    queue = coordinated_queue(4, on_event=lambda kind, what, **facts: told.append(what))
+    queue.attach(1)
+    queue.end(coordinator_epoch=1, message="enough")
+    queue.attach(1)
     assert queue.lease("a", 1, now=0.0) == Ended(0, "enough")
-    queue.coordinator.attach(2)
+    queue.attach(2)
     assert not queue.progress().ended
     assert queue.lease("a", 1, now=0.0) == NothingNow(0)
-    assert told[-1] == "work goes on: another coordinator came"
+    assert told[-1] == "work continues: another coordinator attached"
 
 
 def test_a_coordinator_that_waits_is_woken_when_another_attaches():
     queue, woken = coordinated_queue(4), []
     begin_pass(queue, epoch=1)
-    queue.coordinator.await_pass(1, coordinator_epoch=1, wake=lambda: woken.append("former"))
-    queue.coordinator.attach(2)
+    queue.await_pass(1, coordinator_epoch=1, wake=lambda: woken.append("former"))
+    queue.attach(2)
     assert woken == ["former"]

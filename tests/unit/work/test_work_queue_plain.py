@@ -29,7 +29,7 @@ def deliver(queue: WorkQueue, *leased: Leased, name: str = "a", now: float = 1.0
 def finish(queue: WorkQueue, pass_: int = 0, name: str = "a") -> None:
     """Lets one worker do all that is left of a pass."""
     while isinstance(answer := lease(queue, name, pass_), Leased):
-        assert deliver(queue, answer, name=name).counts
+        assert deliver(queue, answer, name=name).accepted
     assert answer == PassDone(pass_)
 
 
@@ -60,7 +60,7 @@ def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
     queue = plain_queue(6, 3)
     # Who is ahead of a restored queue takes part in the older pass.
     assert lease(queue, "ahead", pass_=7).pass_ == 0
-    queue.release("ahead", now=0.0, lost=False)
+    queue.release("ahead", lost=False)
     assert (queue.progress().lost, queue.progress().pending) == (0, 2), "it left by itself"
     finish(queue)
     assert queue.pass_ == 0
@@ -71,7 +71,7 @@ def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
     # Who asks for no pass in particular gets the present one and then the next.
     deliver(queue, answer)
     assert lease(queue, pass_=None).pass_ == 1
-    queue.release("a", now=0.0, lost=False)
+    queue.release("a", lost=False)
     finish(queue, 1)
     assert lease(queue, pass_=None).pass_ == 2
 
@@ -94,7 +94,7 @@ def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
     lost = lease(queue, "b")
     woken = Woken()
     assert lease(queue, "a", 1, wake=woken) == NothingNow(0)
-    queue.release("b", now=5.0, lost=True)
+    queue.release("b", lost=True)
     assert woken.times == 1
     answer = lease(queue, "a", 1, wake=woken, announced=True)
     assert (answer.pass_, answer.portion.portion_id) == (0, lost.portion.portion_id)
@@ -160,12 +160,12 @@ def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_
     ahead = [lease(queue, "quick", passes=9, wake=woken, announced=True), lease(queue, "quick", passes=9)]
     assert [answer.pass_ for answer in ahead] == [1, 1]
     # One delivery may be of several passes.
-    queue.release("slow", now=1.0, lost=True)
+    queue.release("slow", lost=True)
     back = lease(queue, "quick", passes=9)
     assert (back.pass_, back.portion) == (0, replace(slow.portion, lease_id=back.lease_id))
-    assert deliver(queue, ahead[0], back, name="quick").counts
+    assert deliver(queue, ahead[0], back, name="quick").accepted
     assert (queue.pass_, queue.progress().done, queue.progress().running) == (1, 1, 1)
-    assert deliver(queue, ahead[1], name="quick").counts
+    assert deliver(queue, ahead[1], name="quick").accepted
     assert [counted(queue, pass_) for pass_ in range(2)] == [[0, 1], [0, 1]]
 
 
@@ -187,7 +187,7 @@ def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_
         deliver(queue, lease(queue, "quick", passes=9), name="quick")
     assert queue.progress().ahead == 4
     after = restored_queue(queue)
-    assert not deliver(after, lost, name="slow").counts
+    assert not deliver(after, lost, name="slow").accepted
     finish(after, 0)
     assert (after.pass_, after.progress().done) == (2, 1)
     assert lease(after, pass_=1) == PassDone(1)
@@ -210,7 +210,7 @@ def test_beside_a_worker_eight_times_slower_the_quick_one_stands_still_at_the_en
                 idle += now - gave_at if name == "quick" else 0.0
         name = min(at_work, key=lambda name: at_work[name][0])
         now, answer = at_work.pop(name)
-        assert deliver(queue, answer, name=name, now=now).counts
+        assert deliver(queue, answer, name=name, now=now).accepted
         gave_at = now if name == "quick" else gave_at
     assert [counted(queue, pass_) for pass_ in range(epochs - 8, epochs)] == [list(range(portions))] * 8
     assert now - gave_at <= seconds["slow"], "at the end it waits for one portion at most"
@@ -275,7 +275,7 @@ def test_a_lease_costs_as_much_however_many_workers_have_left():
         queue = plain_queue(1000, 1)
         for number in range(departed):
             lease(queue, f"departed-{number}")
-            queue.release(f"departed-{number}", now=0.0, lost=False)
+            queue.release(f"departed-{number}", lost=False)
         lease(queue, "other")
         lines.append(lines_executed(lambda queue=queue: lease(queue)))
     # A look at each of them would take hundreds; a few are the interpreter's own, which collects what is left over.
@@ -285,12 +285,12 @@ def test_a_lease_costs_as_much_however_many_workers_have_left():
 def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused():
     queue = plain_queue(6, 3)
     lost = lease(queue, "a")
-    queue.release("a", now=1.0, lost=True)
+    queue.release("a", lost=True)
     refused = deliver(queue, lost)
-    assert not refused.counts
-    assert "worker 'a' was taken to be gone" in refused.message
+    assert not refused.accepted
+    assert "worker 'a' left or was lost" in refused.message
     finish(queue, 0, "b")
-    assert not deliver(queue, lost).counts
+    assert not deliver(queue, lost).accepted
     assert counted(queue, 0) == list(range(6))
     assert queue.progress().lost == 1
 
@@ -299,7 +299,7 @@ def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
     queue = plain_queue(6, 3)
     former = lease(queue, "a", incarnation=1)
     assert lease(queue, "a", incarnation=2) is not None
-    assert not deliver(queue, former, incarnation=2).counts
+    assert not deliver(queue, former, incarnation=2).accepted
     with pytest.raises(Superseded, match="a newer process goes by the name of worker 'a'"):
         deliver(queue, former, incarnation=1)
 
@@ -317,10 +317,10 @@ def test_a_portion_whose_answer_was_lost_is_given_again():
 def test_a_delivery_is_repeated_without_harm_also_in_the_next_pass():
     queue = plain_queue(3, 3)
     answer = lease(queue)
-    assert deliver(queue, answer).counts
-    assert deliver(queue, answer).counts
+    assert deliver(queue, answer).accepted
+    assert deliver(queue, answer).accepted
     lease(queue, pass_=1)
-    assert deliver(queue, answer).counts
+    assert deliver(queue, answer).accepted
     assert counted(queue, 0) == list(range(3))
 
 
@@ -329,18 +329,18 @@ def test_another_worker_s_lease_is_refused():
     mine, theirs = lease(queue, "a"), lease(queue, "b")
     refused = deliver(queue, theirs, name="a")
     assert refused.message == f"lease {theirs.lease_id} is worker 'b''s, not 'a''s"
-    assert deliver(queue, theirs, name="b").counts
+    assert deliver(queue, theirs, name="b").accepted
     assert "was delivered by worker 'b' before" in deliver(queue, theirs, name="a").message
-    assert deliver(queue, mine, name="a").counts
+    assert deliver(queue, mine, name="a").accepted
 
 
 def test_a_delivery_counts_as_a_whole_or_not_at_all():
     queue = plain_queue(9, 3)
     first = lease(queue, "a")
-    queue.release("a", now=1.0, lost=True)
+    queue.release("a", lost=True)
     second = lease(queue, "a")
     third = lease(queue, "a")
-    assert not deliver(queue, first, second, third).counts
+    assert not deliver(queue, first, second, third).accepted
     assert queue.progress().done == 0
     assert queue.progress().pending == 3
 
@@ -355,7 +355,7 @@ def test_a_delivery_names_leases_that_were_given_out_each_once_and_all_their_exa
         ([answer.lease_id], 2, "worker 'a' delivers 2 examples, but its portions have 3"),
     ):
         assert words in refusal(queue.deliver, "a", 1, leases, example_count=example_count, now=0.0)
-    assert deliver(queue, answer).counts
+    assert deliver(queue, answer).accepted
 
 
 def test_plain_work_needs_no_claim_and_no_coordinator():
@@ -364,7 +364,7 @@ def test_plain_work_needs_no_claim_and_no_coordinator():
     for call in (
         lambda: queue.claim("a", 1, answer.lease_id, now=0.0),
         lambda: begin_pass(queue),
-        lambda: queue.coordinator.end(coordinator_epoch=1, message="done"),
+        lambda: queue.end(coordinator_epoch=1, message="done"),
     ):
         words = "the workers opened the data set 'train' for passes without a coordinator: have them call"
         assert words in refusal(call)
@@ -375,7 +375,7 @@ def test_plain_work_needs_no_claim_and_no_coordinator():
 
 def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothing():
     told = []
-    queue = plain_queue(3, 3, stall_seconds=10.0, tell=lambda kind, what, **facts: told.append((kind, what, facts)))
+    queue = plain_queue(3, 3, stall_seconds=10.0, on_event=lambda kind, what, **facts: told.append((kind, what, facts)))
     stuck = lease(queue, "stuck", now=0.0)
     queue.tick(500.0)
     woken = Woken()
@@ -435,9 +435,9 @@ def test_of_two_calls_of_one_worker_the_later_one_is_answered():
     lease(queue, "b", wake=former)
     lease(queue, "b", wake=later)
     assert former.times == 1
-    with pytest.raises(WaitTimedOut, match="worker 'b' has asked anew since"):
+    with pytest.raises(WaitTimedOut, match="worker 'b' has asked again since"):
         lease(queue, "b", wake=former, announced=True)
-    queue.release("a", now=1.0, lost=True)
+    queue.release("a", lost=True)
     assert (former.times, later.times, ended.times) == (1, 1, 0)
     assert isinstance(lease(queue, "b", wake=later, announced=True), Leased)
 
@@ -454,10 +454,10 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
     queue.announce("a", later)
     held = lease(queue, "a", held=(), wake=later, announced=True)
     assert isinstance(held, Leased)
-    with pytest.raises(WaitTimedOut, match="worker 'a' has asked anew since"):
+    with pytest.raises(WaitTimedOut, match="worker 'a' has asked again since"):
         lease(queue, "a", held=(), wake=former, announced=True)
     assert queue.progress().running == 1
-    assert deliver(queue, held).counts
+    assert deliver(queue, held).accepted
 
 
 # What workers say of a data set.
@@ -490,7 +490,7 @@ def test_a_data_set_without_sense_is_refused():
 
 def test_portions_need_a_size_and_may_not_be_too_many():
     queue = WorkQueue(stall_seconds=60)
-    with pytest.raises(BadRequest, match="name portion_examples or batch_size"):
+    with pytest.raises(BadRequest, match="give portion_examples or batch_size"):
         queue.open(DataSpec("train", 10), worker_id="a")
     with pytest.raises(BadRequest, match="2000000 portions; expected 1000000 at most: take larger portions"):
         queue.open(DataSpec("train", 2_000_000, 1), worker_id="a")
@@ -507,8 +507,8 @@ def test_what_is_delivered_stays_delivered_and_what_was_running_is_done_again():
     first, running = lease(queue), lease(queue)
     deliver(queue, first)
     after = restored_queue(queue)
-    assert deliver(after, first).counts
-    assert not deliver(after, running).counts
+    assert deliver(after, first).accepted
+    assert not deliver(after, running).accepted
     given = []
     while isinstance(answer := lease(after), Leased):
         given.append(answer.portion.portion_id)
@@ -557,7 +557,7 @@ def test_the_data_set_is_known_to_a_restored_server():
 def test_counts_and_passes_go_on():
     queue = plain_queue(3, 3)
     lease(queue)
-    queue.release("a", now=0.0, lost=True)
+    queue.release("a", lost=True)
     for pass_ in range(2):
         deliver(queue, lease(queue, pass_=pass_))
     progress = restored_queue(queue).progress(deliveries=True)

@@ -66,12 +66,12 @@ class Chance:
         if accident > 0.97:
             # Killed: its lease runs out now, or its next life comes first.
             if self.random.random() < 0.5:
-                self.queue.release(worker.name, now=self.now, lost=True)
+                self.queue.release(worker.name, lost=True)
             self.end_wait(worker)
             self.workers[place] = self.born(worker.name)
         elif accident > 0.95:
             # Silent for too long, and goes on with what it had.
-            self.queue.release(worker.name, now=self.now, lost=True)
+            self.queue.release(worker.name, lost=True)
         elif accident > 0.94:
             self.now += 1000.0
         elif accident > 0.92:
@@ -129,8 +129,8 @@ class Chance:
         leased = worker.held.pop(lease_id)
         if not self.queue.spec.coordinated:
             self.deliver(worker, [leased])
-        elif self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).counts:
-            assert self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).counts
+        elif self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).accepted:
+            assert self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).accepted
             worker.claimed[lease_id] = leased
 
     def deliver(self, worker: Worker, all_of: list[Leased]) -> None:
@@ -147,7 +147,7 @@ class Chance:
                 example_count=examples,
                 now=self.now,
             )
-            if delivery.counts:
+            if delivery.accepted:
                 assert self.stages not in self.refused
                 self.accepted[self.stages] = (loss, examples)
             else:
@@ -169,9 +169,9 @@ class Chance:
                 continue
             # What it would be told, asked of a copy.
             lock = self.queue._calls.lock
-            queue = copy.deepcopy(self.queue._queue, {id(lock): lock})
-            asking = queue.enter(worker.name, worker.incarnation)
-            answer = queue.answer(asking, worker.pass_, passes=self.passes, now=self.now)
+            queue = copy.deepcopy(self.queue, {id(lock): lock})
+            asking = queue._enter(worker.name, worker.incarnation)
+            answer = queue._answer(asking, worker.pass_, passes=self.passes, now=self.now)
             assert isinstance(answer, NothingNow), f"{worker.name} sleeps, and would get {answer}"
 
 
@@ -255,14 +255,12 @@ def test_coordinated_passes_count_each_example_once(seed):
         begin_pass(chance.queue, pass_, num_portions=11, copies_max=1 + pass_ % 3)
         chance.accepted.clear()
         woken: list[bool] = []
-        outcome = chance.queue.coordinator.await_pass(
-            pass_, coordinator_epoch=1, wake=lambda woken=woken: woken.append(True)
-        )
+        outcome = chance.queue.await_pass(pass_, coordinator_epoch=1, wake=lambda woken=woken: woken.append(True))
         assert not outcome.complete
         for _ in range(60):
             chance.step()
         finish_pass(chance, pass_)
-        outcome = chance.queue.coordinator.await_pass(pass_, coordinator_epoch=1)
+        outcome = chance.queue.await_pass(pass_, coordinator_epoch=1)
         assert woken
         assert outcome.complete
         assert outcome.example_count == num_examples
@@ -283,7 +281,7 @@ def test_a_pass_that_is_given_up_leaves_nothing_in_the_next(seed):
             # The workers go on with what they have of the pass before.
             chance.step()
     finish_pass(chance, chance.queue.progress().passes_done + 1)
-    outcome = chance.queue.coordinator.await_pass(7, coordinator_epoch=1)
+    outcome = chance.queue.await_pass(7, coordinator_epoch=1)
     assert outcome.example_count == 30
     assert counted(chance.queue, 7) == list(range(30))
 
@@ -304,7 +302,7 @@ def test_threads_share_passes_and_none_sleeps_for_ever():
                     break
                 examples = answer.portion.num_examples
                 done = queue.deliver(name, 1, [answer.lease_id], example_count=examples, now=time.monotonic())
-                assert done.counts
+                assert done.accepted
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, f"w{index}") for index in range(8)]:

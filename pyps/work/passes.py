@@ -1,0 +1,180 @@
+"""A pass over a data set: its portions, their leases, and the workers that hold them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pyps.work.answers import PassOutcome
+from pyps.work.portions import Division, PendingPortions, Portion
+
+# A worker's speed is that over so many of its last portions, so that a change shows soon.
+PORTIONS_MEASURED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A portion, with the number of its lease, that is with a worker."""
+
+    pass_: int
+    portion: Portion
+    worker: WorkerProgress
+    # In seconds of the run's clock.
+    leased_at: float
+    # Whether another worker had the portion then.
+    copy: bool
+
+    @property
+    def lease_id(self) -> int:
+        return self.portion.lease_id
+
+    @property
+    def portion_id(self) -> int:
+        return self.portion.portion_id
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProgress:
+    """The queue's view of a worker. Times are in seconds of the run's clock."""
+
+    worker_id: str
+    incarnation: int
+    # Of all passes, by number.
+    leases: dict[int, Lease] = field(default_factory=dict)
+    # The pass of its last portion, and the portion after that one; None before its first.
+    pass_: int = -1
+    next_portion: int | None = None
+    # The first example that it got in that pass and in the pass before: the next pass begins with the same data.
+    began: int | None = None
+    began_before: int | None = None
+    # The time of its last claim or delivery.
+    gave_at: float | None = None
+    # The examples of its last portions, and the seconds that they took.
+    measured: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PORTIONS_MEASURED))
+
+    @property
+    def speed(self) -> float:
+        """Examples per second over its last portions; 0 if unknown."""
+        seconds = sum(seconds for _, seconds in self.measured)
+        return sum(examples for examples, _ in self.measured) / seconds if seconds > 0 else 0.0
+
+    def enter(self, pass_: int) -> None:
+        """Move to where it began the pass before, unless it is in this one already."""
+        if pass_ != self.pass_:
+            self.began_before, self.began = self.began if self.began is not None else self.began_before, None
+            self.pass_, self.next_portion = pass_, None
+
+    def computed(self, leases: Sequence[Lease], *, now: float) -> None:
+        """Measure the time for portions, which may have been leased while it computed others."""
+        leased_at = min(lease.leased_at for lease in leases)
+        began = leased_at if self.gave_at is None else max(leased_at, self.gave_at)
+        if now > began:
+            self.measured.append((sum(lease.portion.num_examples for lease in leases), now - began))
+        self.gave_at = now
+
+
+class WorkPass:
+    """A pass: each portion is pending, with workers, or delivered. Guarded by its queue's lock."""
+
+    def __init__(
+        self,
+        number: int,
+        division: Division,
+        *,
+        batch_size: int = 0,
+        copies_max: int = 1,
+        portions_per_stage: int = 0,
+        pending: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
+        self.number = number
+        self.division = division
+        self.batch_size = batch_size
+        self.portions_per_stage = portions_per_stage
+        self._copies_max = copies_max
+        self.pending = PendingPortions([(0, division.num_portions)] if pending is None else pending)
+        # By portion, its leases, in order.
+        self.running: dict[int, list[Lease]] = {}
+        # Portions delivered, by worker.
+        self.done_by: Counter[str] = Counter()
+        # By portion, how often it was taken away from a worker that was too slow.
+        self.times_stalled: Counter[int] = Counter()
+        # With a coordinator: by portion, the lease whose claim was accepted; by delivered portion, its stage; and by
+        # first portion of a stage, its sum of losses.
+        self.claimed: dict[int, Lease] = {}
+        self.stage_of: dict[int, int] = {}
+        self._losses: dict[int, float] = {}
+
+    @property
+    def num_done(self) -> int:
+        """Delivered portions."""
+        return self.division.num_portions - len(self.pending) - len(self.running)
+
+    @property
+    def done(self) -> bool:
+        """Whether every portion is delivered."""
+        return not self.pending and not self.running
+
+    def awaited(self) -> Iterator[Lease]:
+        """Return the leases whose ends the pass waits for: of a claimed portion only the claimed one."""
+        for leases in self.running.values():
+            for lease in leases:
+                if self.claimed.get(lease.portion_id, lease) is lease:
+                    yield lease
+
+    def copy_for(self, worker: WorkerProgress) -> int | None:
+        """Return the running portion that a worker should compute too; None if there is none.
+
+        Of those with the fewest leases it is the one leased the longest ago.
+        """
+        candidates = [
+            (len(leases), min(lease.leased_at for lease in leases), portion_id)
+            for portion_id, leases in self.running.items()
+            if portion_id not in self.claimed
+            and len(leases) < self._copies_max
+            and all(lease.worker is not worker for lease in leases)
+        ]
+        return min(candidates)[2] if candidates else None
+
+    def give(self, lease: Lease) -> None:
+        """Add a lease of a portion."""
+        if not lease.copy:
+            self.pending.remove(lease.portion_id)
+        self.running.setdefault(lease.portion_id, []).append(lease)
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease without a result. The portion is pending, unless other workers have it too."""
+        if self.claimed.get(lease.portion_id) is lease:
+            del self.claimed[lease.portion_id]
+        leases = self.running[lease.portion_id]
+        leases.remove(lease)
+        if not leases:
+            del self.running[lease.portion_id]
+            self.pending.add(lease.portion_id)
+
+    def stage(self, leases: Sequence[Lease], *, stage_id: int, loss_sum: float) -> None:
+        """Record the stage of portions that are delivered together."""
+        for lease in leases:
+            del self.claimed[lease.portion_id]
+            self.stage_of[lease.portion_id] = stage_id
+        self._losses[min(lease.portion_id for lease in leases)] = loss_sum
+
+    def deliver(self, lease: Lease) -> list[Lease]:
+        """Mark a portion as delivered; return all its leases, including this one."""
+        self.done_by[lease.worker.worker_id] += 1
+        self.times_stalled.pop(lease.portion_id, None)
+        return self.running.pop(lease.portion_id)
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """Return all portions that are not delivered, as ranges."""
+        return PendingPortions([*self.pending.runs, *((portion, portion + 1) for portion in self.running)]).runs
+
+    def outcome(self) -> PassOutcome:
+        """Return the result of a pass with stages."""
+        if not self.done:
+            return PassOutcome(complete=False)
+        loss_sum = 0.0
+        for _, loss in sorted(self._losses.items()):
+            loss_sum += loss
+        stage_ids = tuple(stage for first in sorted(self._losses) if (stage := self.stage_of[first]))
+        return PassOutcome(True, loss_sum, self.division.num_examples, stage_ids)

@@ -1,0 +1,114 @@
+"""The calls that wait for a work queue, by their wake functions: one a worker, and those of coordinators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import TypeAlias
+
+from pyps_wire.errors import WaitTimedOut
+
+# Calls end and are repeated: a worker that asks again this soon has waited on.
+PAUSE_SECONDS = 5.0
+
+Wake: TypeAlias = Callable[[], None]
+
+
+class WaitingCalls:
+    """A queue's lock, and the calls that wait."""
+
+    def __init__(self, on_event: Callable[..., None]) -> None:
+        """`on_event(kind, what, **facts)` records an event."""
+        self.lock = Lock()
+        self._on_event = on_event
+        # Guarded by lock.
+        # To be called once the lock is free.
+        self._due: list[Callable[[], object]] = []
+        self._wakes: dict[str, Wake] = {}
+        # By worker, its latest call, until that ends.
+        self._latest: dict[str, Wake] = {}
+        self._watching: list[Wake] = []
+        # Since when workers have waited without a longer pause, and until when.
+        self._since = 0.0
+        self._until: float | None = None
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Hold the lock; then, without it, wake the calls and record the events that became due."""
+        due: list[Callable[[], object]] = []
+        try:
+            with self.lock:
+                try:
+                    yield
+                finally:
+                    due, self._due = self._due, []
+        finally:
+            for call in due:
+                call()
+
+    def note(self, what: str, **facts: object) -> None:
+        """Record an event, once the lock is free."""
+        self._due.append(partial(self._on_event, "work", what, **facts))
+
+    @property
+    def names(self) -> set[str]:
+        """The workers that wait."""
+        return set(self._wakes)
+
+    def announce(self, worker_id: str, call: Wake | None) -> None:
+        """Make a call the worker's latest, and wake an earlier one that still waits."""
+        self._latest.pop(worker_id, None)
+        if call is not None:
+            self._latest[worker_id] = call
+        self.wake(worker_id)
+
+    def require_latest(self, worker_id: str, call: Wake | None) -> None:
+        """Raise WaitTimedOut for an announced call that ended, or was replaced by another of its worker."""
+        if call is None or self._latest.get(worker_id) != call:
+            raise WaitTimedOut(f"worker {worker_id!r} has asked again since: this call has ended")
+        self._wakes.pop(worker_id, None)
+
+    def wait(self, worker_id: str, wake: Wake | None, *, now: float) -> None:
+        """Keep the wake function of a worker that got nothing."""
+        if self._until is None or now - self._until > PAUSE_SECONDS:
+            self._since = now
+        self._until = now
+        if wake is not None:
+            self._wakes[worker_id] = wake
+
+    def since(self, now: float) -> float | None:
+        """Return since when workers have waited; None if none does."""
+        if self._wakes:
+            self._until = now
+        if self._until is None or now - self._until > PAUSE_SECONDS:
+            return None
+        return self._since
+
+    def watch(self, wake: Wake) -> None:
+        """Keep the wake function of a coordinator."""
+        if wake not in self._watching:
+            self._watching.append(wake)
+
+    def forget(self, wake: Wake) -> None:
+        """Drop a wake function."""
+        self._wakes = {name: other for name, other in self._wakes.items() if other != wake}
+        self._latest = {name: other for name, other in self._latest.items() if other != wake}
+        self._watching = [other for other in self._watching if other != wake]
+
+    def wake(self, worker_id: str) -> None:
+        """Wake a worker's call."""
+        if wake := self._wakes.pop(worker_id, None):
+            self._due.append(wake)
+
+    def wake_workers(self) -> None:
+        """Wake the calls of all workers."""
+        self._due += self._wakes.values()
+        self._wakes = {}
+
+    def wake_all(self) -> None:
+        """Wake the calls of all workers and coordinators."""
+        self.wake_workers()
+        self._due += self._watching
+        self._watching = []
