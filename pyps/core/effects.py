@@ -1,9 +1,14 @@
-"""What an event asks of whoever keeps the run. The core decides; carrying it out is the owner's."""
+"""What follows from an event: the core decides, and whoever keeps the run carries it out; and the calls that wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+# Makes a call that waits look again. Called without any lock, from any thread; it must be quick and must not raise.
+Wake = Callable[[], None]
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Told(NamedTuple):
@@ -24,7 +29,7 @@ class Effects(NamedTuple):
     # Whom nobody waits for any more, by the names that the run has for them; rounds may be complete without them.
     departed: tuple[str, ...] = ()
     # Calls that ask again for their step now.
-    wakes: tuple[Callable[[], None], ...] = ()
+    wakes: tuple[Wake, ...] = ()
     # Workers that nobody waits for until they ask for their next step.
     set_aside: tuple[str, ...] = ()
     # Whether no expected worker is waited for any longer, before a first step neither.
@@ -48,3 +53,40 @@ NONE = Effects()
 def tell(kind: str, what: str, *, warning: bool = False, **facts: object) -> Effects:
     """Returns what only people are to hear of."""
     return Effects((Told(kind, what, facts, warning),))
+
+
+class ParkedCalls(Generic[Key]):
+    """Calls that wait, by what each waits for. The owner guards it, and wakes what it takes out without its lock."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: dict[Key, dict[Wake, None]] = {}
+
+    def park(self, key: Key, wake: Wake) -> None:
+        """Keep a call until it is taken or forgotten; to park it twice is to park it once."""
+        self.calls.setdefault(key, {})[wake] = None
+
+    def forget(self, key: Key, wake: Wake) -> bool:
+        """Drop a call; False where it does not wait any more."""
+        waiting = self.calls.get(key, {})
+        if wake not in waiting:
+            return False
+        del waiting[wake]
+        if not waiting:
+            del self.calls[key]
+        return True
+
+    def take(self, keys: Iterable[Key]) -> list[Wake]:
+        """Take out and return the calls that wait for these."""
+        return [wake for key in keys for wake in self.calls.pop(key, ())]
+
+    def take_all(self) -> list[Wake]:
+        """Take out and return all calls."""
+        return self.take(list(self.calls))
+
+
+def wake_all(calls: Iterable[Wake]) -> None:
+    """Wake the calls. The caller holds no lock."""
+    for wake in calls:
+        wake()

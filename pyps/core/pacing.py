@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from pyps.core.effects import NONE, Effects
+from pyps.core.effects import NONE, Effects, ParkedCalls, Wake
 from pyps.core.roster import not_joined
 from pyps_wire.errors import BadRequest
-
-Wake = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -352,8 +350,8 @@ class StepGate:
         # None under most protocols, whose pushes pass by here; may be read from any thread.
         self.pacer = pacer
         self._version = 0
-        # Those of each worker's calls that wait.
-        self._wakes: dict[str, list[Wake]] = {}
+        # By worker.
+        self._parked = ParkedCalls[str]()
         # Of each worker, the call under way that asked last.
         self._asking: dict[str, Wake] = {}
 
@@ -372,9 +370,7 @@ class StepGate:
         effects = self._wake(other for other in released if other != worker_id)
         granted = worker_id in released
         if not granted:
-            waiting = self._wakes.setdefault(worker_id, [])
-            if wake not in waiting:
-                waiting.append(wake)
+            self._parked.park(worker_id, wake)
         return granted, effects
 
     def forget(self, worker_id: str, wake: Wake, *, withdraw: bool = False) -> Effects:
@@ -383,9 +379,7 @@ class StepGate:
         `withdraw` says that nobody takes the call's answer any more. The worker then gives up its place, unless it
         has asked again since: others would wait in vain for a step that it does not know it has.
         """
-        left = [other for other in self._wakes.pop(worker_id, []) if other != wake]
-        if left:
-            self._wakes[worker_id] = left
+        self._parked.forget(worker_id, wake)
         if self._asking.get(worker_id) != wake:
             return NONE
         del self._asking[worker_id]
@@ -407,14 +401,15 @@ class StepGate:
         if self.pacer is None or self.pacer.quorum == quorum:
             return self.excuse(at_work)
         self.pacer.quorum = quorum
-        return self._wake(list(self._wakes)).and_then(self.excuse(at_work))
+        return self._wake(list(self._parked.calls)).and_then(self.excuse(at_work))
 
     def holding_up(self) -> dict[str, int]:
         """Return the workers whose steps others wait for, each with a number that its next step changes."""
         if self.pacer is None:
             return {}
         # A worker that waits itself holds nobody up.
-        return {name: self.pacer.step_of(name) for name in self.pacer.waited_for(self._wakes) - self._wakes.keys()}
+        waiting = self._parked.calls
+        return {name: self.pacer.step_of(name) for name in self.pacer.waited_for(waiting) - waiting.keys()}
 
     def set_aside(self, worker_id: str) -> Effects:
         """Wait no longer for a worker, until it asks for its next step."""
@@ -428,7 +423,7 @@ class StepGate:
         asked = self.asks
         released = self.pacer.advanced(self._version)
         # From where nobody needs to ask, everybody may go.
-        return self._wake(released if asked else list(self._wakes))
+        return self._wake(released if asked else list(self._parked.calls))
 
     def replace(self, pacer: Pacer | None, *, quorum: int, at_work: Iterable[str], version: int) -> Effects:
         """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
@@ -440,7 +435,7 @@ class StepGate:
             if self.pacer is not None:
                 pacer.take_over(self.pacer)
         self.pacer = pacer
-        return self._wake(list(self._wakes)).and_then(self.excuse(at_work)).and_then(self.advanced(version))
+        return self._wake(list(self._parked.calls)).and_then(self.excuse(at_work)).and_then(self.advanced(version))
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
         """Whom that worker waits for."""
@@ -455,7 +450,7 @@ class StepGate:
 
     def holds_for(self, alive: Iterable[str]) -> tuple[str, ...]:
         """The same as long as a call waits for them; () while nobody does."""
-        return self.awaited(alive) if self._wakes else ()
+        return self.awaited(alive) if self._parked.calls else ()
 
     def _wake(self, worker_ids: Iterable[str]) -> Effects:
-        return Effects(wakes=tuple(wake for worker_id in worker_ids for wake in self._wakes.pop(worker_id, [])))
+        return Effects(wakes=tuple(self._parked.take(worker_ids)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from types import MappingProxyType
 from typing import TypeVar
@@ -13,6 +12,7 @@ from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
+from pyps.core.effects import ParkedCalls, Wake, wake_all
 from pyps.core.gradient import FINITE, Finding, Gradient, PayloadKind, norm_of, require_kind, require_rate, scan
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
 from pyps.core.plan import Reply, SharedMemory
@@ -94,7 +94,8 @@ class Shard:
         self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         self._budget = PendingBudget() if budget is None else budget
         self._budget.restore(self.pending_bytes)
-        self._waiters = Waiters()
+        # By the version that each call waits for: there are fewer of these than calls.
+        self._parked = ParkedCalls[int]()
 
     def push(
         self,
@@ -141,10 +142,10 @@ class Shard:
                     receipt = receipt._replace(duplicate=True)
                 return Pushed(receipt, self._bring(reply, held_version, receipt, gradient.worker_id))
             pushed = self._decide(gradient, roster, norm, reply, held_version)
-            if not self._waiters.waiting:
+            if not self._parked.calls:
                 return pushed
-            reached = self._waiters.take_reached(self.version)
-        call_all(reached)
+            reached = self._reached()
+        wake_all(reached)
         return pushed
 
     def complete(self, roster: Roster) -> list[Update]:
@@ -158,8 +159,8 @@ class Shard:
                 if not updates and self._recorder is not None:
                     self._recorder.record(events.Completed(self.shard_id, roster, self.version))
                 updates.append(self._update(decision))
-            reached = self._waiters.take_reached(self.version)
-        call_all(reached)
+            reached = self._reached()
+        wake_all(reached)
         return updates
 
     def configure(
@@ -191,8 +192,8 @@ class Shard:
             if learning_rate is not None:
                 self.learning_rate = learning_rate
                 self.rate_is_set = True
-            reached = self._waiters.take_reached(self.version)
-        call_all(reached)
+            reached = self._reached()
+        wake_all(reached)
         return updates
 
     def pull(
@@ -244,8 +245,8 @@ class Shard:
         with self._lock:
             writer(self._parameters)
             self.version += 1
-            reached = self._waiters.take_reached(self.version)
-        call_all(reached)
+            reached = self._reached()
+        wake_all(reached)
 
     @property
     def next_rate(self) -> float:
@@ -277,24 +278,23 @@ class Shard:
         with self._lock:
             return self.behaviour.aggregation.at(self.version).waiting_for(self._pending, roster)
 
-    def when_version(self, min_version: int, callback: Callable[[], None]) -> Callable[[], bool]:
+    def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]:
         """Calls back once, as soon as the shard has that version, or is finished and never will.
 
         The call comes outside the lock: from the thread whose call brought it about, or at once from this one
         where it holds already. It must be quick and must not raise. Returns a function that cancels the wait;
         its result is False when the call was made already or is on its way.
         """
-        waiter = Waiter(min_version, callback)
         with self._lock:
             waits = self.version < min_version and not self.finished
             if waits:
-                self._waiters.add(waiter)
+                self._parked.park(min_version, callback)
         if not waits:
             callback()
 
         def cancel() -> bool:
             with self._lock:
-                return self._waiters.remove(waiter)
+                return self._parked.forget(min_version, callback)
 
         return cancel
 
@@ -305,8 +305,8 @@ class Shard:
         """
         with self._lock:
             self.finished = True
-            waiters = self._waiters.take_all()
-        call_all(waiters)
+            parked = self._parked.take_all()
+        wake_all(parked)
 
     def state(self) -> ShardState:
         """Returns a copy of everything that a restored shard needs."""
@@ -323,6 +323,9 @@ class Shard:
             )
 
     # What follows is called under the lock.
+
+    def _reached(self) -> list[Wake]:
+        return self._parked.take([version for version in self._parked.calls if version <= self.version])
 
     def _refusal(self, gradient: Gradient, known: Receipt | Forgotten | None, finding: Finding) -> Refuse | None:
         """Returns why a push cannot be used and leaves no trace, not even in the ledger; None where it may be."""
@@ -511,53 +514,3 @@ def _first_slots(
         if slot.size != length:
             raise WrongSize(f"shard {shard_id}: the slot {name!r} has {slot.size} values for {length} parameters")
     return {name: take(slot) for name, slot in restored.items()}
-
-
-Callback = Callable[[], None]
-
-
-# Compared by identity: two waits for one version are two waits.
-@dataclass(frozen=True, slots=True, eq=False)
-class Waiter:
-    """One wait, called once at most, and never under the shard's lock."""
-
-    min_version: int
-    callback: Callback
-
-
-def call_all(waiters: Iterable[Waiter]) -> None:
-    """Calls them back. Not to be called under the shard's lock."""
-    for waiter in waiters:
-        waiter.callback()
-
-
-class Waiters:
-    """The waits for a shard's versions. Guarded by its shard's lock."""
-
-    def __init__(self) -> None:
-        # By version: a push looks at the versions waited for, of which there are few, not at all who wait.
-        self.waiting: dict[int, dict[Waiter, None]] = {}
-
-    def add(self, waiter: Waiter) -> None:
-        """Keeps the wait until it is taken or removed."""
-        self.waiting.setdefault(waiter.min_version, {})[waiter] = None
-
-    def remove(self, waiter: Waiter) -> bool:
-        """Forgets the wait; False where it was taken already."""
-        waiting = self.waiting.get(waiter.min_version, {})
-        if waiter not in waiting:
-            return False
-        del waiting[waiter]
-        if not waiting:
-            del self.waiting[waiter.min_version]
-        return True
-
-    def take_reached(self, version: int) -> list[Waiter]:
-        """Returns the waits that end at that version, and keeps the others."""
-        reached = [min_version for min_version in self.waiting if min_version <= version]
-        return [waiter for min_version in reached for waiter in self.waiting.pop(min_version)]
-
-    def take_all(self) -> list[Waiter]:
-        """Returns all waits."""
-        waiting, self.waiting = self.waiting, {}
-        return [waiter for of_version in waiting.values() for waiter in of_version]

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
+from pyps.core.effects import Wake
 from pyps.core.gradient import Finding, Gradient, PayloadKind
 from pyps.core.ledger import LedgerState
 from pyps.core.plan import Reply, SharedMemory
@@ -141,7 +142,7 @@ class Store(Protocol):
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
         """Return the workers for whose gradients the present round waits, ascending."""
 
-    def when_version(self, min_version: int, callback: Callable[[], None]) -> Callable[[], bool]:
+    def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]:
         """Call back once, when the version is reached or never will be; return a function that cancels this."""
 
     def finish(self) -> None:

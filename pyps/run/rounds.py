@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
-from pyps.core.effects import Effects
+from pyps.core.effects import Effects, Wake, wake_all
 from pyps.core.gradient import (
     NATIVE,
     Finding,
@@ -26,7 +26,7 @@ from pyps.core.gradient import (
     scan,
 )
 from pyps.core.membership import Membership
-from pyps.core.pacing import Free, StepGate, Wake
+from pyps.core.pacing import Free, StepGate
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
@@ -296,8 +296,7 @@ class RoundController:
             self.at_gate(self.steps.set_aside, name)
         if effects.opens_gate:
             self.at_gate(self.steps.expect, 0)
-        for wake in effects.wakes:
-            wake()
+        wake_all(effects.wakes)
 
     def at_gate(self, event: Callable[P, Effects], *arguments: P.args, **named: P.kwargs) -> None:
         """Lets one of its events happen at the gate of steps, and does what it asks for."""

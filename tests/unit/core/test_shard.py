@@ -310,15 +310,12 @@ def test_a_waiter_is_called_once_when_the_version_is_reached_or_at_once_where_it
     assert (calls, cancel()) == ([2, 9], False)
 
 
-def test_a_cancelled_waiter_is_never_called_and_its_equal_goes_on_waiting() -> None:
+def test_a_cancelled_waiter_is_never_called_and_another_goes_on_waiting() -> None:
     shard = make_shard([0.0])
     calls: list[int] = []
-
-    def callback() -> None:
-        calls.append(1)
-
-    shard.when_version(1, callback)
-    assert shard.when_version(1, callback)() is True
+    shard.when_version(1, lambda: calls.append(1))
+    cancel = shard.when_version(1, lambda: calls.append(2))
+    assert (cancel(), cancel()) == (True, False)
     push(shard, [1.0])
     assert calls == [1]
 
