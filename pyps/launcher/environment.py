@@ -1,4 +1,4 @@
-"""The settings of a job, and its workers' environment: the variables that pyps_client reads by default."""
+"""The settings of a job, and the variables of its workers, which pyps_client reads by default."""
 
 from __future__ import annotations
 
@@ -16,70 +16,74 @@ from pyps.config import ServerConfig, flag_name, resolve
 from pyps.units import counted
 from pyps_client import Launch, leave
 
-# How long servers may take to serve: they read a large checkpoint before.
+# Servers may have to read a large checkpoint first.
 START_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """The settings of a job."""
+    """The settings of a job.
 
-    # What each worker runs.
+    Args:
+        command: What each worker runs.
+        num_parts: Processes of each worker, which torch.distributed connects; None for plain workers.
+        restarts_max: How often a failed worker is restarted, with all its processes.
+        run_id: The run's name; "" makes one.
+        resume: The servers continue a checkpoint and its run.
+        lanes: The servers offer lanes, on free ports.
+        server_flags: Flags of every server.
+        each_server_flags: More flags, for each server its own.
+        coordinator_flags: Flags of `pyps coordinate`; None for a job without a coordinator.
+        after_a_death: Returns advice, in a sentence, once the server of that name has died.
+        start_seconds: How long servers may take to serve.
+        worker_stop_seconds, server_stop_seconds: How long they may take to end after SIGTERM.
+        replica_end_seconds: How long the other processes of a replica that lost one may take to end.
+        replica_early_seconds: When to announce that others outlive a process that finished.
+        coordinator_end_seconds: How long a coordinator may outlive the workers, to report the run's end.
+    """
+
     command: tuple[str, ...]
     num_servers: int = 1
-    # Workers of the run; with parts each of them is a replica of so many processes.
     num_workers: int = 1
-    # Processes in each replica, which find each other through torch.distributed; None for plain workers.
     num_parts: int | None = None
-    # How often a worker that failed, or a replica that lost a process, is started again.
     restarts_max: int = 0
-    # The run's name; one is made where none is given.
     run_id: str = ""
-    # The servers continue a checkpoint, whose run they hold then.
     resume: bool = False
-    # Whether the servers offer lanes, at free ports.
     lanes: bool = True
-    # Flags that every server gets, and one list more for each of them.
     server_flags: tuple[str, ...] = ()
     each_server_flags: tuple[tuple[str, ...], ...] = ()
-    # Flags of `pyps coordinate`; None for a job without a coordinator.
     coordinator_flags: tuple[str, ...] | None = None
-    # What somebody may do once the server of that name has died, in a sentence.
     after_a_death: Callable[[str], str] = lambda name: ""
-    # How long a server may take to serve, and workers and servers to end after they were asked to.
     start_seconds: float = START_SECONDS
     worker_stop_seconds: float = 10.0
     server_stop_seconds: float = 30.0
-    # How long the other processes of a replica that lost one may take to see it for themselves.
     replica_end_seconds: float = 10.0
-    # How long they may go on after one of them that finished, before somebody is told.
     replica_early_seconds: float = 60.0
-    # How long a coordinator may outlive the workers: it tells how the run ended.
     coordinator_end_seconds: float = 15.0
 
     @property
     def num_processes(self) -> int:
-        """Processes in each worker, 1 in a plain one."""
+        """Return the processes of each worker."""
         return self.num_parts or 1
 
     def workers_in_words(self) -> str:
-        """How many workers, as "3 workers" or "2 replicas of 2 processes"."""
+        """Return "3 workers" or "2 replicas of 2 processes"."""
         words = counted(self.num_workers, workers_noun(self.num_processes))
         return f"{words} of {self.num_processes} processes" if self.num_processes > 1 else words
 
     def process_name(self, index: int, rank: int) -> str:
-        """What a process of a worker is called on the terminal: "worker-0", or "replica-0.1" among several."""
+        """Return the name of a process: "worker-0", or "replica-0.1" among several."""
         name = worker_name(index, self.num_processes)
         return f"{name}.{rank}" if self.num_processes > 1 else name
 
 
 def workers_noun(num_processes: int) -> str:
-    """What a worker of so many processes is called."""
+    """Return "worker", or "replica" for one of several processes."""
     return "replica" if num_processes > 1 else "worker"
 
 
 def worker_name(index: int, num_processes: int) -> str:
-    """The name of a worker in the run: "worker-0", or "replica-0" where it consists of several processes."""
+    """Return the name of a worker in the run: "worker-0" or "replica-0"."""
     return f"{workers_noun(num_processes)}-{index}"
 
 
@@ -88,12 +92,10 @@ NVIDIA_SMI_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Group:
-    """The place of a process among those of its worker."""
+    """The place of a process in its worker, and the port where the worker's processes meet."""
 
-    # Its own number among them, and how many they are.
     rank: int
     size: int
-    # Where they meet, a port of this machine.
     master_port: int
 
 
@@ -109,9 +111,17 @@ def worker_environment(
     gpus: Sequence[str] = (),
     group: Group | None = None,
 ) -> dict[str, str]:
-    """The environment of worker `index` of `count`: the inherited one, where its servers are, and its key.
+    """Return the environment of a worker, or of one of its processes where there is a group.
 
-    With a group, that of one of its processes: where the others are too.
+    Args:
+        inherited: The launcher's own environment.
+        index: The worker's number.
+        count: The number of workers.
+        data_addresses, control_addresses: The servers' addresses.
+        run_id: The run to join.
+        key: The worker's secret, the same for all of its lives.
+        gpus: The machine's GPUs, which processes take in turn.
+        group: The place of the process in its worker.
     """
     environment = dict(inherited)
     num_parts = group.size if group else 1
@@ -126,7 +136,7 @@ def worker_environment(
     }
     if group:
         environment["PYPS_PARTS"] = str(group.size)
-        # What torch.distributed reads, as torchrun would set it where nothing but this group runs.
+        # As torchrun sets it.
         environment |= {
             "RANK": str(group.rank),
             "LOCAL_RANK": str(group.rank),
@@ -135,17 +145,16 @@ def worker_environment(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(group.master_port),
         }
-        # By itself gloo listens where the machine's name points to, beyond this machine.
+        # gloo's default is reachable from other machines.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Its exception hook says an error in one sentence, and its end sends Leave.
+    # An exception is one sentence, and the end sends Leave.
     environment.setdefault(leave.VARIABLE, "1")
-    # Lines appear when they are printed, not when a pipe's buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    # Processes that each take all cores for their arithmetic slow each other down.
+    # Processes that each use all cores slow each other down.
     cores = len(os.sched_getaffinity(0)) // (count * num_parts)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     if gpus:
-        # Handed out in turn: that of process k is cuda:k. Each is named once where a worker has more processes.
+        # Process k's is cuda:k.
         own = dict.fromkeys(gpus[(index * num_parts + rank) % len(gpus)] for rank in range(num_parts))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -153,10 +162,7 @@ def worker_environment(
 
 
 def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The PATH by which `.venv/bin/pyps run -- python script.py` means that environment's python.
-
-    Empty where another environment is active, which goes before.
-    """
+    """Return the PATH with this environment's python first, unless another environment is active."""
     if {"VIRTUAL_ENV", "CONDA_PREFIX"} & inherited.keys():
         return {}
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])}
@@ -210,7 +216,7 @@ def spelled(settings: Mapping[str, str | bool | None], config: Path | None = Non
 
 
 def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs to hand out: those of an inherited CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists."""
+    """Return the GPUs of an inherited CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists."""
     if "CUDA_VISIBLE_DEVICES" in inherited:
         return tuple(name.strip() for name in inherited["CUDA_VISIBLE_DEVICES"].split(",") if name.strip())
     program = shutil.which("nvidia-smi", path=inherited.get("PATH"))

@@ -24,7 +24,7 @@ from pyps.launcher.ports import free_port
 from pyps.launcher.process import COORDINATOR, SUPERSEDED, ChildProcess, Coordinator
 from pyps.launcher.replica import Replicas
 
-# A name and a line of its output.
+# Takes the name of a child and a line of its output.
 LineHandler = Callable[[str, str], None]
 
 
@@ -33,18 +33,17 @@ class JobError(Exception):
 
 
 class ServerAddresses(NamedTuple):
-    """Where a server listens, as it says itself."""
+    """A server's addresses."""
 
     data: str
     control: str
 
 
 class Job:
-    """Servers on free ports and workers that know them; used as a context manager, it leaves nothing behind.
+    """Servers on free ports and their workers; as a context manager it leaves no process behind.
 
-    The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is
-    said through `announce`, the children's output goes to `on_line`. Nothing is ever started a second time but a
-    coordinator, and workers as often as the settings allow.
+    The caller drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. Coordinators are restarted, and
+    workers as often as the settings allow.
     """
 
     def __init__(
@@ -55,15 +54,19 @@ class Job:
         announce: Callable[[str], None],
         without: Callable[[str], bool] = lambda worker_id: False,
     ) -> None:
-        """`without` is called for each worker that ended for good while others go on.
+        """Prepare the job.
 
-        It says whether servers had to be told not to expect it.
+        Args:
+            settings: Its settings.
+            on_line: Takes the output of children.
+            announce: Takes what happens to them, in sentences.
+            without: Called for each worker that ended for good while others go on; returns whether it never joined,
+                so that servers were made to expect one fewer.
         """
         self.settings = settings
         self.servers: list[ChildProcess] = []
         self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
-        # The run that the workers join.
         self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
         self.signal_number: int | None = None
         self.server_died = False
@@ -73,15 +76,15 @@ class Job:
         self._stopping = False
         self._workers_gone_at: float | None = None
         self._gpus: tuple[str, ...] = ()
-        # Of each worker, for all its lives; of the coordinator too.
+        # By the worker's name, for all its lives.
         self._keys: defaultdict[str, str] = defaultdict(partial(secrets.token_hex, 16))
-        # Those at which processes of replicas meet.
+        # Where processes of replicas meet.
         self._ports: set[int] = set()
-        # Ends of children and signals; a SimpleQueue may be fed from a signal handler.
+        # Children that ended, None for a signal; handlers of signals may use a SimpleQueue.
         self._events: queue.SimpleQueue[ChildProcess | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Starts the servers, waits until all of them serve, then starts the workers."""
+        """Start the servers, wait until all of them serve, then start the workers."""
         self._gpus = visible_gpus(os.environ)
         self._check_command()
         with tempfile.TemporaryDirectory(prefix="pyps-run-") as folder:
@@ -98,20 +101,17 @@ class Job:
             self._replicas.add()
 
     def key_of(self, name: str) -> str:
-        """What a worker of that name shows in each of its lives, and nobody else knows."""
+        """Return the secret of a worker, the same in all of its lives."""
         return self._keys[name]
 
     @property
     def workers(self) -> list[ChildProcess]:
-        """The workers' processes, of everybody's last life."""
+        """Return the processes of all workers' last lives."""
         return self._replicas.children
 
     @property
     def done(self) -> bool:
-        """True when there is nothing more to wait for: all workers ended, a server died, or a signal came.
-
-        A coordinator that failed leaves the workers nothing to wait for; one that ends well is waited for.
-        """
+        """Return whether all workers and the coordinator have ended, a server died, or a signal arrived."""
         if self.server_died or self.signal_number is not None:
             return True
         if self.coordinator is not None and self.coordinator.failed:
@@ -119,7 +119,7 @@ class Job:
         return self._replicas.over and self._coordinator_is_over()
 
     def wait(self, seconds: float) -> None:
-        """Waits until something happened, at most so long, and tells what it was."""
+        """Wait for an end or a signal, at most so long, and announce it."""
         with contextlib.suppress(queue.Empty):
             child = self._events.get(timeout=seconds)
             if child is not None and not self._stopping:
@@ -128,24 +128,24 @@ class Job:
             self._replicas.press()
 
     def stop(self) -> None:
-        """Ends what still runs, workers before servers: by SIGTERM, and by SIGKILL what does not obey."""
+        """End what still runs, workers before servers, by SIGTERM and then SIGKILL."""
         self._stopping = True
         self._stop([*self._coordinators(), *self.workers], seconds=self.settings.worker_stop_seconds)
         self._stop(self.servers, seconds=self.settings.server_stop_seconds)
 
     def exit_status(self) -> int:
-        """0 when every worker finished with 0 and no server died; after a signal 128 and its number."""
+        """Return the exit status of the workers, or 128 and the number of a signal."""
         if self.signal_number is not None:
             return 128 + self.signal_number
         return self.exit_status_of_workers()
 
     @property
     def ended_badly(self) -> list[str]:
-        """The servers that ended with an error, or were killed; what they held last may not be kept."""
+        """Return the names of servers that failed, whose last state may not be saved."""
         return [server.name for server in self.servers if server.returncode]
 
     def exit_status_of_workers(self) -> int:
-        """0 when every worker finished with 0, a coordinator too, and no server died, else 1."""
+        """Return 0 when all workers and the coordinator finished with 0 and no server died, else 1."""
         succeeded = bool(self.workers) and all(worker.returncode == 0 for worker in self.workers)
         coordinated = all(child.returncode in (0, SUPERSEDED) for child in self._coordinators())
         return 0 if succeeded and coordinated and not self.server_died else 1
@@ -158,7 +158,7 @@ class Job:
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """While it lasts SIGINT, SIGTERM and SIGHUP end the job; a second one kills what is slow to end."""
+        """End the job on SIGINT, SIGTERM and SIGHUP within the block; a second one kills all children."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.signal_number is not None:
@@ -210,15 +210,15 @@ class Job:
         for file in ready_files:
             ready = json.loads(file.read_text(encoding="utf-8"))
             self.addresses.append(ServerAddresses(ready["data"], ready["control"]))
-            # A resumed server holds the run of its checkpoint.
+            # A resumed server has the run of its checkpoint.
             self.run_id = ready["run_id"] or self.run_id
 
     def _start_worker(self, index: int) -> list[ChildProcess]:
-        """Starts all processes of a worker."""
+        """Start all processes of a worker."""
         settings = self.settings
         groups: list[Group] | list[None] = [None]
         if settings.num_parts is not None:
-            # Another port for each life: what is left of the last may still sit at its own.
+            # The last life's port may still be in use.
             port = free_port(but=self._ports)
             self._ports.add(port)
             groups = [Group(rank, settings.num_parts, port) for rank in range(settings.num_parts)]
@@ -241,7 +241,7 @@ class Job:
         return [] if self.coordinator is None else [self.coordinator.child]
 
     def _coordinator_is_over(self) -> bool:
-        """True where nobody waits for the coordinator any more, the workers being gone."""
+        """Return whether the job need not wait for the coordinator any longer."""
         if self.coordinator is None or self.coordinator.done:
             return True
         if all(worker.returncode != 0 for worker in self.workers):
@@ -271,11 +271,10 @@ class Job:
             self.coordinator.ended()
             return
         if child in self.servers:
-            # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when.
+            # With 0 it ends by --stop-after or --exit-when.
             if child.returncode != 0:
                 self.server_died = True
             if child.returncode != 0 and self.addresses:
-                # Before all serve, `start` says so.
                 self._announce(
                     f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
                     f" {self.settings.after_a_death(child.name)}".rstrip()

@@ -1,4 +1,4 @@
-"""One child process of a job, and the coordinator, a child that is started again."""
+"""A child process of a job, and the coordinator, which is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO
 
-# A group that was killed closes its pipes at once; only a process that left the group keeps them open longer.
+# A process that left the child's group may keep its pipes open.
 DRAIN_SECONDS = 5.0
 
 _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
@@ -20,11 +20,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 class ChildProcess:
-    """A child in a process group of its own, whose output goes to `on_line` line by line.
+    """A child in a process group of its own, which ends with the launcher's main thread.
 
-    `on_end` is called once, when the child has ended and its output was delivered. What the child itself
-    started and left running is killed with it. Both callbacks come from threads of the child's own. The child is
-    ended with the thread that started it, which is to be the main one, even where the launcher was killed.
+    `on_line` gets its name and each line of its output; `on_end` is called once, when it has ended and all its output
+    was delivered. Both are called from threads of the child's own. Processes that it left behind are killed.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class ChildProcess:
         self.returncode: int | None = None
         self._on_line = on_line
         self._on_end = on_end
-        # A signal's handler takes it too, maybe amid the same thread's own use of it.
+        # Reentrant, for signal handlers.
         self._lock = threading.RLock()
-        # Its own session: a Ctrl-C in the terminal reaches the launcher alone, which ends everybody in order.
+        # Its own session: Ctrl-C in the terminal reaches the launcher alone, which ends children in order.
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -68,7 +67,7 @@ class ChildProcess:
         return self.returncode is None
 
     def how_it_ended(self) -> str:
-        """The end in words: "ended with status 1", "was killed by SIGKILL"."""
+        """Return "ended with status 1" or "was killed by SIGKILL"."""
         assert self.returncode is not None
         if self.returncode >= 0:
             return f"ended with status {self.returncode}"
@@ -79,8 +78,8 @@ class ChildProcess:
         return f"was killed by {name}"
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the child and all that it started; nothing once it has ended."""
-        # Guarded, since after the wait the number may belong to a stranger's group.
+        """Send a signal to the child and its group, unless it has ended."""
+        # After the wait the number may belong to another group.
         with self._lock:
             if self.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -91,7 +90,7 @@ class ChildProcess:
             self._on_line(self.name, line.rstrip("\r\n"))
 
     def _watch(self) -> None:
-        # The child stays a zombie, and its number its own, until its group is gone.
+        # Without WNOWAIT the number would be free before the group is killed.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self.signal(signal.SIGKILL)
         self._forwarder.join(DRAIN_SECONDS)
@@ -101,55 +100,48 @@ class ChildProcess:
 
 
 def _end_with(launcher: int) -> None:
-    """Runs in the child before its program: lets the system send SIGTERM when the launcher is gone."""
+    """Have the kernel send this child SIGTERM when the launcher is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != launcher:
-        # It went between the fork and the line above.
+        # It ended between the fork and the line above.
         os._exit(1)
 
 
 COORDINATOR = "coordinator"
-# One that is killed again and again has a reason.
 RESTARTS_MAX = 5
-# These say that somebody wants it to end.
-_WISHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-# The status of a coordinator after which another came, which goes on.
+# A coordinator that ends by these is not restarted.
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The exit status of a coordinator that another one has replaced.
 SUPERSEDED = 3
 
 
 class Coordinator:
-    """A child that is replaced when it dies by a signal, and whose own refusal ends the job."""
+    """The coordinator of a job: restarted when a signal kills it; its failure ends the job."""
 
     def __init__(self, start: Callable[[], ChildProcess], announce: Callable[[str], None]) -> None:
         self._start = start
         self._announce = announce
         self._num_restarts = 0
         self.child = start()
-        # True once it has ended for good with another status than 0.
-        self.failed = False
-        # True once it has ended for good.
-        self.done = False
+        # Set once it has ended for good; `failed` where its status was not 0.
+        self.done = self.failed = False
 
     def ended(self) -> None:
-        """Acts on the end of the child: a new one, or the end."""
+        """Restart the child that has ended, or note its end."""
         returncode = self.child.returncode
         assert returncode is not None
-        if returncode < 0 and -returncode not in _WISHED and self._num_restarts < RESTARTS_MAX:
+        if returncode < 0 and -returncode not in _REQUESTS and self._num_restarts < RESTARTS_MAX:
             self._num_restarts += 1
             self._announce(f"{COORDINATOR} {self.child.how_it_ended()}: another one goes on from the last iteration.")
             self.child = self._start()
             return
         self.done = True
         if returncode == SUPERSEDED:
-            self._announce(
-                f"{COORDINATOR} was replaced by one that was started by hand: the workers go on for that one."
-            )
+            self._announce(f"{COORDINATOR} was replaced by another one, for which the workers go on.")
             return
         self.failed = returncode != 0
         if returncode > 0:
             self._announce(f"{COORDINATOR} {self.child.how_it_ended()}; its last lines say why.")
         elif returncode < 0:
             after = f", after {self._num_restarts} times before" if self._num_restarts else ""
-            self._announce(f"{COORDINATOR} {self.child.how_it_ended()}{after}: the workers have nobody to work for.")
+            self._announce(f"{COORDINATOR} {self.child.how_it_ended()}{after}: the workers have no coordinator.")

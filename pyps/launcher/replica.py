@@ -1,4 +1,4 @@
-"""The workers of a job, each a replica of one process or of several: how they end and are restarted."""
+"""The workers of a job, each a replica of one or more processes: how they end and are restarted."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ class Life:
     """One life of a worker: its processes, which end together."""
 
     children: list[ChildProcess]
-    # The processes whose end was noted, in that order, with its time by the monotonic clock.
+    # Processes that have ended, in order, with the time by the monotonic clock.
     ends: list[tuple[ChildProcess, float]] = field(default_factory=list)
-    # When the others were asked to end after a failure, and whether they were killed since.
-    asked_at: float | None = None
+    # When the others got SIGTERM after a failure, and whether SIGKILL followed.
+    terminated_at: float | None = None
     killed: bool = False
-    # Whether was said that others go on without the first that finished.
-    told_of_early: bool = False
+    announced_early: bool = False
 
     @property
     def over(self) -> bool:
-        """True once the end of every process was noted."""
+        """Return whether all processes have ended."""
         return len(self.ends) == len(self.children)
 
     def first(self, *, failed: bool) -> tuple[ChildProcess, float] | None:
-        """The first process that ended with an error or by a signal, or that finished, and when."""
+        """Return the first process that failed, or the first that finished, and when."""
         return next((end for end in self.ends if bool(end[0].returncode) == failed), None)
 
     @property
@@ -38,26 +37,23 @@ class Life:
         return self.first(failed=True) is not None
 
     def early(self, *, seconds: float) -> ChildProcess | None:
-        """The process that finished so long ago while others of this life go on; None once it was returned."""
+        """Return, once, a process that finished so long ago while others go on."""
         finished = self.first(failed=False)
-        if finished is None or self.told_of_early or self.failed or self.over:
+        if finished is None or self.announced_early or self.failed or self.over:
             return None
         child, finished_at = finished
-        self.told_of_early = time.monotonic() >= finished_at + seconds
-        return child if self.told_of_early else None
+        self.announced_early = time.monotonic() >= finished_at + seconds
+        return child if self.announced_early else None
 
     def press(self, *, end_seconds: float, stop_seconds: float) -> list[ChildProcess]:
-        """Ends what is left after a failure, and returns what had to be killed just now.
-
-        The processes get `end_seconds` to see for themselves that one is missing, `stop_seconds` more after SIGTERM.
-        """
+        """End what is left after a failure, by SIGTERM and then SIGKILL; return what was killed just now."""
         failure, now = self.first(failed=True), time.monotonic()
         if failure is None or self.over:
             return []
-        if self.asked_at is None and now >= failure[1] + end_seconds:
-            self.asked_at = now
+        if self.terminated_at is None and now >= failure[1] + end_seconds:
+            self.terminated_at = now
             self._signal(signal.SIGTERM)
-        elif self.asked_at is not None and not self.killed and now >= self.asked_at + stop_seconds:
+        elif self.terminated_at is not None and not self.killed and now >= self.terminated_at + stop_seconds:
             self.killed = True
             return self._signal(signal.SIGKILL)
         return []
@@ -71,17 +67,16 @@ class Life:
 
 @dataclass(eq=False)
 class Replica:
-    """A worker, with as many lives as it is given."""
+    """A worker and its present life; `over` once it has ended for good."""
 
     name: str
     life: Life
     num_restarts: int = 0
-    # True once it has ended for good.
     over: bool = False
 
 
 class Replicas:
-    """All workers of a job. Announces what the end of a process means, and restarts the workers that may be."""
+    """All workers of a job: announces their ends, and restarts them as often as the settings allow."""
 
     def __init__(
         self,
@@ -91,7 +86,7 @@ class Replicas:
         announce: Callable[[str], None],
         without: Callable[[str], bool],
     ) -> None:
-        """`start` starts the processes of the worker of that index; `without` is as in `Job`."""
+        """`start` starts the processes of a worker by its index; `without` is as in `Job`."""
         self._settings = settings
         self._start = start
         self._announce = announce
@@ -100,14 +95,14 @@ class Replicas:
         self._started_at = time.monotonic()
 
     def add(self) -> None:
-        """Starts the next worker."""
+        """Start the next worker."""
         index = len(self._all)
         name = worker_name(index, self._settings.num_processes)
         self._all.append(Replica(name, Life(self._start(index))))
 
     @property
     def children(self) -> list[ChildProcess]:
-        """The processes of everybody's last life."""
+        """Return the processes of all workers' last lives."""
         return [child for replica in self._all for child in replica.life.children]
 
     @property
@@ -115,7 +110,7 @@ class Replicas:
         return all(replica.over for replica in self._all)
 
     def ended(self, child: ChildProcess, *, may_restart: bool) -> None:
-        """Acts on the end of a process; `may_restart` says whether there is a run left to come back to."""
+        """Act on the end of a process; `may_restart` where there is still a run to join."""
         replica = next(one for one in self._all if child in one.life.children)
         first_failure = bool(child.returncode) and not replica.life.failed
         replica.life.ends.append((child, time.monotonic()))
@@ -129,10 +124,7 @@ class Replicas:
             self._conclude(replica)
 
     def press(self) -> None:
-        """Ends the processes that a failure left behind, when they do not by themselves.
-
-        Of a process that finished long before the others it only tells: they may well wait for it in vain.
-        """
+        """End the processes that a failure left behind, and announce those that outlive a finished one."""
         stop_seconds = self._settings.worker_stop_seconds
         early_seconds = self._settings.replica_early_seconds
         for replica in self._all:
@@ -148,7 +140,7 @@ class Replicas:
 
     def _restart(self, replica: Replica) -> None:
         children = replica.life.children
-        # The failure of one among several was told when it happened.
+        # The failure of one of several was announced when it happened.
         who = f"{self._end_of(children[0])} and" if len(children) == 1 else replica.name
         self._announce(f"{who} is started again (restart {replica.num_restarts + 1} of {self._settings.restarts_max}).")
         replica.num_restarts += 1

@@ -112,7 +112,7 @@ def test_a_job_goes_on_for_a_coordinator_that_was_started_by_hand(start_python: 
     assert servers is not None, launcher.output()
 
     newer = start_python("-m", "pyps", "coordinate", "--servers", servers[1], *flags)
-    launcher.wait_for_output("coordinator was replaced by one that was started by hand", END_SECONDS)
+    launcher.wait_for_output("coordinator was replaced by another one", END_SECONDS)
     go.touch()
 
     assert newer.wait(END_SECONDS) == 0, newer.output()
