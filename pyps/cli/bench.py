@@ -1,4 +1,4 @@
-"""`pyps bench`: how fast this machine and running servers exchange gradients and parameters."""
+"""`pyps bench`: measures how fast this machine and running servers exchange gradients and parameters."""
 
 from __future__ import annotations
 
@@ -37,24 +37,23 @@ from pyps_wire.partition import Model, Tensor
 
 # One model for the bandwidth, one for the latency.
 PARAMETERS = (25_600_000, 10_000)
-# Servers look every fifth of a second whether a measurement is over.
+# Servers check every fifth of a second whether a measurement is over.
 FORGET_SECONDS = 10.0
 # The exit status after Ctrl-C: 128 and SIGINT's number.
 INTERRUPTED = 130
-# The first rounds make connections and buffers; the slowest link still gets this many timed ones.
+# Rounds that make connections and buffers, and timed rounds at least.
 WARM_UP_ROUNDS = 2
 TIMED_ROUNDS_MIN = 3
-# Servers are there, or the measurement ends.
 WAIT_SECONDS = 10.0
 
-# The rule hardly matters for time, the rate keeps the numbers finite for ever.
+# The small rate keeps the numbers finite.
 OPTIMIZER = OptimizerSettings(
     rule="adagrad", groups=[GroupSettings(hyperparameters={"learning_rate": 1e-6, "initial_accumulator_value": 0.1})]
 )
 
 
 class Way(NamedTuple):
-    """How gradients and parameters travel: "auto" (shared memory where offered) or "grpc", and as what numbers."""
+    """A transport, "auto" (shared memory or a lane where offered) or "grpc", with a codec."""
 
     transport: str
     codec: str
@@ -68,17 +67,15 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Rounds:
-    """Timed rounds of one model on one way."""
+    """Timed rounds of one model; `seconds` grows by each. The transport is the one in use, or "mixed"."""
 
-    # "shm", "tcp", "grpc", or "mixed" where only some servers share memory with this machine.
     transport: str
     codec: str
     num_parameters: int
-    # Of each round, in the order made; grows while they are made.
     seconds: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """The figures of these rounds by their names, as scripts get them."""
+        """Return the figures for scripts."""
         ordered, num_rounds = sorted(self.seconds), len(self.seconds)
         rounds_per_second = num_rounds / sum(ordered)
         return {
@@ -86,7 +83,6 @@ class Rounds:
             "transport": self.transport,
             "codec": self.codec,
             "rounds_per_second": rounds_per_second,
-            # As many come back as go out.
             "bytes_per_second_each_way": rounds_per_second * codec_of(self.codec).max_bytes(self.num_parameters),
             "p50_seconds": ordered[math.ceil(num_rounds * 0.50) - 1],
             "p99_seconds": ordered[math.ceil(num_rounds * 0.99) - 1],
@@ -105,13 +101,11 @@ def bench(
 ) -> None:
     """Measure rounds between this machine and running servers that hold no run.
 
-    In a round one worker pushes a whole gradient and gets all new parameters back; the servers apply Adagrad. Where the
-    servers run on this machine, shared memory is measured too. Servers that hold a run, or wait for that of a job, are
-    refused and left alone; those that are measured are empty again afterwards. Ctrl-C, or an
-    error, ends it with what was measured.
+    In a round one worker pushes a whole gradient and gets all new parameters back; the servers apply Adagrad. Shared
+    memory is measured too where the servers run on this machine. Servers that hold a run, or wait for a job's, are
+    refused and left alone; the others are empty again afterwards. Ctrl-C ends it with what was measured so far.
     """
     token = read_token(token_file)
-    # That workers join and leave is no news here.
     logging.getLogger("pyps.client").setLevel(logging.WARNING)
     addresses: tuple[str, ...] = ()
     greetings: list[HelloReply] = []
@@ -125,7 +119,7 @@ def bench(
                 _require_free(address, greeting)
             _measure(measured, addresses, token, sizes=parameters, seconds=seconds)
         finally:
-            # What was measured is shown now: no further Ctrl-C comes between.
+            # The results follow: ignore a further Ctrl-C.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except (PypsError, KeyboardInterrupt) as error:
         end = error
@@ -160,7 +154,7 @@ def _greet(address: str, token: str) -> HelloReply:
 
 
 def _require_free(address: str, greeting: HelloReply) -> None:
-    """Refuses a server that somebody uses, or is about to use."""
+    """Refuse a server with a run, or one that waits for a job's."""
     if greeting.state == RUN_STATE_EMPTY and not greeting.run_id:
         return
     verb = "waits for" if greeting.state == RUN_STATE_EMPTY else "holds"
@@ -174,13 +168,13 @@ def _require_free(address: str, greeting: HelloReply) -> None:
 def _measure(
     results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
 ) -> None:
-    """Measures each way with each size into `results`, which has all rounds that were made whatever ends it."""
+    """Measure each way with each size into `results`, which keeps its rounds whatever ends the measurement."""
     stages = itertools.count(1)
     for size in sizes:
         run_id = new_name()
         session = partial(_session, addresses, Model((Tensor("bench", (size,)),)), token=token, run_id=run_id)
         try:
-            # Holds the run between measurements, by a worker that never pushes.
+            # A worker that never pushes keeps the run between measurements.
             with session(Way("grpc", "float32"), name="holder"):
                 for way in WAYS:
                     stage = f"{next(stages)} of {len(sizes) * len(WAYS)}"
@@ -188,7 +182,7 @@ def _measure(
                     with session(way, name=f"{way.transport}-{way.codec}") as worker:
                         _make_rounds(worker, way, size, results, seconds=seconds)
         except BaseException:
-            # What ended it is said, not that a server that is gone cannot be asked either.
+            # The first error is reported, not that a lost server does not answer here either.
             with suppress(PypsError):
                 _wait_until_forgotten(addresses, token, run_id)
             raise
@@ -196,7 +190,7 @@ def _measure(
 
 
 def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, run_id: str, name: str) -> Session:
-    """A worker's session with the servers, which begins the run where it is the first."""
+    """Join the servers as a worker, the first of which begins the run."""
     launch = Launch(
         servers=servers,
         run_id=run_id,
@@ -214,10 +208,7 @@ def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, ru
 
 
 def _make_rounds(session: Session, way: Way, size: int, results: list[Rounds], *, seconds: float) -> None:
-    """Makes rounds for so long, and a few at least, into `results`; adds none where "auto" comes down to gRPC.
-
-    A refused gradient ends it, as any error does, and Ctrl-C; the rounds made until then are in `results`.
-    """
+    """Make rounds for so long, and a few at least, into `results`; none where "auto" comes down to gRPC."""
     lent = session.lend()
     if way.transport == "auto" and session.transport == "grpc":
         return
@@ -228,7 +219,7 @@ def _make_rounds(session: Session, way: Way, size: int, results: list[Rounds], *
 
     for _ in range(WARM_UP_ROUNDS):
         _make_round(session, gradient, parameters)
-    # There before the first round: whatever ends the rounds, and however often, takes none of them away.
+    # Appended before the first round, so that no interruption loses rounds.
     rounds = Rounds(session.transport, way.codec, size)
     results.append(rounds)
     end = time.perf_counter() + seconds
@@ -237,7 +228,7 @@ def _make_rounds(session: Session, way: Way, size: int, results: list[Rounds], *
 
 
 def _make_round(session: Session, gradient: Sequence[Array], parameters: Sequence[Array]) -> float:
-    """Makes one round, with the waits that the protocol in force asks for; returns its seconds."""
+    """Make one round, with the waits of the protocol in force; return its seconds."""
     began = time.perf_counter()
     session.proceed()
     session.clock += 1
@@ -252,7 +243,7 @@ def _make_round(session: Session, gradient: Sequence[Array], parameters: Sequenc
 
 
 def _wait_until_forgotten(addresses: tuple[str, ...], token: str, run_id: str) -> None:
-    """Waits until the servers are empty again; says so where one is not in time."""
+    """Wait until the servers are empty again; print a hint where one is not in time."""
     deadline = time.monotonic() + FORGET_SECONDS
     for address in addresses:
         while _greet(address, token).run_id == run_id:

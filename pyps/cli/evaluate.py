@@ -1,4 +1,4 @@
-"""`pyps eval`: scores a running model with a script of the user's own, outside the training."""
+"""`pyps eval`: scores a running model with a user's script, outside the training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def evaluate(
     """
     function = load_evaluate(script)
     token = read_token(token_file)
-    # Gone servers end the evaluation, they are not waited for.
+    # Lost servers end the evaluation.
     with observe(servers, token, start_wait_seconds=wait_seconds, loss_wait_seconds=every) as observer:
         print_score(observer, function, script)
         while not once:
@@ -52,10 +52,10 @@ def evaluate(
 
 
 def load_evaluate(script: Path) -> Evaluate:
-    """The function `evaluate` of a script, which is run as a module, not as a program."""
+    """Run a script as a module, and return its function `evaluate`."""
     if not script.is_file():
         raise BadRequest(f"There is no script {script}.")
-    # As with `python script.py`, modules beside the script can be imported.
+    # The script may import modules from its folder, as with `python script.py`.
     sys.path.insert(0, str(script.resolve().parent))
     with errors_of(script):
         function = runpy.run_path(str(script), run_name="__pyps_eval__").get("evaluate")
@@ -66,7 +66,7 @@ def load_evaluate(script: Path) -> Evaluate:
 
 @contextmanager
 def errors_of(script: Path) -> Iterator[None]:
-    """Shows an error in the user's script as Python would show it, from the script's own lines on, and exits."""
+    """Print an error of the user's script with the script's own frames only, and exit."""
     try:
         yield
     except Exception as error:
@@ -79,7 +79,7 @@ def errors_of(script: Path) -> Iterator[None]:
 
 
 def print_score(observer: Observer, function: Evaluate, script: Path) -> None:
-    """Prints the evaluation of a snapshot: "update 512  accuracy 0.9423"."""
+    """Print the scores of a snapshot: "update 512  accuracy 0.9423"."""
     parameters = observer.snapshot()
     with errors_of(script):
         result = function(parameters)

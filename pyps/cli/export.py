@@ -1,4 +1,4 @@
-"""What servers keep: `pyps export` writes the model for plain PyTorch, `pyps replay` makes logged updates again."""
+"""`pyps export` writes the model for plain PyTorch; `pyps replay` applies logged updates again."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def export(
 ) -> None:
     """Write the model to a safetensors file: every tensor under its own name and shape, in float32.
 
-    A tensor that is cut over the parts of a model is joined.
-
-    `safetensors.torch.load_file` reads it; so does `model.load_state_dict` of what that gives.
+    A tensor that is split over the parts of a model is joined. Load the file by
+    `model.load_state_dict(safetensors.torch.load_file(FILE))`.
     """
-    # A checkpoint that is passed over is named, with the reason.
+    # A checkpoint that cannot be used is logged with the reason.
     logs.configure(level=logging.WARNING)
     if not file.parent.is_dir():
         fail(f"{file} cannot be written: there is no folder {file.parent}")
@@ -66,7 +65,7 @@ def export(
 
 
 def from_checkpoints(folders: Sequence[Path]) -> Arrays:
-    """The model in the newest checkpoints of all its servers."""
+    """Return the model from the newest checkpoints of all its servers."""
     checkpoints = [_open(part) for folder in folders for part in _parts(folder)]
     first = checkpoints[0].header
     plan = partition(first.model, num_servers=first.num_servers)
@@ -103,7 +102,7 @@ def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """The folder, or where `pyps run` was told to keep checkpoints in it: server-0, server-1..."""
+    """Return the folders server-0, server-1... of a job's folder, or the folder."""
     of_servers = sorted(path for path in folder.glob("server-*") if path.is_dir())
     return of_servers or [folder]
 
@@ -120,7 +119,7 @@ def _open(folder: Path) -> Checkpoint:
 
 
 def _write(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    """Writes the file whole or not at all."""
+    """Write the whole file, or none."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:
@@ -133,10 +132,9 @@ def _write(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
 def replay(
     folder: Annotated[Path, typer.Argument(help="A server's --update-log, or a folder in it.")],
 ) -> None:
-    """Make logged updates again, shard by shard, and tell whether they give the logged bits.
+    """Apply logged updates again, shard by shard, and compare the result with the logged bits.
 
-    Needs the gradients (--log-gradients). Exits with 1 when a shard comes out otherwise, and names the first
-    update that differs.
+    Needs the gradients (--log-gradients). Exits with 1 when a shard differs, and names the first such update.
     """
     paths = log_paths(folder)
     if not paths:

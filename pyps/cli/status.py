@@ -1,4 +1,4 @@
-"""`pyps status`: what servers, workers and shards are doing, and what happened to the run."""
+"""`pyps status`: shows servers, workers, shards, and the run's events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import Control, ObserverTokenFile, Servers, control_addresses, not_asked, read_token
-from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes, in_seconds
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
@@ -29,25 +28,23 @@ NAMES_SHOWN = 8
 EVENTS_SHOWN = 8
 EVENTS_MAX = 1000
 WATCH_SECONDS = 2.0
-# What a pipe gets with --wide, and where COLUMNS does not say how wide it is.
+# For a pipe, with --wide or without COLUMNS.
 PIPE_COLUMNS = 200
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one server said."""
+    """The answers of one server; events are in order, `work` is server 0's."""
 
     address: str
     status: pb.Status
     workers: Sequence[pb.WorkerInfo]
     shards: Sequence[pb.ShardInfo]
-    # Oldest first.
     events: Sequence[pb.Event]
-    # Of server 0; empty of others, and where no worker shares a data set.
     work: work_wire.WorkProgress
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as JSON, by the names that grpcurl gives."""
+        """Return the answer as JSON, with grpcurl's names."""
         return {
             "address": self.address,
             "status": _plain(self.status),
@@ -76,7 +73,7 @@ def status(
     token = read_token(token_file)
     try:
         while True:
-            # Anew each time: they may have moved.
+            # Servers may have moved.
             addresses = control_addresses(servers)
             answers: list[Answer] = []
             errors: dict[str, str] = {}
@@ -116,7 +113,7 @@ def _ask(address: str, token: str, *, num_events: int, checksums: bool) -> Answe
             control.address,
             control.call("GetStatus", pb.GetStatusRequest()),
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
-            # A server reads all of its parameters for them.
+            # Checksums read all parameters.
             control.call("ListShards", pb.ListShardsRequest(without_checksums=not checksums)).shards,
             _chosen(events, num_events),
             control.call("GetWork", work_wire.GetWorkRequest()),
@@ -124,7 +121,7 @@ def _ask(address: str, token: str, *, num_events: int, checksums: bool) -> Answe
 
 
 def _chosen(events: Sequence[pb.Event], count: int) -> list[pb.Event]:
-    """So many of the newest events, of each kind a quarter as long as there are others: comings and goings are many."""
+    """Return the newest events, a quarter of them at most of each kind while others remain."""
     newest_first: list[pb.Event] = []
     others: list[pb.Event] = []
     seen: Counter[str] = Counter()
@@ -137,7 +134,6 @@ def _chosen(events: Sequence[pb.Event], count: int) -> list[pb.Event]:
 def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) -> None:
     console = Console()
     if not console.is_terminal and (wide or "COLUMNS" not in os.environ):
-        # Nothing needs to be squeezed into 80 columns there.
         console = Console(width=max(PIPE_COLUMNS, console.width))
     console.print(servers_table(answers))
     begun = any(answer.shards for answer in answers)
@@ -156,7 +152,7 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
 
 
 def lines(answers: Sequence[Answer]) -> Iterable[str]:
-    """Yields the lines below the tables: events, waits, warnings."""
+    """Yield the lines below the tables: events, waits, warnings."""
     for answer in answers:
         for event in answer.events:
             yield f"{answer.address} {in_seconds(event.age_seconds)} ago: {event.message}"
@@ -170,7 +166,7 @@ def lines(answers: Sequence[Answer]) -> Iterable[str]:
 
 
 def servers_table(answers: Sequence[Answer]) -> Table:
-    """One column a server, so that the facts fit a narrow terminal."""
+    """Return a table with a column for each server."""
     table = Table(title="servers")
     table.add_column("control")
     for answer in answers:
@@ -183,7 +179,7 @@ def servers_table(answers: Sequence[Answer]) -> Table:
 
 
 def facts(status: pb.Status) -> dict[str, object]:
-    """The rows of a server's column, by name; "" where there is nothing to show."""
+    """Return the cells of a server's column by row, "" where there is nothing to show."""
     last = "never" if status.last_update_seconds < 0 else f"{in_seconds(status.last_update_seconds)} ago"
     in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
     tally = status.tally
@@ -191,7 +187,6 @@ def facts(status: pb.Status) -> dict[str, object]:
         "data": status.data_address,
         "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
         "run": status.run_id or "none",
-        # The epoch, in words.
         "restored or reset": _times(status.epoch),
         "place": f"{status.server_index} of {status.num_servers}" if status.num_servers else "",
         "in force": in_force,
@@ -227,7 +222,7 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
     in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
     rows = []
     for name, known in workers_of(answers).items():
-        # The server that heard of it last knows best.
+        # From the server that heard from it last.
         latest = known[0]
         tally = merged([worker.tally for worker in known])
         row: dict[str, object] = {
@@ -242,7 +237,7 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
             row |= {
                 "where": f"{latest.host} {latest.process_id} {latest.device}",
                 "transport": _transport(known),
-                # A push counts once for each shard that it holds.
+                # A push counts once for each of its shards.
                 "shards taken": taken(tally),
                 "rejected": tally.pushes_rejected,
                 "repeated": tally.pushes_duplicate,
@@ -279,7 +274,7 @@ def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -
 
 
 def _table(title: str, rows: Sequence[dict[str, object]], *, left: Sequence[str], caption: str | None = None) -> Table:
-    """A table of rows that have the same columns; what does not fit is folded, never cut."""
+    """Return a table of rows that have the same columns; long cells are folded."""
     table = Table(title=title, caption=caption)
     for name in rows[0] if rows else ():
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
@@ -289,12 +284,11 @@ def _table(title: str, rows: Sequence[dict[str, object]], *, left: Sequence[str]
 
 
 def _add(table: Table, *cells: object) -> None:
-    # As Text: what a worker calls itself must not be read as markup.
     table.add_row(*(harmless(str(cell)) for cell in cells))
 
 
 def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
-    """What servers know of each worker, by its name; the one that heard of it last is first."""
+    """Return each worker's entries by name, from the server that heard from it last first."""
     known = defaultdict(list)
     for worker in (worker for answer in answers for worker in answer.workers):
         known[worker.worker_id].append(worker)
@@ -302,17 +296,17 @@ def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
 
 
 def waits_for(known: Sequence[pb.WorkerInfo]) -> list[str]:
-    """For whom a worker waits now, by what servers know of it."""
+    """Return the workers that a worker waits for now."""
     return sorted({name for worker in known for name in worker.waits_for})
 
 
 def taken(tally: pb.Tally) -> int:
-    """The pushed shards that became part of an update, or wait for theirs."""
+    """Return the pushed shards that became part of an update, or wait for one."""
     return tally.pushes_applied + tally.pushes_pending
 
 
 def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
-    """What is shown of several servers' counts in one: means are weighed by the gradients that each took."""
+    """Return the counts of several servers in one; means are weighted by the gradients taken."""
     total = pb.Tally(staleness_max=max(tally.staleness_max for tally in tallies))
     for name in ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "blocked_seconds"):
         setattr(total, name, sum(getattr(tally, name) for tally in tallies))
@@ -327,7 +321,6 @@ def _staleness(tally: pb.Tally) -> str:
 
 
 def _rates(status: pb.Status) -> str:
-    """The learning rates in force, one where all groups have the same."""
     texts = [
         f"{rate.current:.4g}" if rate.current == rate.base else f"{rate.current:.4g} of {rate.base:.4g}"
         for rate in status.learning_rates
@@ -353,19 +346,15 @@ def _state(worker: pb.WorkerInfo) -> str:
 
 
 def _parts(worker: pb.WorkerInfo) -> str:
-    """The parts of the model that a worker holds, in words."""
     return ", ".join(map(str, worker.parts)) or "all"
 
 
 def _transport(known: Sequence[pb.WorkerInfo]) -> str:
-    """The transports by which the worker talks, or last talked, to the servers: as `transport=` names them."""
     return ", ".join(sorted({worker.transport for worker in known}))
 
 
 def _waited(known: Sequence[pb.WorkerInfo], blocked_seconds: float) -> str:
-    """How long the worker has waited for others, on all servers, and for whom it does now."""
-    seconds = in_seconds(blocked_seconds)
-    others = waits_for(known)
+    seconds, others = in_seconds(blocked_seconds), waits_for(known)
     return f"{seconds}, now for {_names(others)}" if others else seconds
 
 
@@ -376,6 +365,49 @@ def _names(names: Sequence[str]) -> str:
 
 def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
+
+
+def work_tables(work: work_wire.WorkProgress) -> Iterator[Table]:
+    """Yield a table of the pass and one of its workers, where server 0 hands out a data set."""
+    if not work.HasField("data"):
+        return
+    table = Table(title="work", show_header=False)
+    for name, fact in _work_facts(work).items():
+        if fact:
+            table.add_row(name, harmless(fact))
+    yield table
+    if work.workers:
+        yield _portions_table(work)
+
+
+def harmless(words: str) -> Text:
+    """Return the words without control characters and markup, which names from workers may contain."""
+    return Text("".join(character if character.isprintable() else "?" for character in words))
+
+
+def _work_facts(work: work_wire.WorkProgress) -> dict[str, str]:
+    return {
+        "data set": f"{work.data.name or 'unnamed'}, {work.data.num_examples:,} examples",
+        # `pass` is a keyword of Python's.
+        "pass": f"{getattr(work, 'pass'):,} ({'the work has ended' if work.ended else f'{work.passes_done:,} done'})",
+        "portions": f"{work.done:,} of {work.num_portions:,} done, {work.running:,} running, {work.pending:,} pending",
+        "ahead": f"{work.ahead:,} done of later passes" if work.ahead else "",
+        "backup copies": f"{work.copies:,}, {work.stolen:,} of them finished first" if work.copies else "",
+        "lost": f"{work.lost:,} leases of portions that went to others" if work.lost else "",
+        "thrown away": f"{work.wasted:,} results" if work.wasted else "",
+        "coordinator": ", ".join(f"{name} {value:.4g}" for name, value in sorted(work.scalars.items())),
+    }
+
+
+def _portions_table(work: work_wire.WorkProgress) -> Table:
+    table = Table(title="portions of this pass")
+    table.add_column("worker")
+    for name in ("done", "running", "examples/s"):
+        table.add_column(name, justify="right")
+    for worker in work.workers:
+        speed = f"{worker.examples_per_second:,.3g}" if worker.examples_per_second else "not known yet"
+        table.add_row(harmless(worker.worker_id), f"{worker.done:,}", f"{worker.running:,}", speed)
+    return table
 
 
 def _plain(message: Any) -> Any:

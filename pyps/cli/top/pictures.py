@@ -15,9 +15,9 @@ from rich.text import Text
 
 from pyps.cli import status as told
 from pyps.cli.control import not_asked
+from pyps.cli.status import harmless, work_tables
 from pyps.cli.top.asking import Answer
 from pyps.cli.top.history import BANDS, History, Point
-from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes, in_seconds
 
 # From fresh to stale; the legend says in words which is which.

@@ -21,10 +21,10 @@ from textual.widget import Widget
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from pyps.cli.control import not_asked
+from pyps.cli.status import harmless
 from pyps.cli.top import pictures
 from pyps.cli.top.asking import INTERVAL_SECONDS, Answer, ask_on, configure
 from pyps.cli.top.history import History, Point
-from pyps.cli.work_tables import harmless
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
 
