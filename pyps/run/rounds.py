@@ -19,7 +19,6 @@ from pyps.core.gradient import (
     Gradient,
     PayloadKind,
     made_native,
-    require_fitting,
     require_kind,
     require_possible_version,
     require_rate,
@@ -141,94 +140,85 @@ class RoundController:
     # Pushes.
 
     def push(self, content: ReadyContent, plan: PushPlan, *, finding: Finding | None = None) -> Pushed:
-        """Handles one pushed shard; see `Shard.push`."""
+        """Handle one pushed shard; see `Shard.push`."""
+        began = self._clock()
+        shard, plan, finding = self._checked(content, plan, finding)
+        gradient = plan.gradient
+        if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
+            # Before it owns the schedule, even for a moment.
+            self._membership.require_own(gradient.worker_id, gradient.incarnation, plan.secret)
+            with self._claiming([gradient]) as receipts:
+                roster = self._hear(gradient, plan.secret, now=began)
+                pushed = self._apply(content, shard, plan, roster, finding)
+                receipts.append(pushed.receipt)
+        else:
+            # Not in a context that does nothing: it would cost two of a small push's fifteen microseconds.
+            roster = self._hear(gradient, plan.secret, now=began)
+            pushed = self._apply(content, shard, plan, roster, finding)
+        self._answered(content, shard, plan, pushed, roster, began=began)
+        return pushed
+
+    def push_whole(
+        self, content: ReadyContent, plans: Sequence[PushPlan], *, finding: Finding | None = None
+    ) -> list[Pushed]:
+        """Handle the parts of a push as one, under the model's mutex; return the result of each, in order.
+
+        The parameters that they are answered with are one state of the model. Raises as `Shard.push`, and then has
+        applied none of them. A part that is refused leaves the others alone.
+        """
+        began, roster = self._clock(), self._membership.roster
+        checked = [self._checked(content, plan, finding) for plan in plans]
+        for shard, plan, _ in checked:
+            require_kind(plan.gradient, shard_id=plan.shard_id, kind=shard.kind)
+            self._membership.require_own(plan.gradient.worker_id, plan.gradient.incarnation, plan.secret)
+        with self._claiming([plan.gradient for plan in plans]) as receipts:
+            for plan in plans:
+                roster = self._hear(plan.gradient, plan.secret, now=began)
+            with content.mutex:
+                for shard, plan, _ in checked:
+                    if plan.gradient.epoch == shard.epoch:
+                        require_possible_version(plan.gradient, shard_id=plan.shard_id, version=shard.version)
+                    if plan.memory is not None:
+                        plan.memory.require_attached()
+                # All parts or none: memory that is detached from here on is read to the end.
+                pushed = [
+                    self._apply(content, shard, plan._replace(memory=None), roster, found)
+                    for shard, plan, found in checked
+                ]
+            receipts += [each.receipt for each in pushed]
+        for (shard, plan, _), each in zip(checked, pushed, strict=True):
+            self._answered(content, shard, plan, each, roster, began=began)
+        return pushed
+
+    def _checked(
+        self, content: ReadyContent, plan: PushPlan, finding: Finding | None
+    ) -> tuple[Store, PushPlan, Finding]:
+        """Return a push's shard, the push as kernels read it, and what a scan found; refuse a push that cannot be."""
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
-        began = self._clock()
         if gradient.codec not in NATIVE or gradient.extents:
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.logged:
-            # The log tells what was applied to the bit, so that is looked at anew.
-            gradient, finding = gradient.private(), _against(finding)
-        # Whoever pushes what does not fit is not heard of.
+            # The log holds what was applied to the bit, so the copy is scanned, unless the push is refused anyway.
+            gradient = gradient.private()
+            finding = None if finding is None or finding.finite else finding
         if finding is None:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
         if self._bounds is not None:
             self._bounds.require_push(gradient, shard.length)
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
-        if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
-            # Before it owns the schedule, be it for a moment.
-            self._membership.require_own(gradient.worker_id, gradient.incarnation, plan.secret)
-            with self._claiming([gradient]) as receipts:
-                roster, pushed = self._push(content, shard, plan, gradient, finding, began=began)
-                receipts.append(pushed.receipt)
-        else:
-            # Not in a context that does nothing: it would cost two of a small push's fifteen microseconds.
-            roster, pushed = self._push(content, shard, plan, gradient, finding, began=began)
-        self._answered(content, shard, plan, pushed, roster, began=began)
-        return pushed
+        return shard, plan if gradient is plan.gradient else plan._replace(gradient=gradient), finding
 
-    def _push(
-        self, content: ReadyContent, shard: Store, plan: PushPlan, gradient: Gradient, finding: Finding, *, began: float
-    ) -> tuple[Roster, Pushed]:
-        roster = self._hear(gradient, plan.secret, now=began)
-        pushed = shard.push(
-            gradient,
+    def _apply(self, content: ReadyContent, shard: Store, plan: PushPlan, roster: Roster, finding: Finding) -> Pushed:
+        return shard.push(
+            plan.gradient,
             roster=roster if roster.parted is None else roster.of_part(content.parts[plan.shard_id]),
             reply=plan.reply,
             held_version=plan.held_version,
             memory=plan.memory,
             finding=finding,
         )
-        return roster, pushed
-
-    def push_whole(
-        self, content: ReadyContent, plans: Sequence[PushPlan], *, finding: Finding | None = None
-    ) -> list[Pushed]:
-        """Handles the parts of a push as one, under the model's mutex; returns the result of each, in order.
-
-        The parameters that they are answered with are one state of the model. Raises as `Shard.push`, and then has
-        applied none of them. A part that is refused leaves the others alone.
-        """
-        shards = [content.shard(plan.shard_id) for plan in plans]
-        began, roster = self._clock(), self._membership.roster
-        native: list[PushPlan] = []
-        for shard, plan in zip(shards, plans, strict=True):
-            where = {"shard_id": plan.shard_id, "shard_length": shard.length}
-            require_fitting(plan.gradient, **where)
-            require_kind(plan.gradient, shard_id=plan.shard_id, kind=shard.kind)
-            native.append(plan._replace(gradient=made_native(plan.gradient, **where)))
-            if self._bounds is not None:
-                self._bounds.require_push(native[-1].gradient, shard.length)
-        if self.logged and any(plan.gradient.volatile for plan in native):
-            native = [plan._replace(gradient=plan.gradient.private()) for plan in native]
-            finding = _against(finding)
-        for plan in plans:
-            self._membership.require_own(plan.gradient.worker_id, plan.gradient.incarnation, plan.secret)
-        with self._claiming([plan.gradient for plan in plans]) as receipts:
-            for plan in plans:
-                roster = self._hear(plan.gradient, plan.secret, now=began)
-            with content.mutex:
-                pushed = self._push_all(shards, native, roster, finding)
-            receipts += [each.receipt for each in pushed]
-        for shard, plan, each in zip(shards, plans, pushed, strict=True):
-            self._answered(content, shard, plan, each, roster, began=began)
-        return pushed
-
-    def _push_all(
-        self, shards: Sequence[Store], plans: Sequence[PushPlan], roster: Roster, finding: Finding | None
-    ) -> list[Pushed]:
-        for shard, plan in zip(shards, plans, strict=True):
-            if plan.gradient.epoch == shard.epoch:
-                require_possible_version(plan.gradient, shard_id=plan.shard_id, version=shard.version)
-        # All parts or none: a worker's memory that is detached later is read to the end.
-        if plans and plans[0].memory is not None:
-            plans[0].memory.require_attached()
-        return [
-            shard.push(plan.gradient, roster=roster, reply=plan.reply, held_version=plan.held_version, finding=finding)
-            for shard, plan in zip(shards, plans, strict=True)
-        ]
 
     def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
         """Lets whoever sends a learning rate or a momentum own the schedule; see `ScheduleOwner.claiming`."""
@@ -515,11 +505,6 @@ class RoundController:
             pacer = self.behaviour.aggregation.pacer() or (Free() if self._config.start_together else None)
         quorum, at_work = self._membership.quorum, self._membership.arrived()
         self.at_gate(self.steps.replace, pacer, quorum=quorum, at_work=at_work, version=content.version_max)
-
-
-def _against(finding: Finding | None) -> Finding | None:
-    """What speaks against a push, which holds for its copy too."""
-    return None if finding is None or finding.finite else finding
 
 
 class ScheduleOwner:
