@@ -27,7 +27,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from client_support import addresses, gradients_like, make_client, small_model
-from pyps.cli.top.asking import ask_on
+from pyps.cli.top.history import poll
 from pyps.cli.top.screen import Top
 from pyps.service.hosting import handlers_of
 from pyps_client.launch import parse_servers
@@ -296,7 +296,7 @@ def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server: Start) ->
             watch(Top([address, good.control], None, interval_seconds=0.2), story)
 
     async def together(pilot: Pilot[None]) -> None:
-        await see(pilot, "what servers tell cannot be shown together")
+        await see(pilot, "the servers' answers cannot be shown together")
 
     worker = pb.WorkerInfo(worker_id="worker-0", tally=pb.Tally(pushes_applied=2**64 - 1))
     with serving(OddServer(worker=worker)) as first, serving(OddServer(worker=worker)) as second:
@@ -369,9 +369,9 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
         for _ in range(count):
             assert not isinstance(heard.get(timeout=30)[1], str)
 
-    settings = {"interval_seconds": 0.0, "go_on": go_on, "closed": closed}
+    settings = {"interval_seconds": 0.0, "running": go_on, "closed": closed}
     tell = (server.control, None, lambda *each: heard.put(each))
-    Thread(target=ask_on, args=tell, kwargs=settings, daemon=True).start()
+    Thread(target=poll, args=tell, kwargs=settings, daemon=True).start()
     rounds(5)
     costs = []
     for _ in range(5):

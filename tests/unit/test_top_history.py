@@ -8,8 +8,7 @@ import math
 from rich.console import Console
 
 from pyps.cli.top import pictures
-from pyps.cli.top.asking import Answer
-from pyps.cli.top.history import BANDS, History, Point, band_of
+from pyps.cli.top.history import BANDS, Answer, History, Point, band_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 

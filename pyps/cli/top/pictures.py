@@ -1,4 +1,4 @@
-"""What `pyps top` draws of a history: figures, the stream of staleness, and what its tabs hold."""
+"""The pictures of `pyps top`: headline, figures, the stream of staleness, and the tabs."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli import status as told
+from pyps.cli import status
 from pyps.cli.control import not_asked
 from pyps.cli.status import harmless, work_tables
-from pyps.cli.top.asking import Answer
-from pyps.cli.top.history import BANDS, History, Point
+from pyps.cli.top.history import BANDS, Answer, History, Point
 from pyps.units import in_bytes, in_seconds
 
-# From fresh to stale; the legend says in words which is which.
+# From fresh to stale.
 COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
 COLUMNS = ("worker", "state", "steps", "steps/s", "loss", "staleness", "step lost", "waited", "waits for", "silent")
 _WORDS = ("worker", "state", "waits for")
 _STATES = {"alive": "green", "finished": "dim", "expired": "bold red", "failed": "bold red"}
 _BARS = " ▁▂▃▄▅▆▇█"
-# Of a table that is drawn each second.
 ROWS_MAX = 200
-# What drawing raises for numbers that no server counts, and for words of a newer one.
+# Raised while drawing impossible numbers, or enumerations of a newer server.
 ODD = (ArithmeticError, LookupError, OSError, ValueError)
 
 
-def drawable(address: str, heard: Answer | str) -> Answer | str:
-    """What was heard of a server, or the words for why it cannot be drawn."""
-    if isinstance(heard, str):
-        return heard
+def drawable(address: str, answer: Answer | str) -> Answer | str:
+    """Return the answer, or an error where it cannot be drawn."""
+    if isinstance(answer, str):
+        return answer
     alone = History([address])
     try:
         for _ in range(2):
-            # Once more, for what is made of the difference.
-            alone.take(address, heard)
+            # Twice, for rates.
+            alone.take(address, answer)
             alone.tick()
         headline(alone, paused=False)
         workers(alone, sorted_by=COLUMNS[0], reverse=False)
         for picture in (figures, servers, waits, portions, events):
             picture(alone)
     except ODD as error:
-        return f"what {address} tells cannot be shown: {error}"
-    return heard
+        return f"the answer of {address} cannot be shown: {error}"
+    return answer
 
 
 def headline(history: History, *, paused: bool) -> Text:
-    """The run in a line: which, how it trains, who is there."""
+    """Return a line on the run: name, state, protocol, rate, workers."""
     line = Text()
     for answer in history.answers[:1]:
-        facts = told.facts(answer.status)
+        facts = status.facts(answer.status)
         alive = max(each.status.workers_alive for each in history.answers)
         rate = facts["learning rate"] and f"rate {facts['learning rate']}"
         words = (answer.status.run_id or "no run yet", facts["state"], facts["in force"], rate, f"{alive} alive")
@@ -66,7 +64,7 @@ def headline(history: History, *, paused: bool) -> Text:
 
 
 def figures(history: History) -> Text:
-    """Throughput with its trend, versions, and what staleness cost, a line each."""
+    """Return lines on throughput with its trend, versions, and the cost of staleness."""
     points: Sequence[Point] = history.points or [Point(0, 0, 0, 0, 0, {})]
     last = points[-1]
     lines = [
@@ -75,7 +73,7 @@ def figures(history: History) -> Text:
     ]
     lines.append(f"in, out    {in_bytes(round(last.bytes_in))}/s, {in_bytes(round(last.bytes_out))}/s")
     if statuses := [answer.status for answer in history.answers]:
-        tally = told.merged([status.tally for status in statuses])
+        tally = status.merged([each.tally for each in statuses])
         low, high = min(each.version_min for each in statuses), max(each.version_max for each in statuses)
         lines.append(f"version    {low:,}" + (f" to {high:,}" if high > low else ""))
         lines.append(f"staleness  mean {tally.staleness_mean:.2f}, max {tally.staleness_max}")
@@ -84,14 +82,14 @@ def figures(history: History) -> Text:
 
 
 def stream(points: Sequence[Point], *, width: int, height: int) -> Text:
-    """The staleness of gradients over time: a column an interval, filled from fresh to stale by their shares."""
+    """Return the staleness of gradients over time: a column for each interval, filled from fresh to stale."""
     columns = [_levels(point, 2 * (height - 1)) for point in list(points)[-width:]]
     picture = Text(no_wrap=True)
     for row in range(height - 1, 0, -1):
         picture.append(" " * (width - len(columns)))
         for levels in columns:
             low, high = levels[2 * row - 2], levels[2 * row - 1]
-            # Two to a cell: what is drawn is its upper half, what is behind it the lower.
+            # A cell has two levels: its foreground is the upper half.
             picture.append("▀" if high else " ", Style(color=high, bgcolor=low))
         picture.append("\n")
     newest = next((point.bands for point in reversed(points) if point.bands), {})
@@ -104,7 +102,7 @@ def stream(points: Sequence[Point], *, width: int, height: int) -> Text:
 
 
 def workers(history: History, *, sorted_by: str, reverse: bool) -> RenderableType:
-    """The workers, a row each up to ROWS_MAX; where numbers are sorted, the largest first."""
+    """Return a table of the first ROWS_MAX workers; numbers are sorted from the largest on."""
     falls = (sorted_by not in _WORDS) is not reverse
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for title in COLUMNS:
@@ -120,13 +118,12 @@ def workers(history: History, *, sorted_by: str, reverse: bool) -> RenderableTyp
 
 
 def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
-    """Of each worker a value for each column to be sorted by, and what is shown of it."""
-    for name, known in told.workers_of(history.answers).items():
-        # The server that heard of it last knows best.
+    """Yield for each worker the sort key and the text of every column."""
+    for name, known in status.workers_of(history.answers).items():
         info, pace = known[0], history.pace(name)
-        tally = told.merged([each.tally for each in known])
+        tally = status.merged([each.tally for each in known])
         loss = info.scalars.get("loss")
-        others = ", ".join(told.waits_for(known))
+        others = ", ".join(status.waits_for(known))
         yield [
             (name, name),
             (info.state, info.state),
@@ -142,7 +139,7 @@ def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:
 
 
 def servers(history: History) -> RenderableType:
-    """The servers that do not answer, and of the others all that `pyps status` shows, and their memory."""
+    """Return the servers that do not answer, and memory and status of the others."""
     now = time.monotonic()
     lost = [f"{each.address}: no answer for {in_seconds(now - each.silent_since)}" for each in history.silent]
     memory = [
@@ -152,15 +149,15 @@ def servers(history: History) -> RenderableType:
         for answer in history.answers
         for of in (answer.memory,)
     ]
-    tables = [told.servers_table(history.answers)] if history.answers else []
+    tables = [status.servers_table(history.answers)] if history.answers else []
     return Group(harmless_lines(lost, "bold red"), harmless_lines(memory), *tables)
 
 
 def waits(history: History) -> RenderableType:
-    """Who waits for whom, why, and what servers warn of."""
-    waiting = {name: told.waits_for(known) for name, known in told.workers_of(history.answers).items()}
+    """Return who waits for whom and why, and the servers' warnings."""
+    waiting = {name: status.waits_for(known) for name, known in status.workers_of(history.answers).items()}
     lines = [f"{name} waits for {', '.join(others)}" for name, others in waiting.items() if others]
-    lines += told.lines([replace(answer, events=()) for answer in history.answers])
+    lines += status.lines([replace(answer, events=()) for answer in history.answers])
     lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]
     if not history.silent and (hint := not_asked([answer.status for answer in history.answers])):
         lines.append(hint)
@@ -168,19 +165,19 @@ def waits(history: History) -> RenderableType:
 
 
 def portions(history: History) -> RenderableType:
-    """How far the workers are with the data set, where server 0 hands it out."""
+    """Return the progress with the data set, where workers take it in portions."""
     tables = [table for answer in history.answers for table in work_tables(answer.work)]
     return Group(*tables) if tables else Text("no worker takes its data in portions")
 
 
 def events(history: History) -> Text:
-    """What happened, newest first."""
+    """Return the events, newest first."""
     newest = reversed(history.events)
     return harmless_lines(f"{datetime.fromtimestamp(at):%H:%M:%S}  {where}  {words}" for at, where, words in newest)
 
 
 def trend(values: Iterable[float], width: int) -> str:
-    """The last of the values as bars, the largest of them as the highest."""
+    """Return the last values as bars."""
     last = list(values)[-width:]
     largest = max(last, default=0.0)
     shares = [value / largest if 0 < value <= largest < float("inf") else 0.0 for value in last]
@@ -188,12 +185,12 @@ def trend(values: Iterable[float], width: int) -> str:
 
 
 def harmless_lines(lines: Iterable[str], style: str = "") -> Text:
-    """Lines in which names that others chose are no commands."""
+    """Return lines without control characters and markup."""
     return Text("\n", style).join(harmless(line) for line in lines)
 
 
 def _levels(point: Point, height: int) -> list[str | None]:
-    """The colour of each level of a column, the lowest first; None where no gradient came."""
+    """Return the colour of each level of a column, the lowest first; None without gradients."""
     total, seen = sum(point.bands.values()), 0
     levels: list[str | None] = [] if total else [None] * height
     for band in sorted(point.bands):

@@ -1,4 +1,4 @@
-"""The terminal program: what a run does now, and the keys that sort, pause and change it."""
+"""The terminal program of `pyps top`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 from pyps.cli.control import not_asked
 from pyps.cli.status import harmless
 from pyps.cli.top import pictures
-from pyps.cli.top.asking import INTERVAL_SECONDS, Answer, ask_on, configure
-from pyps.cli.top.history import History, Point
+from pyps.cli.top.history import INTERVAL_SECONDS, Answer, History, Point, configure, poll
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
 
@@ -32,7 +31,7 @@ TABS = ("workers", "servers", "waits", "portions", "events")
 
 
 class Top(App[None]):
-    """A run on these servers, drawn anew each second."""
+    """A view of a run, redrawn each second, with keys that sort, pause and change it."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (76, "-wide")]  # noqa: RUF012, the base class declares it so
@@ -74,16 +73,15 @@ class Top(App[None]):
         self.history = History(addresses)
         self._addresses, self._token_file, self._read_only = addresses, token_file, read_only
         self._interval_seconds = interval_seconds
-        self._heard: SimpleQueue[tuple[str, Answer | str]] = SimpleQueue()
-        # For those who ask.
-        self._go_on, self._enough = Event(), Event()
-        self._go_on.set()
+        self._answers: SimpleQueue[tuple[str, Answer | str]] = SimpleQueue()
+        self._unpaused, self._unmounted = Event(), Event()
+        self._unpaused.set()
         self._sorted_by, self._reverse = 0, False
-        # Why nothing can be changed; empty where something can.
+        # Why this caller may change nothing; "" where it may.
         self._refusal = "no server has answered yet"
 
     def compose(self) -> ComposeResult:
-        """Lays out the line, the figures and the stream above, the tabs below them."""
+        """Lay out the headline, figures and stream above the tabs."""
         yield Static(id="headline")
         with Horizontal(id="charts"):
             yield Static(id="figures")
@@ -95,33 +93,33 @@ class Top(App[None]):
         yield Keys()
 
     def on_mount(self) -> None:
-        """Begins to ask."""
-        settings = {"interval_seconds": self._interval_seconds, "go_on": self._go_on, "closed": self._enough}
+        """Start the threads that call servers."""
+        settings = {"interval_seconds": self._interval_seconds, "running": self._unpaused, "closed": self._unmounted}
         for address in self._addresses:
-            arguments = (address, self._token_file, self._hear)
-            Thread(target=ask_on, args=arguments, kwargs=settings, daemon=True).start()
-        self.set_interval(self._interval_seconds, self._look)
+            arguments = (address, self._token_file, self._report)
+            Thread(target=poll, args=arguments, kwargs=settings, daemon=True).start()
+        self.set_interval(self._interval_seconds, self._update)
         self._draw()
 
     def on_unmount(self) -> None:
-        """Ends asking."""
-        self._enough.set()
-        self._go_on.set()
+        """End these threads."""
+        self._unmounted.set()
+        self._unpaused.set()
 
     def on_tabbed_content_tab_activated(self) -> None:
-        """Draws the tab that is shown from now on."""
+        """Draw the tab that was chosen."""
         self._draw()
 
-    def _hear(self, address: str, heard: Answer | str) -> None:
-        """Takes what was heard of a server, on the thread that asked it."""
-        self._heard.put((address, pictures.drawable(address, heard)))
+    def _report(self, address: str, answer: Answer | str) -> None:
+        """Queue an answer; called on the server's thread."""
+        self._answers.put((address, pictures.drawable(address, answer)))
 
-    def _look(self) -> None:
-        """Takes what has been heard since the last look, and draws it."""
-        heard = self._heard.qsize()
-        for _ in range(heard):
-            self.history.take(*self._heard.get())
-        if not heard or not self._go_on.is_set():
+    def _update(self) -> None:
+        """Take the queued answers, and draw them."""
+        count = self._answers.qsize()
+        for _ in range(count):
+            self.history.take(*self._answers.get())
+        if not count or not self._unpaused.is_set():
             return
         self.history.tick()
         refusal = next((answer.refusal for answer in self.history.answers if answer.refusal), "")
@@ -134,16 +132,16 @@ class Top(App[None]):
 
     def _draw(self) -> None:
         if not self.query("#events-shown") or not self.query("#headline"):
-            # A question lies over it, or the program ends and its screen is being emptied.
+            # A dialog is open, or the program ends.
             return
         try:
             self._draw_all(self.history, self.query_one(TabbedContent).active or TABS[0])
         except pictures.ODD as error:
-            # Each answer by itself can be drawn.
-            self._show("headline", Text(f"what servers tell cannot be shown together: {error}", "bold red"))
+            # Each answer alone can be drawn.
+            self._show("headline", Text(f"the servers' answers cannot be shown together: {error}", "bold red"))
 
     def _draw_all(self, history: History, tab: str) -> None:
-        self._show("headline", pictures.headline(history, paused=not self._go_on.is_set()))
+        self._show("headline", pictures.headline(history, paused=not self._unpaused.is_set()))
         self._show("figures", pictures.figures(history))
         self.query_one(Stream).refresh()
         if tab == "workers":
@@ -156,94 +154,94 @@ class Top(App[None]):
         self.query_one(f"#{place}", Static).update(picture)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether a key is there: changes are for who may change something."""
+        """Return whether a key is available: changes are for operators."""
         if action in ("protocol", "rate"):
             return not self._refusal
         return bool(self._refusal) if action == "why" else True
 
     def action_tab(self, name: str) -> None:
-        """Shows that tab; the arrows scroll in it."""
+        """Show a tab; the arrows scroll in it."""
         self.query_one(TabbedContent).active = name
         self.query_one(f"#{name} ScrollableContainer").focus()
 
     def action_sort(self) -> None:
-        """Sorts workers by the next column."""
+        """Sort workers by the next column."""
         self._sorted_by, self._reverse = (self._sorted_by + 1) % len(pictures.COLUMNS), False
         self._draw()
 
     def action_reverse(self) -> None:
-        """Sorts workers the other way round."""
+        """Reverse the order of workers."""
         self._reverse = not self._reverse
         self._draw()
 
     def action_pause(self) -> None:
-        """Keeps what is shown, and asks nothing until the key is pressed again."""
-        (self._go_on.clear if self._go_on.is_set() else self._go_on.set)()
+        """Pause the view and the calls, or go on."""
+        (self._unpaused.clear if self._unpaused.is_set() else self._unpaused.set)()
         self._draw()
 
     def action_why(self) -> None:
-        """Says why nothing can be changed."""
-        self._tell(self._refusal)
+        """Show why nothing can be changed."""
+        self._notify(self._refusal)
 
     @work
     async def action_protocol(self) -> None:
-        """Asks for another protocol."""
+        """Change the protocol."""
         await self._change("protocol", lambda status: status.protocol, lambda text: {"protocol": text})
 
     @work
     async def action_rate(self) -> None:
-        """Asks for another learning rate."""
+        """Change the learning rate."""
         await self._change("learning rate", _present_rate, _rate)
 
     async def _change(self, name: str, present: Callable[[pb.Status], str], fields: Callable[[str], Any]) -> None:
-        """Changes all servers, once that was said twice; none while one of them cannot be asked."""
-        if self._misses():
+        """Change all servers after a dialog, unless one does not answer."""
+        if self._incomplete():
             return
         servers, old = counted(len(self._addresses), "server"), present(self.history.answers[0].status)
         wanted = await self.push_screen_wait(Change(f"the {name} of {servers}", old, fields))
-        if wanted and not self._misses():
+        if wanted and not self._incomplete():
             request = pb.ConfigureRequest(**wanted)
-            self._tell(await asyncio.to_thread(configure, self._addresses, self._token_file, request))
+            self._notify(await asyncio.to_thread(configure, self._addresses, self._token_file, request))
 
-    def _misses(self) -> bool:
-        """Whether a server of the run cannot be asked, or there is none, which is told."""
+    def _incomplete(self) -> bool:
+        """Return whether a server of the run does not answer, or there is no run, and show it."""
         silent = [f"{server.address} does not answer" for server in self.history.silent]
         statuses = [answer.status for answer in self.history.answers]
         missing = "; ".join(silent) or not_asked(statuses)
         if not missing and not any(status.num_servers for status in statuses):
             missing = "there is no run yet"
         if missing:
-            self._tell(f"nothing is set: {missing}")
+            self._notify(f"nothing is set: {missing}")
         return bool(missing)
 
-    def _tell(self, words: str) -> None:
+    def _notify(self, words: str) -> None:
         self.notify(pictures.harmless_lines(words.splitlines()).plain, timeout=15, markup=False)
 
 
 class Keys(Footer):
-    """The keys: in a line, and in two of four keys each where that is too long."""
+    """The keys: one line, or two lines of four keys in a narrow terminal."""
 
     def compose(self) -> ComposeResult:
-        """Leaves to the style sheet how many stand in a line, which Textual sets to all of them."""
+        """Leave the number of columns to the style sheet."""
         yield from super().compose()
         self.styles.grid_size_columns = None
 
 
 class Stream(Widget):
-    """The stream of staleness, as large as there is room."""
+    """The stream of staleness, as large as its place."""
 
     def __init__(self, points: Sequence[Point]):
         super().__init__(id="stream")
         self._points = points
 
     def render(self) -> RenderResult:
-        """Draws the points there are now."""
+        """Draw the present points."""
         width, height = self.content_size
         return pictures.stream(self._points, width=width, height=height)
 
 
 class Change(ModalScreen[dict[str, Any] | None]):
-    """Asks for a setting's new value, and whether it is meant; the answer is what to configure, or None."""
+    """A dialog for a setting's new value, with a confirmation; returns the fields to configure, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n", "dismiss(None)", "no"),
@@ -256,18 +254,18 @@ class Change(ModalScreen[dict[str, Any] | None]):
         self._wanted: dict[str, Any] | None = None
 
     def compose(self) -> ComposeResult:
-        """Shows the present value, to be written over."""
+        """Show the present value."""
         with Vertical():
             yield Static(f"Change {self._what} to: (Enter goes on, Escape leaves all as it is)", markup=False)
             yield Input(harmless(self._present).plain)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Asks whether it is meant."""
+        """Ask for confirmation."""
         old, new = self._present or "none", event.value.strip()
         try:
             self._wanted = self._fields(new)
             words = f"Change {self._what} from {old} to {new}? y: yes, n: no"
-            # Keys are answers from here on.
+            # The keys y and n answer.
             event.input.display = False
             self.set_focus(None)
         except ValueError as error:
@@ -275,7 +273,7 @@ class Change(ModalScreen[dict[str, Any] | None]):
         self.query_one(Static).update(pictures.harmless_lines([words]))
 
     def action_change(self) -> None:
-        """Answers, once it is known with what."""
+        """Return the fields."""
         if self._wanted:
             self.dismiss(self._wanted)
 
