@@ -30,11 +30,8 @@ def init(
     folder: Folder = Path("certs"),
     days: Days = 365,
 ) -> None:
-    """Make a CA, and a certificate for servers of these names.
-
-    Where the folder holds a CA already, only the servers' certificate. Nothing is overwritten.
-    """
-    # cryptography is for these commands and servers with certificates alone.
+    """Make a CA, unless the folder has one, and a certificate for servers of these names; overwrite nothing."""
+    # Only these commands, and servers with certificates, need cryptography.
     from pyps.certificates import Authority
 
     made = Authority(folder, create=True).make_server(host, days=days)
@@ -50,7 +47,7 @@ def worker(
     folder: Folder = Path("certs"),
     days: Days = 365,
 ) -> None:
-    """Make a certificate for a worker, or for anybody else who calls servers."""
+    """Make a certificate for a worker, or for another caller of servers."""
     from pyps.certificates import Authority
 
     _show(Authority(folder).make_worker(name, role=role, days=days))

@@ -1,7 +1,4 @@
-"""Talking to running servers from the command line: one call, one answer or one clear error.
-
-The commands that are no more than that stand here too: `pyps set`, `save`, `stop`, `reset` and `health`.
-"""
+"""Calls to running servers, and the commands that are one call: `pyps set`, `save`, `stop`, `reset`, `health`."""
 
 from __future__ import annotations
 
@@ -37,20 +34,18 @@ from pyps_wire.errors import (
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveRequest
 
 TIMEOUT_SECONDS = 10.0
-# A checkpoint of a large model takes its time.
 SAVE_TIMEOUT_SECONDS = 600.0
 
-# Either port of a server leads to the other, so that one list of servers does for every command.
 SERVERS_HELP = (
     "Addresses of all servers, in order, separated by commas: of each its data or its control port. Or file:PATH with "
     "an address a line, or dns:COUNT@NAME:PORT for so many behind one name."
 )
 _TOKEN_HELP = "File with a token of the servers for"
 
-# The option of commands that talk to control ports, and of those that talk to data ports.
+# For commands that call control ports, and for those that call data ports; each server leads to its other port.
 Servers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_CONTROL", "PYPS_SERVERS"])]
 DataServers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_SERVERS", "PYPS_CONTROL"])]
-# The option of commands that read, train, or change servers: of the tokens that are there the least that is enough.
+# For commands that read, train, or change servers: the least token that is sufficient.
 _OBSERVERS, _WORKERS, _OPERATORS = "PYPS_OBSERVER_TOKEN_FILE", "PYPS_TOKEN_FILE", "PYPS_OPERATOR_TOKEN_FILE"
 ObserverTokenFile = Annotated[
     Path | None,
@@ -63,27 +58,23 @@ OperatorTokenFile = Annotated[
 
 
 def change_token(context: typer.Context, file: Path | None) -> Path | None:
-    """The operators' token where it is named, for a command that also changes servers, instead of a lesser one.
-
-    What the command line says goes before it.
-    """
+    """Return the operators' token file, unless the command line names another."""
     source = context.get_parameter_source("token_file")
     operators = os.environ.get(_OPERATORS)
     return Path(operators) if operators and source is not None and source.name == "ENVIRONMENT" else file
 
 
 class Control:
-    """A connection to one server's control port, found through its data port where that one was named."""
+    """A connection to a server's control port, found through its data port where that one was named."""
 
     def __init__(self, address: str, *, token: str):
-        # As named; the control port's once a call has found it.
         self.address = address
         self._credentials = Credentials.from_environment(token)
         self._metadata = metadata_of(self._credentials)
         self._channel = _open(address, self._credentials)
 
     def call(self, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
-        """Makes a call of the Inspector service; raises PypsError in the server's own words."""
+        """Call the Inspector service; raise PypsError with the server's message."""
         try:
             return self._call(INSPECTOR, method, request, timeout_seconds)
         except ProtocolMismatch:
@@ -91,13 +82,13 @@ class Control:
         return self._call(INSPECTOR, method, request, timeout_seconds)
 
     def hello(self) -> HelloReply:
-        """What the server tells an observer at its data port; ProtocolMismatch where another one was named."""
+        """Return an observer's Hello; raise ProtocolMismatch where the address is no data port."""
         request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=f"pyps {__version__}", role=ROLE_OBSERVER)
         reply: HelloReply = self._call(PARAMETER_SERVER, "Hello", request, TIMEOUT_SECONDS)
         return reply
 
     def data_address(self) -> str:
-        """The server's data address."""
+        """Return the server's data address."""
         try:
             self.hello()
         except ProtocolMismatch:
@@ -105,7 +96,7 @@ class Control:
         return self.address
 
     def take_off(self, worker: pb.WorkerInfo, run_id: str, *, key: str, timeout_seconds: float) -> None:
-        """Sends Leave for a worker with that key whose process has ended without sending it."""
+        """Send Leave for a worker with that key whose process has ended."""
         sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation, secret=key.encode())
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
         channel = _open(self.data_address(), self._credentials)
@@ -148,7 +139,7 @@ class Control:
 
 
 def control_addresses(servers: str) -> tuple[str, ...]:
-    """The servers' addresses, the control port where none is named; exits where they cannot be told."""
+    """Return the servers' addresses, with the control port where none is named; exit where there are none."""
     try:
         return found(servers, port=CONTROL_PORT)
     except PypsError as error:
@@ -156,12 +147,12 @@ def control_addresses(servers: str) -> tuple[str, ...]:
 
 
 def found(servers: str, *, port: int = DATA_PORT) -> tuple[str, ...]:
-    """The servers' addresses at this moment, however they are named; `port` where none is."""
+    """Return the servers' present addresses, with `port` where none is named."""
     return tuple(address_of(place, port=port) for place in parse_servers(servers, port=port))
 
 
 def data_addresses(servers: str, token: str) -> tuple[str, ...]:
-    """The data addresses of servers, whichever port of each was named."""
+    """Return the data addresses of servers, of which either port is named."""
     addresses = []
     for address in found(servers):
         with Control(address, token=token) as control:
@@ -170,7 +161,7 @@ def data_addresses(servers: str, token: str) -> tuple[str, ...]:
 
 
 def read_token(path: Path | None) -> str:
-    """The token in a file, else in PYPS_TOKEN, else nothing; exits when it cannot be used."""
+    """Return the token in a file, else in PYPS_TOKEN, else ""; exit when it cannot be used."""
     try:
         return credentials.read_token(path)
     except PypsError as error:
@@ -178,7 +169,7 @@ def read_token(path: Path | None) -> str:
 
 
 def inherited_token() -> str:
-    """The highest token of servers that inherit this environment."""
+    """Return the highest token of servers that inherit this environment."""
     file = os.environ.get(_OPERATORS) or os.environ.get(_WORKERS)
     return read_token(Path(file) if file else None)
 
@@ -238,13 +229,12 @@ def call_all(
 
 
 def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_seconds: float) -> Observer:
-    """A reader of the run; NotInitialized where no worker has brought parameters in the time to wait."""
+    """Connect a reader of the run; raise NotInitialized where it has no parameters in time."""
     waits = {"start_wait_seconds": start_wait_seconds, "loss_wait_seconds": loss_wait_seconds}
     try:
         try:
             return Observer(servers, token=token, **waits)
         except ProtocolMismatch:
-            # Control ports were named, or some of them.
             return Observer(data_addresses(servers, token), token=token, **waits)
     except WaitTimedOut:
         raise NotInitialized(
@@ -254,7 +244,7 @@ def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_se
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
-    """Says what is wrong in one sentence and exits."""
+    """Print what is wrong in one sentence, and exit."""
     typer.echo(f"pyps: {message}", err=True)
     raise typer.Exit(status)
 
@@ -277,10 +267,10 @@ def configure(
 ) -> None:
     """Change protocol, staleness policy, learning rate, schedule or expected workers of a run while it goes on.
 
-    What is not named stays as it is, but for the staleness policy that a protocol's name brings (downpour,
-    asynchronous, asgd, ssp: none). Gradients that wait are settled first, by the protocol that kept them.
-    All servers of the run must be named: each changes at once, not all at the same update. Works on the servers' own
-    machine, or with an operator's token. The change is an event that `pyps status` shows, and part of the checkpoints.
+    Everything else stays, except the staleness policy that some protocols bring (downpour, asynchronous, asgd, ssp:
+    none). The protocol that kept waiting gradients settles them first. Name all servers of the run: nothing changes
+    unless all accept it; then each changes at once, not all at the same update. Works on the servers' own machine, or
+    with an operator's token. The change is an event that `pyps status` shows, and part of checkpoints.
     """
     if not (protocol or staleness or schedule or learning_rate is not None or expected_workers is not None):
         fail(
@@ -304,7 +294,7 @@ def configure(
 
 
 def require_all(servers: str, token_file: Path | None) -> None:
-    """Exits, before anything changes, when the run has servers that are not among those named."""
+    """Exit when the run has servers that were not named."""
     statuses = [status for _, status in call_each(servers, token_file, "GetStatus", pb.GetStatusRequest())]
     if hint := not_asked(statuses):
         total = max(status.num_servers for status in statuses)
@@ -312,7 +302,7 @@ def require_all(servers: str, token_file: Path | None) -> None:
 
 
 def in_force(reply: Any) -> str:
-    """What a server says is in force, in a line: "hardsync, staleness none, learning rate 0.01"."""
+    """Return what is in force, as "hardsync, staleness none, learning rate 0.01"."""
     words = [reply.protocol, f"staleness {reply.staleness}"]
     rates = {rate.base: None for rate in reply.learning_rates}
     if rates:
@@ -323,7 +313,7 @@ def in_force(reply: Any) -> str:
 
 
 def settled(reply: Any) -> str:
-    """What became of the gradients that waited, in words; empty where none did."""
+    """Return what became of waiting gradients, "" where there were none."""
     if not reply.gradients_settled:
         return ""
     return (
@@ -332,7 +322,7 @@ def settled(reply: Any) -> str:
 
 
 def not_asked(statuses: Sequence[pb.Status]) -> str:
-    """Names the run's servers that are not among these, in a line; empty where all are."""
+    """Return a line on the run's servers that are not among these, "" where all are."""
     total = max((status.num_servers for status in statuses), default=0)
     named = {status.server_index for status in statuses if status.num_servers}
     missing = [str(index) for index in range(total) if index not in named]
@@ -354,7 +344,7 @@ def save(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = No
 
 
 def stop(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:
-    """Finish the run: workers are told to end, the servers refuse pushes and go on answering pulls.
+    """Finish the run: workers end, the servers refuse pushes and go on answering pulls.
 
     Works on the servers' own machine, or with an operator's token.
     """
@@ -370,8 +360,7 @@ def reset(
     """Make servers forget a run, its parameters included.
 
     Its checkpoints stay on the servers' disks, renamed to forgotten-..., so that --resume does not bring it back.
-    The run must be named, so that nothing is forgotten by accident. Works on the servers' own machine, or with an
-    operator's token.
+    Works on the servers' own machine, or with an operator's token.
     """
     for address, _ in change_each(servers, token_file, "Reset", pb.ResetRequest(run_id=run_id)):
         typer.echo(f"{address} has forgotten run {run_id!r} and is empty.")
@@ -381,15 +370,15 @@ def health(
     servers: Servers = "127.0.0.1:7610",
     timeout_seconds: Annotated[float, typer.Option(help="How long each may take to answer.", min=0.1)] = 5.0,
 ) -> None:
-    """Ask servers for their health; exit with 0 when all of them serve. Needs no token."""
-    answers = {address: ask(address, timeout_seconds=timeout_seconds) for address in found(servers)}
+    """Check servers' health; exit with 0 when all of them serve. Needs no token."""
+    answers = {address: health_of(address, timeout_seconds=timeout_seconds) for address in found(servers)}
     for address, answer in answers.items():
         typer.echo(f"{address} {answer}")
     raise typer.Exit(0 if all(answer == "SERVING" for answer in answers.values()) else 1)
 
 
-def ask(address: str, *, timeout_seconds: float) -> str:
-    """The server's own word for its state, or why there is none."""
+def health_of(address: str, *, timeout_seconds: float) -> str:
+    """Return the server's word for its health, or why there is none."""
     shown = Credentials.from_environment()
     with _open(address, shown) as channel:
         try:
@@ -403,10 +392,9 @@ def ask(address: str, *, timeout_seconds: float) -> str:
 
 
 def _open(address: str, shown: Credentials) -> grpc.Channel:
-    # A proxy of the machine must not stand between.
     return open_channel(address, shown, [("grpc.enable_http_proxy", 0)])
 
 
 def _same_host(address: str, bound: str) -> str:
-    """The port of an address as a server bound it, at the host by which it was reached."""
+    """Return the bound port at the host of an address."""
     return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"

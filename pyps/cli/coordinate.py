@@ -17,7 +17,6 @@ from pyps_wire.errors import ProtocolMismatch, RunFinished, Superseded
 
 # The exit status after Ctrl-C: 128 and SIGINT's number.
 INTERRUPTED = 130
-# Of one that another has replaced: starting it again would only replace that one.
 
 
 def coordinate(

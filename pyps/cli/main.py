@@ -1,4 +1,4 @@
-"""The `pyps` command: subcommands, each imported when it is asked for."""
+"""The `pyps` command, with subcommands that are imported when they are called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from pyps import __version__
 from pyps_wire.errors import PypsError
 
-# What each subcommand does, in a line, and the function that it is.
+# Each subcommand's help in a line, and its function.
 COMMANDS = {
     "serve": ("Run a server, which holds parameters and applies gradients.", "serve:serve"),
     "run": ("Start servers and workers on this machine, and end with them.", "run:run"),
@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 class App(typer.Typer):
-    """The command line, with every refusal in one sentence instead of a traceback."""
+    """The command line; a refusal is one sentence instead of a traceback."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -47,19 +47,19 @@ class App(typer.Typer):
 
 
 class CommandGroup(TyperGroup):
-    """Imports a subcommand when it is asked for: a server does not wait for what only the demo needs."""
+    """Imports a subcommand when it is called, so that a server does not load what only the demo needs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The subcommands, in the order of COMMANDS."""
+        """Return the names in the order of COMMANDS."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Lists the subcommands without importing any."""
+        """List the subcommands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, what) for name, (what, _) in COMMANDS.items()])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The subcommand of that name, None for an unknown one."""
+        """Return the subcommand of that name, None for an unknown one."""
         if cmd_name not in COMMANDS:
             return None
         module_name, _, function_name = COMMANDS[cmd_name][1].partition(":")

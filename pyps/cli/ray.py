@@ -42,10 +42,10 @@ def ray(
 ) -> None:
     """Start servers and workers on a Ray cluster and end with them.
 
-    Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by default. Every
-    other setting of `pyps serve` goes through its PYPS_ variable, which `pyps serve --help` names. Ray starts again
-    what died: workers as often as --max-restarts says, servers from their checkpoints. The exit status is 0 only if
-    every worker finished with 0.
+    Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by default. Set any
+    other setting of `pyps serve` by its PYPS_ variable, which `pyps serve --help` names. Ray restarts workers as often
+    as --max-restarts says, and servers from their checkpoints. The exit status is 0 only if every worker finished
+    with 0.
     """
     try:
         import pyps.ray as launcher
@@ -71,17 +71,14 @@ def ray(
     except Exception as error:
         if isinstance(error, PypsError):
             raise
-        # What a worker raised comes with its trace; the last line says it.
+        # A worker's error comes with its trace; the last line names it.
         fail(str(error).strip().rpartition("\n")[2])
     raise typer.Exit(0 if None not in results else 1)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What `pyps.ray.run` calls in each worker: a program, in that folder where the node has it.
-
-    Where the program fails, so does the worker's process, and Ray starts it again.
-    """
+    """The function of each worker: runs a program, in a folder where the node has it; its failure is the worker's."""
 
     command: tuple[str, ...]
     folder: str

@@ -1,4 +1,4 @@
-"""`pyps run`: a whole job on this machine, servers and workers, until the workers are done."""
+"""`pyps run`: servers and workers on this machine, until the workers are done."""
 
 from __future__ import annotations
 
@@ -29,19 +29,17 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
 
 WAIT_SECONDS = 1.0
-# What servers get beyond the time that they take for themselves.
+# Added to the time in which servers drain.
 STOP_SPARE_SECONDS = 10.0
 NOT_KEPT = "The model {} kept: add --checkpoint-dir FOLDER."
 LOG_VARIABLE = "PYPS_UPDATE_LOG"
-# More on one machine is a slip of the finger.
 SERVERS_MAX = 64
 WORKERS_MAX = 256
-# A server that does not answer is about to end, or to be noticed.
 _CALL_SECONDS = 5.0
-# As pyps.logs writes them, for people and as JSON.
+# Lines of pyps.logs, as text and as JSON.
 _ROUTINE = re.compile(r'\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO) |\{"time": "[^"]*", "level": "(debug|info)"')
 _START_BLOCK = re.compile(r"pyps \S+ parameter server$")
-# What follows the worker's program is the worker's, --flags too, with and without a -- before it.
+# Flags after the worker's program are the worker's, with or without a -- before it.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
@@ -198,8 +196,8 @@ def run_locally(
 
 
 def attention_only(output: PrefixedOutput) -> LineHandler:
-    """Prints all lines of workers, and of servers those that need attention: warnings, errors, no log lines at all."""
-    # The servers whose start block is being written; each server's lines come from a thread of its own.
+    """Return a handler that prints all lines but routine log lines of servers."""
+    # Servers that are writing their start block.
     starting: set[str] = set()
 
     def line(name: str, text: str) -> None:
@@ -216,13 +214,12 @@ def attention_only(output: PrefixedOutput) -> LineHandler:
 
 
 def run_job(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept) -> int:
-    """Runs the job until nothing of it is left, and says what became of the model; returns the exit status.
+    """Run the job to its end, print what became of the model, and return the exit status.
 
     With `stay` the servers serve until a signal. A server that could not write its last checkpoint is a failure.
     """
     with job.handle_signals(), job:
         status = _run_until_done(job, output, stay=stay, kept=kept)
-    # The servers wrote their last checkpoints when they ended.
     if job.workers:
         output.announce(kept.in_words(job.ended_badly))
     return status or (1 if job.ended_badly else 0)
@@ -251,45 +248,43 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept)
         job.wait(WAIT_SECONDS)
     if stay and not job.server_died and job.signal_number is None:
         output.announce("The workers are done; the servers stay until Ctrl-C.")
-        wait_for_signal(job)
-        # The signal was the way out that had been offered.
+        _wait_for_signal(job)
+        # The signal was expected.
         return job.exit_status_of_workers()
     if job.signal_number is not None:
         output.announce("Interrupted: ending the workers, then the servers.")
     return job.exit_status()
 
 
-def wait_for_signal(job: Job) -> None:
-    """Waits until somebody wants the servers to end, or one of them died."""
+def _wait_for_signal(job: Job) -> None:
     while job.signal_number is None and not job.server_died:
         job.wait(WAIT_SECONDS)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a job's servers keep the model, a folder each; nowhere without --checkpoint-dir."""
+    """The folder for checkpoints as it was named, and each server's own; none without --checkpoint-dir."""
 
-    # As it was named, and as each server has it.
     folder: Path | None
     folders: tuple[Path, ...]
 
     @classmethod
     def of(cls, config: ServerConfig, job_folder: Path | None, *, num_servers: int) -> Kept:
-        """The folders of servers with this configuration: inside the job's own, or the one that their file names."""
+        """Return the folders in the job's own, or the one of the servers' configuration."""
         if job_folder is not None:
             return cls(job_folder, tuple(job_folder / f"server-{index}" for index in range(num_servers)))
         return cls(config.checkpoint_dir, (config.checkpoint_dir,) if config.checkpoint_dir else ())
 
     @cached_property
     def found(self) -> list[Checkpoint]:
-        """The newest checkpoints that were there at the start."""
+        """The newest checkpoints at the start."""
         return self._newest()
 
     def _newest(self) -> list[Checkpoint]:
         return [checkpoint for one in self.folders if (checkpoint := _newest_in(one))]
 
     def check_servers(self) -> None:
-        """Refuses to resume a run of other servers than these."""
+        """Refuse to resume a run with another number of servers."""
         for checkpoint in self.found:
             num_servers = checkpoint.header.num_servers
             if num_servers != len(self.folders):
@@ -299,17 +294,16 @@ class Kept:
                 )
 
     def after_a_death(self, name: str, *, resumed: bool) -> str:
-        """What somebody may do once the server of that name has died."""
+        """Return how to go on once the server of that name has died."""
         if not self.folders:
             return NOT_KEPT.format("was not")
         if any(folder.name == name and _newest_in(folder) is None for folder in self.folders):
             return f"It had written no checkpoint: its part of the model is lost. Begin anew, without {self.folder}."
-        # The program's own name, however it was found.
         again = ["pyps", *sys.argv[1:2], *([] if resumed else ["--resume"]), *sys.argv[2:]]
         return f"Go on from the newest checkpoints: {shlex.join(again)}"
 
     def in_words(self, ended_badly: Sequence[str]) -> str:
-        """What became of the model, in one line: the command that exports it, where it was kept."""
+        """Return what became of the model: the command that exports it, where it was kept."""
         if self.folder is None:
             return NOT_KEPT.format("was not")
         found = self._newest()
@@ -318,7 +312,7 @@ class Kept:
             without = ", ".join(one.name for one in self.folders if _newest_in(one) is None)
             none_yet = f"{without} held none of it" if found else "the servers held none yet"
             return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
-        # The job's folder stands for all in it, unless an earlier job left more there.
+        # The job's folder stands for all in it, unless an earlier job left others there.
         in_one = self.folders == (self.folder,) or {*self.folder.glob("server-*")} == {*self.folders}
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
         command = shlex.join(["pyps", "export", "model.safetensors", *flags])
@@ -333,27 +327,25 @@ def _newest_in(folder: Path) -> Checkpoint | None:
 
 
 class Expectations:
-    """How many workers each server of a job expects; lowered for those that ended for good without having joined."""
+    """How many workers each server expects, lowered for workers that ended for good and never joined."""
 
     def __init__(self, expected_workers: int):
         self._expected_workers = expected_workers
         self._token = inherited_token()
-        # Workers that each server never saw, by its control address.
+        # Workers that never joined, by control address.
         self._never_came: Counter[str] = Counter()
 
     def lower(self, worker_id: str, addresses: Sequence[str], *, key: str) -> bool:
-        """Tells the servers that never saw the worker to expect one fewer; True where it never came to any of them.
+        """Make servers that the worker never joined expect one fewer; return whether it joined none of them.
 
-        A server that did see it, and takes it for alive, is told that it is gone: it would wait for its lease. A worker
-        under another name than the job gave it looks as if it never came; then a first round may begin without one that
-        is slow to come. A replica was seen with any of its processes, and counts as one worker.
+        Other servers get its Leave, so that they need not wait for its lease. A worker under another name than the
+        job's seems never to have joined: a first round may then begin without one. A replica is one worker.
         """
-        told = {self._lower(worker_id, address, key) for address in addresses}
-        # One that came to some servers did join; what the others expect is not for people to know.
-        return True in told and False not in told
+        lowered = {self._lower(worker_id, address, key) for address in addresses}
+        return True in lowered and False not in lowered
 
     def _lower(self, worker_id: str, address: str, key: str) -> bool | None:
-        """True where the server expects one fewer now, False where it had seen the worker, None where it is silent."""
+        """Return True where the server expects one fewer now, False where the worker joined, None without an answer."""
         try:
             with Control(address, token=self._token) as control:
                 known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=_CALL_SECONDS)
@@ -373,7 +365,7 @@ class Expectations:
 
 
 class PrefixedOutput:
-    """Prints whole lines behind an aligned name: "worker-0 | step 10". Any thread may print."""
+    """Prints lines with an aligned name, as "worker-0 | step 10", from any thread."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -381,10 +373,9 @@ class PrefixedOutput:
 
     def line(self, name: str, text: str) -> None:
         with self._lock:
-            # One write a line, so that a reader of a pipe never sees half of one.
             sys.stdout.write(f"{name:<{self._width}} | {text}\n")
             sys.stdout.flush()
 
     def announce(self, text: str) -> None:
-        """A line of the launcher itself."""
+        """Print a line of the launcher."""
         self.line("pyps", text)

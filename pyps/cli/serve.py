@@ -1,4 +1,4 @@
-"""`pyps serve`: runs one server. Its flags are the fields of ServerConfig, of which other commands borrow some."""
+"""`pyps serve`: runs one server; its flags are the fields of ServerConfig, some of which other commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from pyps import logs
 from pyps.config import ServerConfig, flag_name, resolve, variable_name
 
-# Settings for which the commands that start servers and workers have flags.
+# Flags of every command that starts servers and workers.
 OF_A_JOB = (
     *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
     *("bounds", "stall_seconds", "start_together", "stop_after"),
@@ -26,7 +26,7 @@ _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command a flag for each of these settings, for all where none is named, instead of its `**settings`."""
+    """Replace a command's `**settings` by a flag for each of these settings, or for all."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
@@ -40,7 +40,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _parameters(names: Collection[str]) -> list[inspect.Parameter]:
-    """One flag a field. All are read as text: the configuration checks them, wherever they come from."""
+    """Return a flag for each field, as text, which the configuration checks."""
     parameters = []
     kinds = typing.get_type_hints(ServerConfig)
     for field in dataclasses.fields(ServerConfig):
@@ -78,8 +78,8 @@ def serve(
     ] = None,
     **settings: Any,
 ) -> None:
-    """Run a server: it holds parameters, applies gradients and answers questions, until it is stopped."""
-    # Not for the commands that only borrow flags.
+    """Run a server: it holds parameters and applies gradients, until it is stopped."""
+    # Other commands import this module for its flags.
     from pyps.service import server
 
     warnings: list[str] = []

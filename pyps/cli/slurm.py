@@ -19,9 +19,9 @@ from pyps.config import ConfigError
 from pyps.launcher.environment import check_job, own_path, spelled
 
 WORKERS_MAX = 10_000
-# deploy/slurm/train.sbatch, by a link beside this file.
+# A link to deploy/slurm/train.sbatch.
 _PLAIN = Path(__file__).with_name("train.sbatch")
-# Options of sbatch's that the script itself sets: for all nodes, and for the servers'.
+# Options of sbatch that the script sets: for all nodes, and for the servers' nodes.
 _OWN = {
     **dict.fromkeys(("--ntasks", "-n"), "--workers says how many workers there are, and --servers how many servers"),
     **dict.fromkeys(("--job-name", "-J"), "--run-id names the job"),
@@ -65,7 +65,7 @@ def slurm(
     """Submit a job to Slurm: servers and workers on nodes of their own, until the workers are done.
 
     Its exit status is the workers'. scancel, preemption, the time limit and the loss of a server's node leave
-    checkpoints in the folder; a job that Slurm requeues continues them by itself, a new one with --resume.
+    checkpoints in the folder. A job that Slurm requeues continues from them, a new one with --resume.
     """
     folder = folder or Path("runs", run_id)
     if not _RUN_ID.fullmatch(run_id):
@@ -97,7 +97,7 @@ def slurm(
     if resume:
         kept.check_servers()
         if not kept.found:
-            # An earlier job may leave some until this one starts.
+            # An earlier job may still write some.
             typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint it begins anew.", err=True)
     elif kept.found:
         raise ConfigError(f"{folder} holds a run already: continue it with --resume, or name another --folder")
@@ -105,7 +105,7 @@ def slurm(
 
 
 def _lines(flag: str, given: Sequence[str] | None, *, refused: Mapping[str, str]) -> str:
-    """The script's lines for options of sbatch's, which are refused where they would not do what they say."""
+    """Return the script's lines for options of sbatch; refuse options that the script sets."""
     for text in given or ():
         try:
             words = shlex.split(text)
@@ -121,7 +121,7 @@ def _lines(flag: str, given: Sequence[str] | None, *, refused: Mapping[str, str]
 
 
 def _submit(script: str) -> int:
-    """Hands the script to sbatch, which says the job's number; returns its exit status."""
+    """Submit the script by sbatch, which prints the job's number; return its exit status."""
     # Jobs inherit the PATH.
     environment = os.environ | own_path(os.environ)
     try:
@@ -132,7 +132,7 @@ def _submit(script: str) -> int:
         ) from None
 
 
-# What is chosen of deploy/slurm/train.sbatch; what comes below is the same in all.
+# The choices at the top of deploy/slurm/train.sbatch; the rest is the same in all scripts.
 _CHOSEN = """\
 #!/bin/bash
 # A job of servers and workers, as `pyps slurm --print` writes it. What is to be chosen stands here, above the line.
