@@ -50,7 +50,7 @@ class Tally:
     histogram: dict[int, int] = field(default_factory=dict)
 
     def add(self, receipt: Receipt, *, payload_bytes: int) -> None:
-        """Counts one answered push."""
+        """Count one answered push."""
         self.bytes_in += payload_bytes
         if receipt.duplicate:
             self.duplicate += 1
@@ -97,7 +97,7 @@ class Tally:
         return 1.0 - self.rate_scale_mean
 
     def include(self, other: Tally) -> None:
-        """Adds another tally's counts."""
+        """Add another tally's counts."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.staleness_max = max(self.staleness_max, other.staleness_max)
@@ -169,7 +169,7 @@ class Statistics:
         answer_bytes: int = 0,
         apply_seconds: float | None = None,
     ) -> None:
-        """Counts one answered push, and the gradients of the update that it made.
+        """Count one answered push, and the gradients of the update that it made.
 
         `answer_bytes` are those of the parameters that went back with its receipt, `apply_seconds` its time in the
         shard, wait for the lock included.
@@ -205,7 +205,7 @@ class Statistics:
                 self._apply_sum += apply_seconds
 
     def pulled(self, worker_id: str, payload_bytes: int, *, shard_ids: Iterable[int] = ()) -> None:
-        """Counts the payload of these shards, sent to a worker or observer."""
+        """Count the payload of these shards, sent to a worker or observer."""
         with self._lock:
             self._beside.bytes_out += payload_bytes
             worker, contacts = self._worker(worker_id)
@@ -214,7 +214,7 @@ class Statistics:
                 _note(contacts.pulled, shard_id)
 
     def updated(self, shard_id: int, updates: Sequence[Update], *, now: float) -> None:
-        """Counts updates that no push brought about: a round completed as it was, pending gradients settled."""
+        """Count updates that no push brought about: a round completed as it was, pending gradients settled."""
         if not updates:
             return
         with self._lock:
@@ -225,7 +225,7 @@ class Statistics:
             self._last_update = now
 
     def blocked(self, worker_id: str, seconds: float) -> None:
-        """Counts the end of a wait for other workers."""
+        """Count the end of a wait for other workers."""
         with self._lock:
             for tally in (self._beside, self._worker(worker_id)[0]):
                 tally.blocked_seconds += seconds
@@ -287,7 +287,7 @@ class Statistics:
         return counted
 
     def _count_parts(self, shard: Tally, update: Update) -> None:
-        """Counts what staleness left of the step size for each of an update's gradients.
+        """Count what staleness left of the step size for each of an update's gradients.
 
         Only with the update is it known for a gradient that has waited: it may depend on the others.
         """

@@ -75,7 +75,7 @@ IN_FULL = ("downpour", "asynchronous", "asgd", "ssp")
 
 
 def parse(text: str) -> Aggregation:
-    """Returns the protocol that the text names, such as "softsync:n=4"; "4-softsync" is the same.
+    """Return the protocol that the text names, such as "softsync:n=4"; "4-softsync" is the same.
 
     Raises BadRequest that tells which protocols or settings there are.
     """
@@ -87,5 +87,5 @@ def parse(text: str) -> Aggregation:
 
 
 def brought_policy(text: str) -> str:
-    """Returns the staleness policy that a protocol's name brings where none is chosen; empty where it brings none."""
+    """Return the staleness policy that a protocol's name brings where none is chosen; empty where it brings none."""
     return "none" if text.strip().partition(":")[0].lower() in IN_FULL else ""

@@ -69,7 +69,7 @@ class Behaviour:
         batch_growth: str = "",
         epoch_examples: int = 0,
     ) -> Behaviour:
-        """Returns the behaviour that the texts name; BadRequest says which of them is wrong and why."""
+        """Return the behaviour that the texts name; BadRequest says which of them is wrong and why."""
         aggregation = protocols.parse(protocol)
         return cls(
             aggregation=Staged(WarmUp.parse(warmup), aggregation) if warmup else aggregation,
@@ -110,7 +110,7 @@ class Behaviour:
         return weighing._replace(weight=weighing.weight * (self.clip_norm / norm))
 
     def rate_factor(self, version: int, examples: int) -> float:
-        """Returns what multiplies the base rate of the update that follows so many updates and examples."""
+        """Return what multiplies the base rate of the update that follows so many updates and examples."""
         return self.schedule.factor(version, examples) * self.growth_factor(examples)
 
 

@@ -12,7 +12,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Told(NamedTuple):
-    """Something that happened, for people: what, and its facts by name."""
+    """An event for people to read, with its facts by name."""
 
     kind: str
     what: str
@@ -21,22 +21,22 @@ class Told(NamedTuple):
 
 
 class Effects(NamedTuple):
-    """What is to be done about an event, in any order."""
+    """What an event requires, in any order."""
 
     told: tuple[Told, ...] = ()
-    # Workers whose portions of the data go back, and whether each was lost rather than left by itself.
+    # Workers whose portions of the data go back to the queue; True for one that was lost rather than left.
     gone: tuple[tuple[str, bool], ...] = ()
-    # Whom nobody waits for any more, by the names that the run has for them; rounds may be complete without them.
+    # Names of workers that are out: rounds may be complete without them.
     departed: tuple[str, ...] = ()
-    # Calls that ask again for their step now.
+    # Calls that may ask for their step again.
     wakes: tuple[Wake, ...] = ()
-    # Workers that nobody waits for until they ask for their next step.
+    # Workers that others stop waiting for until they ask for their next step.
     set_aside: tuple[str, ...] = ()
-    # Whether no expected worker is waited for any longer, before a first step neither.
+    # Whether first steps no longer wait for expected workers.
     opens_gate: bool = False
 
     def and_then(self, other: Effects) -> Effects:
-        """Returns both, one after the other."""
+        """Return these effects and others as one."""
         return Effects(
             self.told + other.told,
             self.gone + other.gone,
@@ -51,7 +51,7 @@ NONE = Effects()
 
 
 def tell(kind: str, what: str, *, warning: bool = False, **facts: object) -> Effects:
-    """Returns what only people are to hear of."""
+    """Return an event for people as effects."""
     return Effects((Told(kind, what, facts, warning),))
 
 

@@ -1,4 +1,4 @@
-"""Who sends the first parameters: one worker at a time, by lease, or the processes of one replica together."""
+"""Which worker, or replica, sends the first parameters: one at a time, by lease."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pyps_wire.errors import RunMismatch, Superseded
 
-# An initialiser that is silent for so long has died: another takes its place.
+# After so long a silence another worker takes an initialiser's place.
 LEASE_SECONDS = 10.0
 
 
@@ -23,7 +23,7 @@ class Term(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Who says that it initialises which run on a server; the processes of a replica claim it together."""
+    """An initialiser's identity, its term, and the run that it initialises on a server; one for a whole replica."""
 
     run_id: str
     server_index: int
@@ -33,28 +33,28 @@ class Claim(NamedTuple):
 
 
 class Election:
-    """Lets one initialiser through, until the run is there. The caller guards it.
+    """Admits one initialiser at a time until there is a run. The caller guards it.
 
-    Server 0 gives one worker after the other the turn. Terms grow by one, so that what an earlier initialiser still
-    sends is told apart from the present one's. Where the electing process may start anew, `first_term` must be larger
-    than all terms of its former life. The other servers follow the terms of server 0, whose Initialize comes last and
-    makes the run; until then a later term replaces an earlier one.
+    Server 0 gives workers the turn one after the other. Terms grow by one, so that messages of an earlier initialiser
+    are recognised. After a restart of the server `first_term` must be larger than all terms before. The other servers
+    follow the terms of server 0, which gets its Initialize last and then has the run; until then a later term replaces
+    an earlier one.
     """
 
     def __init__(self, *, lease_seconds: float, first_term: int = 1) -> None:
-        """`lease_seconds`: the workers' own, which may be shorter than an initialiser's."""
+        """`lease_seconds`: that of workers, which may be shorter than an initialiser's."""
         self.lease_seconds = min(LEASE_SECONDS, lease_seconds)
         self._first_term = first_term
         self._term: Term | None = None
-        # The newest run and term that another server than the first has heard of.
+        # The newest run and term that a server other than the first knows.
         self._newest = ("", 0)
-        # The run that is there; None before. Its initializer is None where a checkpoint is.
+        # The run, None before there is one, and its initialiser, None for a checkpoint.
         self._run_id: str | None = None
         self._initializer: Claim | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether somebody has been given the turn."""
+        """Whether a worker has the turn."""
         return self._term is not None or self._newest[1] > 0
 
     def elect(
@@ -65,9 +65,9 @@ class Election:
         now: float,
         is_over: Callable[[str, int], bool] = lambda worker_id, incarnation: False,
     ) -> Term | None:
-        """Returns the worker's term when the turn is its own, None when it is another's or the run is there.
+        """Return the worker's term where it has the turn, None where another has it or there is a run.
 
-        A turn is over with its lease, or as soon as `is_over` says that of the worker's life.
+        A turn ends with its lease, or as soon as `is_over` says that the worker's life has ended.
         """
         if self._run_id is not None:
             return None
@@ -83,10 +83,10 @@ class Election:
         return self._term
 
     def open(self, claim: Claim, *, now: float, holding: object, version: int, workers_alive: int) -> bool:
-        """Lets the caller begin, or go on; False where there is nothing to do, as it has made the run already.
+        """Let the caller begin, or go on; return False where it has completed the run already.
 
-        Superseded when the turn is another's; RunMismatch over anything but what server 0 has not made a run yet:
-        `holding` at `version`, in words.
+        Raises Superseded when another has the turn, RunMismatch where the server holds a run (`holding`, in words)
+        that may not be replaced: only one without updates that server 0 has not completed may be.
         """
         if self.is_done(claim):
             return False
@@ -100,7 +100,7 @@ class Election:
         return True
 
     def is_done(self, claim: Claim) -> bool:
-        """Whether this very initialisation has made the run; refuses a second one of the same run."""
+        """Return whether this initialisation has made the run; refuse a second one of the same run."""
         if self._run_id is None or claim == self._initializer:
             return self._run_id is not None
         if claim.run_id == self._run_id and claim.server_index == 0:
@@ -108,7 +108,7 @@ class Election:
         return False
 
     def renew(self, claim: Claim, *, now: float) -> None:
-        """Notes that the initialiser is at work; Superseded when the turn has passed to another."""
+        """Renew the initialiser's turn; Superseded when another has it."""
         term, mine = self._term, (claim.term, claim.worker_id, claim.incarnation)
         if claim.server_index > 0:
             current = claim.run_id != self._newest[0] or claim.term >= self._newest[1]
@@ -123,10 +123,10 @@ class Election:
             )
 
     def stood_still(self, seconds: float) -> None:
-        """Adds that time to the turn: the server could hear nobody."""
+        """Prolong the turn by a time in which the server received nothing."""
         if self._term is not None:
             self._term = self._term._replace(expires_at=self._term.expires_at + seconds)
 
     def done(self, run_id: str, initializer: Claim | None) -> None:
-        """Ends the election: the run is there."""
+        """End the election: there is a run."""
         self._run_id, self._initializer = run_id, initializer

@@ -58,7 +58,7 @@ class LedgerState:
     lives_max: int = LIVES_MAX
 
     def to_plain(self) -> tuple[dict[str, Any], bytes]:
-        """Returns the state in plain lists, dictionaries, numbers and strings, and the receipts end to end."""
+        """Return the state in plain lists, dictionaries, numbers and strings, and the receipts end to end."""
         plain = {
             "lives": [(*entry[:3], len(entry.receipts)) for entry in self.entries],
             "forgotten_incarnation": self.forgotten_incarnation,
@@ -69,7 +69,7 @@ class LedgerState:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], receipts: bytes) -> LedgerState:
-        """Returns the state that `to_plain` gave."""
+        """Return the state that `to_plain` gave."""
         if "lives" in plain:
             each = _split(receipts)
             entries = [
@@ -116,7 +116,7 @@ class Ledger:
         receipts_max: int = RECEIPTS_PER_LIFE,
         lives_max: int | None = None,
     ) -> None:
-        """Begins with `state`; `lives_max` None takes the state's."""
+        """Begin with `state`; `lives_max` None takes the state's."""
         state = state or LedgerState()
         self._receipts_max = receipts_max
         self._lives_max = lives_max or state.lives_max
@@ -138,7 +138,7 @@ class Ledger:
         return self._packed_bytes + self.num_receipts * _RECEIPT_BYTES + lives + names
 
     def lookup(self, worker_id: str, incarnation: int, sequence: int) -> Receipt | Forgotten | None:
-        """Returns the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""
+        """Return the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""
         life = self._lives.get((worker_id, incarnation))
         if life is None:
             latest, largest = self._forgotten.get(worker_id, (-1, -1))
@@ -152,7 +152,7 @@ class Ledger:
         return FORGOTTEN if sequence <= life.forgotten_sequence else None
 
     def record(self, worker_id: str, incarnation: int, receipt: Receipt, *, roster: Roster) -> None:
-        """Remembers the receipt of a push that `lookup` called new; the lives of workers on the roster are kept."""
+        """Remember the receipt of a push that `lookup` called new; the lives of workers on the roster are kept."""
         key, data = (worker_id, incarnation), packed(receipt)
         life = self._lives.get(key)
         if life is None:
@@ -171,14 +171,14 @@ class Ledger:
             self._let_go_one(roster)
 
     def entries(self) -> LedgerState:
-        """Returns all that is remembered."""
+        """Return all that is remembered."""
         entries = tuple(
             LedgerEntry(*key, life.forgotten_sequence, tuple(life.receipts)) for key, life in self._lives.items()
         )
         return LedgerState(entries, self._forgotten_incarnation, dict(self._forgotten), self._lives_max)
 
     def restore(self, state: LedgerState) -> None:
-        """Remembers what `entries` gave, and nothing else."""
+        """Remember what `entries` gave, and nothing else."""
         self._lives = OrderedDict(
             ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
             for entry in state.entries
@@ -192,13 +192,13 @@ class Ledger:
         self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
     def _begin(self, worker_id: str, incarnation: int) -> _Life:
-        """Makes room for a life, which was let go before or is new."""
+        """Make room for a life, which was let go before or is new."""
         self._latest[worker_id] = max(incarnation, self._latest.get(worker_id, -1))
         latest, largest = self._forgotten.get(worker_id, (-1, -1))
         return _Life(largest if latest == incarnation else -1)
 
     def _let_go_one(self, roster: Roster) -> None:
-        """Forgets the life heard of longest ago, other than the present lives of workers on the roster."""
+        """Forget the life heard of longest ago, other than the present lives of workers on the roster."""
         for _ in range(len(self._lives)):
             (worker_id, incarnation), life = self._lives.popitem(last=False)
             if self._latest.get(worker_id) != incarnation or not roster.counts(worker_id):
@@ -233,7 +233,7 @@ _FIXED = struct.Struct(">QIBqBBqdddIQqI")
 
 
 def packed(receipt: Receipt) -> bytes:
-    """Returns a receipt in as few bytes as will do: there are eight of each worker and shard."""
+    """Return a receipt in as few bytes as will do: there are eight of each worker and shard."""
     shard_id, sequence, outcome, before, after, reason, message, _, *numbers, waiting_for = receipt
     # No name holds a zero, as all are printable, and no message does.
     text = "\0".join((message, *waiting_for)).encode()
@@ -241,7 +241,7 @@ def packed(receipt: Receipt) -> bytes:
 
 
 def unpacked(data: bytes) -> Receipt:
-    """Returns the receipt that was packed."""
+    """Return the receipt that was packed."""
     sequence, shard_id, outcome, before, updates, reason, *numbers, _ = _FIXED.unpack_from(data)
     message, *waiting_for = data[_FIXED.size :].decode().split("\0")
     fields = (shard_id, sequence, Outcome(outcome), before, before + updates, Reason(reason), message, False)
@@ -249,7 +249,7 @@ def unpacked(data: bytes) -> Receipt:
 
 
 def _split(receipts: bytes) -> Iterator[bytes]:
-    """Yields each of the receipts that lie end to end."""
+    """Yield each of the receipts that lie end to end."""
     start = 0
     while start < len(receipts):
         end = start + _FIXED.size + _FIXED.unpack_from(receipts, start)[-1]

@@ -24,7 +24,7 @@ from pyps_wire.errors import (
 
 # Workers known, gone ones included, are at most this many times workers_max.
 GONE_FACTOR = 4
-# Where all places are taken, a worker that said no more than one Hello keeps its place for that part of a lease.
+# Where all places are taken, a worker that called no more than Hello keeps its place for that part of a lease.
 UNHEARD_SHARE = 1 / 3
 # A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.
 STALLS_MAX = 2
@@ -65,7 +65,7 @@ class Member:
     info: WorkerInfo
     joined_at: float
     heard_at: float
-    # Whether it has called again after its first Hello: only then is it remembered when it is gone.
+    # Whether it has called again after its first Hello: only then is it kept when it is gone.
     was_heard: bool = False
     # When it pushed last in this life; None before its first push.
     pushed_at: float | None = None
@@ -85,12 +85,12 @@ class Member:
     replica: str = ""
     # The parts of the model that it holds, ascending; () for all of them.
     parts: tuple[int, ...] = ()
-    # What every call of it shows, and no other's.
+    # The secret that every call of it shows.
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def alive(self) -> bool:
-        """Whether it is one of the run's live workers."""
+        """Whether it is alive."""
         return self.state is _ALIVE
 
     @property
@@ -99,19 +99,19 @@ class Member:
         return self.replica or self.worker_id
 
     def holds(self, part: int) -> bool:
-        """Whether that part of the model is its own."""
+        """Return whether it holds that part of the model."""
         return not self.parts or part in self.parts
 
 
 class Membership:
     """The workers of a run. Every method may be called from any thread.
 
-    A worker_id belongs to one live process at a time, which alone shows its secret. A later process (a larger
-    incarnation) with the same secret takes it over, any other once that is gone; an earlier one gets it back only when
-    the later is gone.
+    A worker_id belongs to one live process at a time, which shows its secret with each call. A later process (a larger
+    incarnation) with the same secret takes the name over at once; any other process has to wait until the live one is
+    gone.
 
     The processes of a replica share one incarnation, the life of the replica, and go together: where one is lost, or
-    a later life begins, all that are alive are out at once.
+    a later life begins, all its live processes are out at once.
     """
 
     def __init__(
@@ -126,17 +126,16 @@ class Membership:
         self.workers_max = workers_max
         self.stall_seconds = stall_seconds
         self._lock = threading.Lock()
-        # Guarded by _lock, the members too: they change with every push, and copies of them are given away. The one
-        # that joined longest ago comes first.
+        # Guarded by _lock, the members too: they change with every push, and callers get copies. In order of joining.
         self._members: dict[str, Member] = {}
         self.num_alive = 0
-        # How many workers the job has, as far as people have said.
+        # How many workers the job has; 0 for not known.
         self.expected_workers = expected_workers
         self._expectation = Expectation(expected_workers)
         self._lives = Lives()
-        # Whether any worker was ever a process of a replica, or held a part of the model only.
+        # Whether a worker was ever a process of a replica, or held only a part of the model.
         self.parted = False
-        # Made when it is needed; None since the last change.
+        # None after each change, until it is needed.
         self._roster: Roster | None = None
         # Who holds others up, and since when without a pause: a worker a round, a worker others' steps by its own step,
         # or the expected workers that have not come.
@@ -156,7 +155,7 @@ class Membership:
         """How many workers are to have come before any begins a step; 0 once they have."""
         return self.expected_workers if self.roster.missing else 0
 
-    # How workers come, call and go.
+    # Joining, calls, leaving.
 
     def join(
         self,
@@ -169,11 +168,15 @@ class Membership:
         parts: tuple[int, ...] = (),
         secret: bytes = b"",
     ) -> Effects:
-        """Makes the worker alive; a process of a later life of its replica ends the earlier one.
+        """Make the worker alive. A process of a replica's later life ends the earlier one.
 
-        Raises Superseded where a later process holds its name or its replica's, ReplicaLost where the life that it
-        belongs to is over, BadRequest where another process has its parts or its name, LimitExceeded at workers_max,
-        NameHeld where a process with another secret lives by its name or in its replica, NotAllowed in that one's life.
+        Raises:
+            Superseded: A later process holds its name or its replica's.
+            ReplicaLost: The life of its replica is over.
+            BadRequest: Another process has its parts or its name.
+            LimitExceeded: There are workers_max already.
+            NameHeld: A live process with another secret holds its name, or is of its replica.
+            NotAllowed: The same, and of this very life.
         """
         info = info or WorkerInfo()
         with self._lock:
@@ -226,10 +229,13 @@ class Membership:
         scalars: Mapping[str, float] | None = None,
         secret: bytes = b"",
     ) -> Effects:
-        """Notes a heartbeat, by which a worker whose lease had run out is alive again.
+        """Note a heartbeat. A worker whose lease had run out is alive again.
 
-        Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name,
-        ReplicaLost when another process of its replica is lost, NotAllowed for another secret than the worker's.
+        Raises:
+            UnknownWorker: It has to say Hello (first).
+            Superseded: A later process holds its name.
+            ReplicaLost: Another process of its replica is lost.
+            NotAllowed: The secret is not the worker's.
         """
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
@@ -242,9 +248,9 @@ class Membership:
     def pushed_again(
         self, worker_id: str, incarnation: int, *, now: float, clock: int, secret: bytes = b""
     ) -> Roster | None:
-        """Notes a push of a worker that is active already and returns the roster; None for any other worker.
+        """Note a push of an active worker and return the roster; return None for any other worker.
 
-        That is nearly every push: nothing changes by it but the time of the heartbeat. A clock of 0 says nothing.
+        This is nearly every push: it changes nothing but the time of the heartbeat. A clock of 0 is not noted.
         """
         with self._lock:
             member = self._members.get(worker_id)
@@ -261,7 +267,7 @@ class Membership:
     def pushed(
         self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None, secret: bytes = b""
     ) -> tuple[Roster, Effects]:
-        """Notes a push, which makes the worker active, and returns the roster with it; raises as `heard`."""
+        """Note a push, which makes the worker active, and return the roster with it. Raises as `heard`."""
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
             was_alive, counted = member.alive, member.counts
@@ -274,7 +280,7 @@ class Membership:
         return roster, tell(kind, what, worker=worker_id, workers=roster.num_workers)
 
     def taken(self, worker_id: str, incarnation: int, *, now: float) -> Effects:
-        """Notes that a push was applied, parked or dropped; it makes a worker active that was left out."""
+        """Note that a push was applied, parked or dropped, which makes a stalled worker active again."""
         with self._lock:
             member = self._members.get(worker_id)
             if member is None or member.incarnation != incarnation or member.state is not _ALIVE:
@@ -289,7 +295,7 @@ class Membership:
     def leave(
         self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str = "", secret: bytes = b""
     ) -> Effects:
-        """Ends a membership at the worker's own word, and that of its replica where it failed."""
+        """End a worker's membership at its own request, and that of its whole replica if it failed."""
         state = WorkerState.FAILED if failed else WorkerState.FINISHED
         with self._lock:
             member = self._members.get(worker_id)
@@ -306,9 +312,9 @@ class Membership:
         return tell("left", "worker left", worker=worker_id, state=state.value, message=message).and_then(effects)
 
     def expire(self, now: float) -> Effects:
-        """Ends the membership of workers that were silent for longer than the lease, and of their replicas.
+        """End the membership of workers that were silent for longer than the lease, and of their replicas.
 
-        Those that said no more than one Hello it forgets.
+        Workers that called no more than Hello are forgotten.
         """
         effects = NONE
         with self._lock:
@@ -324,14 +330,14 @@ class Membership:
                     facts = {"worker": member.worker_id, "silent_seconds": round(silent, 1)}
                     effects = effects.and_then(tell("expired", "worker's lease ran out", warning=True, **facts))
                 if not member.was_heard and not member.replica:
-                    # It never came, for all that anybody knows.
+                    # It may never have come.
                     del self._members[member.worker_id]
             for _, of_name in groupby(gone, key=lambda member: member.name):
                 effects = effects.and_then(self._without(list(of_name), lost=True, was_alive=True))
         return effects
 
     def stood_still(self, seconds: float, *, now: float) -> Effects:
-        """Adds a time in which the server could hear nobody to all leases."""
+        """Prolong all leases by a time in which the server received nothing."""
         with self._lock:
             for member in self._members.values():
                 if member.alive:
@@ -341,10 +347,10 @@ class Membership:
         what = "the server stood still; its workers' leases are prolonged by that time"
         return tell("standstill", what, seconds=round(seconds, 1), warning=True)
 
-    # Who holds others up, and how many are expected.
+    # Stalls, and how many workers are expected.
 
     def idle(self, now: float) -> set[str]:
-        """Returns the live workers that have pushed nothing for so long that they may hold others up."""
+        """Return the live workers whose last push is so long ago that they may hold others up."""
         latest = now - IDLE_SHARE * self.stall_seconds
         last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in self.alive()}
         return {worker_id for worker_id, time in last.items() if time <= latest}
@@ -359,16 +365,16 @@ class Membership:
         at_gate: Sequence[str] = (),
         at_steps: Mapping[str, int] | None = None,
     ) -> Effects:
-        """Stops waiting for those that have held others up for stall_seconds. To be called at each tick.
+        """Stop waiting for workers that have held others up for stall_seconds. Called at each tick.
 
-        A worker's own long steps hold nobody up while nobody waits: the time counts from when the wait for it was
-        first seen, or from its last push that was taken where that came later.
+        The time counts from the tick at which the wait for a worker was first seen, or from its last push that was
+        taken, if that was later.
 
         Args:
             now: The time.
             idle: What `idle` returned. Only these stall in rounds.
             in_rounds: The workers for whose gradients rounds wait. One that stalls is not active until it pushes.
-            awaited: Those that are expected and have not come, in words; each is active from its first push.
+            awaited: The expected workers that have not come, in words; each is active from its first push.
             at_gate: The same, as calls for a first step wait for them.
             at_steps: The workers whose steps others wait for, each with a number that its next step changes.
         """
@@ -382,7 +388,7 @@ class Membership:
         effects = NONE
         for kind, worker_id, _ in overdue:
             if worker_id in effects.departed or (kind == "round" and not self.stall(worker_id)):
-                # It went meanwhile, or with another process of its replica.
+                # It left meanwhile, or with another process of its replica.
                 continue
             facts = {"worker": worker_id} if worker_id else {"waited_for": ", ".join(not_come)}
             told = tell("stalled", _STALLED[kind], **facts, stall_seconds=self.stall_seconds, warning=True)
@@ -396,10 +402,10 @@ class Membership:
         return effects
 
     def stall(self, worker_id: str) -> bool:
-        """Makes a worker inactive, or all processes of its replica, which stay members; False where it was not active.
+        """Make a worker, or all processes of its replica, inactive; return False where it was not active.
 
-        It is active again from its next push, and after STALLS_MAX times in a row from the next that is taken: one
-        whose pushes are all refused would hold the others up for ever.
+        It is active again from its next push; after STALLS_MAX times in a row, from the next push that is taken: a
+        worker whose pushes are all refused would hold the others up for ever.
         """
         with self._lock:
             member = self._members.get(worker_id)
@@ -413,9 +419,9 @@ class Membership:
             return True
 
     def expect(self, num_workers: int, *, said: bool = True) -> None:
-        """Waits for so many workers, those that pushed or went already included; 0 for no more.
+        """Wait for so many workers, including those that pushed or left already; 0 to wait for no more.
 
-        `said`: people said that the job has so many; else it is a guess, or nobody is waited for any longer.
+        `said` False leaves `expected_workers`, the number that people set.
         """
         with self._lock:
             if said:
@@ -423,14 +429,14 @@ class Membership:
             self._expectation, self._roster = Expectation(num_workers), None
 
     def expect_no_more(self) -> Effects:
-        """Waits for no worker that has not come."""
+        """Stop waiting for workers that have not come."""
         self.expect(0, said=False)
         return Effects(opens_gate=True)
 
-    # What is known of the workers.
+    # Queries and checks.
 
     def is_over(self, name: str, incarnation: int) -> bool:
-        """Whether that life of a worker or replica is known to have ended, otherwise than by its silence alone."""
+        """Return whether that life of a worker or replica has ended, other than by an expired lease."""
         with self._lock:
             if self._lives.is_over(name, incarnation):
                 return True
@@ -438,49 +444,48 @@ class Membership:
             return member is not None and member.incarnation == incarnation and member.state in _ENDED
 
     def get(self, worker_id: str) -> Member | None:
-        """Returns the worker, alive or gone."""
+        """Return the worker, alive or gone."""
         with self._lock:
             member = self._members.get(worker_id)
             return None if member is None else replace(member)
 
     def alive(self) -> list[Member]:
-        """Returns the live workers, in the order in which they joined."""
+        """Return the live workers, in the order in which they joined."""
         return [member for member in self.all() if member.alive]
 
     def all(self) -> list[Member]:
-        """Returns all workers known, gone ones too."""
+        """Return all known workers, including those that are gone."""
         with self._lock:
             return [replace(member) for member in self._members.values()]
 
     def name_of(self, worker_id: str) -> str:
-        """Returns the worker's name in the run: its replica's, or its own."""
+        """Return the worker's name in the run: its replica's, or its own."""
         member = self._members.get(worker_id) if self.parted else None
         return worker_id if member is None else member.name
 
     def names(self, *, alive: bool = False) -> list[str]:
-        """Returns the names of the workers known, or alive, each replica once; in the order in which they joined."""
+        """Return the names of the known, or live, workers in the order of joining, each replica once."""
         with self._lock:
             return list(dict.fromkeys(m.name for m in self._members.values() if m.alive or not alive))
 
     def arrived(self) -> list[str]:
-        """Returns the names of the workers that need not come any more: they have pushed, or are gone."""
+        """Return the names of the workers that have pushed or are gone, each replica once."""
         with self._lock:
             return list(dict.fromkeys(entry.name for entry in self._entries() if entry.arrived))
 
     def done(self, *, expected_workers: int) -> bool:
-        """Whether as many workers as expected (at least one) have joined, and none of them is left."""
+        """Return whether as many workers as expected (at least one) have joined, and none of them is left."""
         return len(self.names()) >= max(1, expected_workers) and self.num_alive == 0
 
     def finished(self, *, expected_workers: int) -> bool:
-        """Whether, beyond that, each of them left as one that had finished."""
+        """Return whether, in addition, each of them finished."""
         done = self.done(expected_workers=expected_workers)
         return done and all(member.state is WorkerState.FINISHED for member in self.all())
 
     def require_own(self, worker_id: str, incarnation: int, secret: bytes, *, replica: str = "") -> None:
-        """Refuses (NotAllowed) a call that names a known worker, or the replica of one, without its secret.
+        """Raise NotAllowed for a call that names a known worker or replica without its secret.
 
-        Refuses (Superseded) a worker's earlier life while a later one is alive. Workers that the run does not know
-        other calls refuse.
+        Raises Superseded for a worker's earlier life while a later one is alive. An unknown worker passes.
         """
         with self._lock:
             known = self._members.get(worker_id)
@@ -490,18 +495,18 @@ class Membership:
             _require_latest(known, incarnation)
 
     def require_alive(self, worker_id: str, incarnation: int) -> None:
-        """Raises WaitTimedOut for a worker whose lease ran out: it has to give a heartbeat first."""
+        """Raise WaitTimedOut for a worker whose lease ran out: it has to give a heartbeat first."""
         member = self._members.get(worker_id)
         if member is None or member.incarnation != incarnation or not member.alive:
             raise WaitTimedOut(f"worker {worker_id!r} was silent for longer than its lease while it waited: ask again")
 
     def require_replica(self, replica: str, incarnation: int) -> None:
-        """Raises ReplicaLost where a process of that life of the replica is lost."""
+        """Raise ReplicaLost where a process of that life of the replica is lost."""
         with self._lock:
             self._lives.require(replica, incarnation)
 
     def require_part(self, worker_id: str, shard_id: int, part: int) -> None:
-        """Refuses a worker that did not declare the part of the model that a shard belongs to."""
+        """Raise BadRequest for a worker that did not declare the part of the model that a shard belongs to."""
         with self._lock:
             member = self._members.get(worker_id)
             if member is not None and not member.holds(part):
@@ -532,7 +537,7 @@ class Membership:
         *,
         now: float,
     ) -> None:
-        """Refuses a Hello for the name, the secret, the replica's life or the parts; `others`: live, of its replica."""
+        """Check a Hello's name, secret, life and parts; `others` are the live processes of its replica."""
         _require_latest(known, incarnation)
         for holder in others if known is None else [known, *others]:
             if holder.incarnation == incarnation:
@@ -562,7 +567,7 @@ class Membership:
         _require_latest(known, incarnation)
         if known is not None and known.incarnation == incarnation:
             require_own(known, incarnation, secret)
-            # For a replica that is out no process comes back by itself.
+            # A process of a replica that is out cannot come back.
             if known.state not in _ENDED and (known.alive or not known.replica):
                 return known
             if known.replica:
@@ -574,14 +579,14 @@ class Membership:
 
     def _begin_parted(self, member: Member) -> None:
         if not self.parted and not self._make_roster().missing:
-            # The workers that the others waited for so far have come: nobody waits for parts of them.
+            # All expected workers have come: do not wait for parts of them now.
             self._expectation = Expectation(0)
         self.parted, self._roster = True, None
         if member.replica:
             self._lives.begin(member.replica, member.incarnation)
 
     def _lose_replica(self, member: Member, how: str) -> list[Member]:
-        """Ends the life of a replica that has lost a process; returns those that were alive."""
+        """End the life of a replica that has lost a process; return those that were alive."""
         if not member.replica:
             return []
         self._lives.lose(member.replica, member.incarnation, f"its process {member.worker_id!r} {how}")
@@ -591,7 +596,7 @@ class Membership:
         return others
 
     def _without(self, gone: Sequence[Member], *, lost: bool, was_alive: bool) -> Effects:
-        """Returns what follows from the end of a worker, the first, and of those that its replica takes along."""
+        """Return the effects of the end of a worker, the first, and of the others of its replica."""
         first, *others = gone
         effects = Effects(gone=tuple((member.worker_id, lost) for member in gone))
         if lost and was_alive and first.replica:
@@ -623,7 +628,7 @@ class Membership:
         return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing, tuple(sorted(coming)))
 
     def _entries(self) -> list[Entry]:
-        """Returns the workers as a roster is made from them, without those of a replica's earlier lives."""
+        """Return the entries of a roster, without processes of a replica's earlier lives."""
         return [
             Entry(m.worker_id, m.name, m.parts, m.counts, m.pushed_at is not None or not m.alive)
             for m in self._members.values()
@@ -631,7 +636,7 @@ class Membership:
         ]
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
-        """Notes a heartbeat, which most of the time changes nothing of the roster."""
+        """Note a heartbeat; most of the time the roster stays."""
         before = _standing(member)
         member.state, member.was_heard = _ALIVE, True
         member.heard_at = max(now, member.heard_at)
@@ -642,14 +647,14 @@ class Membership:
         self._moved(member, before=before)
 
     def _moved(self, member: Member, *, before: Standing) -> None:
-        """Forgets the roster where a worker stands otherwise than before."""
+        """Drop the roster if a worker's standing has changed."""
         now = _standing(member)
         if now != before:
             self._roster = None
             self.num_alive += now[0] - before[0]
 
     def _forget_unheard(self, now: float) -> bool:
-        """Forgets a worker that has said no more than one Hello, and that a while ago; False where there is none."""
+        """Forget a worker that called no more than Hello, a while ago; return False where there is none."""
         for member in self._members.values():
             silent = now - member.heard_at > UNHEARD_SHARE * self.lease_seconds
             if silent and member.alive and not member.was_heard and not member.replica:
@@ -659,7 +664,7 @@ class Membership:
         return False
 
     def _forget_gone(self) -> None:
-        """Forgets the longest gone, so that workers that come and go do not fill the memory."""
+        """Forget the workers that are gone the longest: memory is bounded."""
         excess = len(self._members) - GONE_FACTOR * self.workers_max
         if excess > 0:
             gone = sorted((m for m in self._members.values() if not m.alive), key=lambda m: m.heard_at)
@@ -684,7 +689,7 @@ def _standing(member: Member) -> Standing:
 
 
 def require_own(known: Member, incarnation: int, secret: bytes) -> None:
-    """Refuses a call in that worker's name without its secret."""
+    """Raise NotAllowed for a call in that worker's name without its secret."""
     if not compare_digest(known.secret, secret):
         raise NotAllowed(
             f"the call is in the name of worker {known.worker_id!r} (incarnation {incarnation}) without its secret:"
@@ -693,7 +698,7 @@ def require_own(known: Member, incarnation: int, secret: bytes) -> None:
 
 
 def _require_latest(known: Member | None, incarnation: int) -> None:
-    """Refuses a process whose name a later one holds."""
+    """Raise Superseded for a process whose name a later one holds."""
     if known is not None and known.alive and incarnation < known.incarnation:
         raise Superseded(
             f"worker {known.worker_id!r} is held by a later process (incarnation {known.incarnation}, this one is"
@@ -702,7 +707,7 @@ def _require_latest(known: Member | None, incarnation: int) -> None:
 
 
 def _require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -> None:
-    """Refuses a worker of one process and a replica, or a process of it, that go by one name."""
+    """Raise BadRequest where a worker of one process and a replica, or one of its processes, share a name."""
     name = replica or worker_id
     for other in members:
         if other.alive and other.replica != replica and (other.name == name or other.worker_id == worker_id):

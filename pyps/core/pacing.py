@@ -58,24 +58,24 @@ class PacerState:
     tickets: int = 0
 
     def join(self, worker_id: str, count: int) -> None:
-        """Lets a worker in at the clock of the slowest, whatever its own count says."""
+        """Let a worker in at the clock of the slowest, whatever its own count says."""
         self.present[worker_id] = WorkerClock(worker_id, count, count - self.slowest(), self.draw())
 
     def draw(self) -> int:
-        """Returns the next ticket."""
+        """Return the next ticket."""
         self.tickets += 1
         return self.tickets
 
     def waiting(self) -> list[WorkerClock]:
-        """Returns those that have asked and may not proceed yet, in order of joining."""
+        """Return those that have asked and may not proceed yet, in order of joining."""
         return [worker for worker in self.present.values() if worker.asking and not worker.granted]
 
     def slowest(self) -> int:
-        """Returns the lowest clock, 0 when nobody is there."""
+        """Return the lowest clock, 0 when nobody is there."""
         return min((worker.clock for worker in self.present.values()), default=0)
 
     def restart_clocks(self) -> None:
-        """Begins to count everybody's clock anew."""
+        """Begin to count everybody's clock anew."""
         for worker in self.present.values():
             worker.offset = worker.count
 
@@ -89,7 +89,7 @@ class Pacer(ABC):
         self._state = PacerState()
 
     def arrive(self, worker_id: str, clock: int) -> list[str]:
-        """Takes a worker's question for the step after `clock` finished ones, which ends the step it had before.
+        """Take a worker's question for the step after `clock` finished ones, which ends the step it had before.
 
         Returns the workers that may proceed now and could not before; the asker is among them when it may, also
         when it asks once more because the answer was lost. Raises BadRequest where its clock went backwards.
@@ -118,7 +118,7 @@ class Pacer(ABC):
         return self._grant()
 
     def withdraw(self, worker_id: str) -> list[str]:
-        """Takes a worker's question back, as nobody waits for its answer; returns those that may proceed now.
+        """Take a worker's question back, as nobody waits for its answer; return those that may proceed now.
 
         Its clock stays. It is granted nothing until it asks again, and its turn comes after those of the others.
         """
@@ -128,7 +128,7 @@ class Pacer(ABC):
         return self._grant()
 
     def set_aside(self, worker_id: str) -> list[str]:
-        """Waits no longer for a worker, until it asks for a later step; returns those that may proceed now."""
+        """Wait no longer for a worker, until it asks for a later step; return those that may proceed now."""
         worker = self._state.present.get(worker_id)
         released = self.depart(worker_id)
         if worker is not None:
@@ -136,7 +136,7 @@ class Pacer(ABC):
         return released
 
     def depart(self, worker_id: str) -> list[str]:
-        """Forgets a worker that left or died; returns those that may proceed now and could not before.
+        """Forget a worker that left or died; return those that may proceed now and could not before.
 
         One that departs while it waits is granted nothing until it asks again, and then joins last.
         """
@@ -145,19 +145,19 @@ class Pacer(ABC):
         return self._grant()
 
     def excuse(self, worker_ids: Iterable[str]) -> list[str]:
-        """Takes workers to have asked, as far as the quorum goes; returns those that may proceed now."""
+        """Take workers to have asked, as far as the quorum goes; return those that may proceed now."""
         if not self.missing:
             return []
         self._state.seen.update(worker_ids)
         return self._grant()
 
     def advanced(self, version: int) -> list[str]:
-        """Takes note of a shard's version, of which the highest counts; returns those that may proceed now."""
+        """Take note of a shard's version, of which the highest counts; return those that may proceed now."""
         self._state.version = max(self._state.version, version)
         return self._grant()
 
     def take_over(self, other: Pacer) -> list[str]:
-        """Goes on where another pacer stops, with those that wait and those that compute; the other is used no more.
+        """Go on where another pacer stops, with those that wait and those that compute; the other is used no more.
 
         Returns those that wait no longer. Clocks are counted from here on.
         """
@@ -167,25 +167,25 @@ class Pacer(ABC):
         return self._grant()
 
     def asks(self, version: int) -> bool:
-        """Tells whether workers have to ask before a step at that version."""
+        """Tell whether workers have to ask before a step at that version."""
         return True
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
-        """Returns whom a worker waits for, in order of name; () where it does not wait, or waits for the quorum."""
+        """Return whom a worker waits for, in order of name; () where it does not wait, or wait for the quorum."""
         worker = self._state.present.get(worker_id)
         if worker is None or worker.granted or self.missing:
             return ()
         return tuple(sorted(self._ahead_of([worker])))
 
     def waited_for(self, worker_ids: Iterable[str]) -> set[str]:
-        """Returns whom any of these workers waits for, as `waiting_for` does for one."""
+        """Return whom any of these workers waits for, as `waiting_for` does for one."""
         present = self._state.present
         workers = [present[worker_id] for worker_id in worker_ids if worker_id in present]
         waiting = [worker for worker in workers if not worker.granted]
         return set(self._ahead_of(waiting)) if waiting and not self.missing else set()
 
     def step_of(self, worker_id: str) -> int:
-        """Returns a number that a worker's next step changes; the worker is present."""
+        """Return a number that a worker's next step changes; the worker is present."""
         return self._state.present[worker_id].ticket
 
     @property
@@ -194,18 +194,18 @@ class Pacer(ABC):
         return max(0, self.quorum - len(self._state.seen))
 
     def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
-        """Returns those of the workers that have never asked."""
+        """Return those of the workers that have never asked."""
         return [worker_id for worker_id in worker_ids if worker_id not in self._state.seen]
 
     # What a pacer's rule is made of.
 
     @abstractmethod
     def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        """Returns those of the waiting workers that may proceed now, the quorum aside, in that order."""
+        """Return those of the waiting workers that may proceed now, the quorum aside, in that order."""
 
     @abstractmethod
     def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
-        """Returns whom any of these waiting workers waits for; there is at least one."""
+        """Return whom any of these waiting workers waits for; there is at least one."""
 
     def _grant(self) -> list[str]:
         ready = [] if self.missing else self._ready(self._state.waiting())
@@ -362,7 +362,7 @@ class StepGate:
         return pacer is not None and pacer.asks(self._version)
 
     def ask(self, worker_id: str, clock: int, wake: Wake) -> tuple[bool, Effects]:
-        """Whether the worker may begin the step after `clock` steps; if not, `wake` says when to ask again."""
+        """Return whether the worker may begin the step after `clock` steps; if not, `wake` says when to ask again."""
         if self.pacer is None or not self.asks:
             return True, NONE
         released = self.pacer.arrive(worker_id, clock)
@@ -374,7 +374,7 @@ class StepGate:
         return granted, effects
 
     def forget(self, worker_id: str, wake: Wake, *, withdraw: bool = False) -> Effects:
-        """Takes back a wake function: its call has ended. The worker stands where it stood.
+        """Take back a wake function: its call has ended. The worker stands where it stood.
 
         `withdraw` says that nobody takes the call's answer any more. The worker then gives up its place, unless it
         has asked again since: others would wait in vain for a step that it does not know it has.
@@ -386,18 +386,18 @@ class StepGate:
         return self._wake(self.pacer.withdraw(worker_id)) if withdraw and self.pacer is not None else NONE
 
     def depart(self, worker_id: str) -> Effects:
-        """Waits for that worker no longer; calls of its own that wait ask again."""
+        """Wait for that worker no longer; call of its own that wait ask again."""
         if self.pacer is None:
             return NONE
         # Who goes without ever having asked is no longer expected to.
         return self._wake([*self.pacer.excuse([worker_id]), *self.pacer.depart(worker_id), worker_id])
 
     def excuse(self, worker_ids: Iterable[str]) -> Effects:
-        """Waits no longer for those workers to ask before anybody may begin: they are gone, or at work already."""
+        """Wait no longer for those workers to ask before anybody may begin: they are gone, or at work already."""
         return self._wake(self.pacer.excuse(worker_ids)) if self.pacer is not None else NONE
 
     def expect(self, quorum: int, at_work: Iterable[str] = ()) -> Effects:
-        """Lets nobody begin before so many workers have asked, gone or been at work; all waiting calls ask again."""
+        """Let nobody begin before so many workers have asked, gone or been at work; all waiting calls ask again."""
         if self.pacer is None or self.pacer.quorum == quorum:
             return self.excuse(at_work)
         self.pacer.quorum = quorum
@@ -416,7 +416,7 @@ class StepGate:
         return NONE if self.pacer is None else self._wake(self.pacer.set_aside(worker_id))
 
     def advanced(self, version: int) -> Effects:
-        """Notes a shard's version; the highest counts."""
+        """Note a shard's version; the highest counts."""
         self._version = max(self._version, version)
         if self.pacer is None:
             return NONE
@@ -426,7 +426,7 @@ class StepGate:
         return self._wake(released if asked else list(self._parked.calls))
 
     def replace(self, pacer: Pacer | None, *, quorum: int, at_work: Iterable[str], version: int) -> Effects:
-        """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
+        """Put another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
 
         It is told of the quorum, of those who are at work already, and of the version: without a pacer nobody is.
         """

@@ -32,7 +32,7 @@ class SharedMemory:
     attached = True
 
     def require_attached(self) -> None:
-        """Raises ServerUnavailable once the worker's connection has ended: its call is over."""
+        """Raise ServerUnavailable once the worker's connection has ended: its call is over."""
         if not self.attached:
             raise ServerUnavailable("the worker's memory is attached no longer")
 

@@ -23,31 +23,31 @@ class Lives:
         self._lives: dict[str, Life] = {}
 
     def begin(self, replica: str, incarnation: int) -> None:
-        """Notes a process of that life, which is the replica's latest unless a later one was seen."""
+        """Note a life; it is the replica's latest unless a later one is known."""
         life = self._lives.get(replica)
         if life is None or life.incarnation < incarnation:
             self._lives[replica] = Life(incarnation)
 
     def is_latest(self, replica: str, incarnation: int) -> bool:
-        """Whether it is the replica's latest life."""
+        """Return whether it is the replica's latest life."""
         life = self._lives.get(replica)
         return life is not None and life.incarnation == incarnation
 
     def lose(self, replica: str, incarnation: int, how: str) -> None:
-        """Ends a life for the first of its processes that is lost, as in "its process 'r/1' failed"."""
+        """End a life, with the reason: "its process 'r/1' failed". The first reason stays."""
         life = self._lives.get(replica)
         if life is not None and life.incarnation == incarnation and not life.lost:
             life.lost = how
 
     def is_over(self, replica: str, incarnation: int) -> bool:
-        """Whether that life has lost a process, or a later one has begun."""
+        """Return whether that life has lost a process, or a later one has begun."""
         life = self._lives.get(replica)
         return life is not None and (
             life.incarnation > incarnation or (life.incarnation == incarnation and bool(life.lost))
         )
 
     def require(self, replica: str, incarnation: int) -> None:
-        """Raises ReplicaLost for a process whose replica has lost another, or itself, Superseded after a later life."""
+        """Raise ReplicaLost where that life has lost a process, Superseded where a later one has begun."""
         life = self._lives.get(replica)
         if life is None or not self.is_over(replica, incarnation):
             return
@@ -61,28 +61,28 @@ class Lives:
         )
 
     def keep(self, replicas: set[str]) -> None:
-        """Forgets all but those replicas."""
+        """Forget all but those replicas."""
         for replica in self._lives.keys() - replicas:
             del self._lives[replica]
 
 
 def parts_in_words(parts: tuple[int, ...]) -> str:
-    """Returns the parts of a model that a worker holds, for people."""
+    """Return a worker's parts of the model in words."""
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts))}" if parts else "all parts"
 
 
-# How messages begin of a process that left because it had lost another of its replica, and of one that people ended.
+# The beginnings of messages of a process that lost another of its replica, and of one that people ended.
 _LOST = "ReplicaLost"
 _INTERRUPTIONS = ("KeyboardInterrupt", "Terminated")
 
 
 def was_interrupted(message: str) -> bool:
-    """Whether people ended a process that left as failed, by its own message."""
+    """Return whether people ended a process that left as failed, by its own message."""
     return message.startswith(_INTERRUPTIONS)
 
 
 def failure_in_words(message: str) -> str:
-    """Returns how a process that left as failed ended, by its own message."""
+    """Return how a process that left as failed ended, by its own message."""
     if message.startswith(_LOST):
         return "says that it lost another of them"
     if was_interrupted(message):

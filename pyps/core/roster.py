@@ -1,4 +1,4 @@
-"""Who counts for a shard's next update."""
+"""Which workers are active for a shard's next update."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ REST = -2
 class Roster:
     """The workers that are active in the protocol's round (the papers' lambda is their number).
 
-    A worker counts from its first push until it leaves, its lease runs out, or it holds the others up for too
-    long. Where workers hold parts of the model only, the roster of each part lists the processes that hold it, and
-    the run's own the replicas, each of which is one worker however many processes it has.
+    A worker is active from its first push until it leaves, its lease runs out, or it holds others up for too long.
+    Where workers hold parts of the model, the roster of each part lists the processes that hold it, and the run's own
+    roster the replicas: each is one worker however many processes it has.
     """
 
     # Ascending by worker_id.
     workers: tuple[str, ...] = ()
     # How many of the expected workers have not pushed yet; 0 for good once all have.
     missing: int = 0
-    # Those that have joined and may be among the missing, ascending; none once nobody is missing.
+    # Workers that have joined and not pushed, ascending; none once nobody is missing.
     coming: tuple[str, ...] = ()
     # The rosters of the model's parts; None where every worker is one process that holds all of them.
     parted: Parted | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_workers(self) -> int:
-        """L, the workers that count now."""
+        """L, the number of active workers."""
         return len(self.workers)
 
     @property
     def num_expected(self) -> int:
-        """L with those that are still to come."""
+        """L with the missing workers."""
         return len(self.workers) + self.missing
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Whom a gate waits for that opens once nobody is missing: those that are coming by name, others counted."""
+        """The missing workers: by name where they have joined, the others as a number in words."""
         return (*self.coming, *not_joined(self.missing - len(self.coming)))
 
     def of_part(self, part: int) -> Roster:
-        """Those that count for the shards of that part; the same object as long as nothing changes."""
+        """Return the roster of a part of the model; the same object as long as nothing changes."""
         parted = self.parted
         if parted is None:
             return self
         return parted.rosters.get(part, parted.rosters[REST])
 
     def counts(self, worker_id: str) -> bool:
-        """Whether that process counts for some part."""
+        """Return whether that process is active for some part."""
         parted = self.parted
         if parted is not None:
             return worker_id in parted.counted
-        # Asked at every push: a look through all would cost a round the square of its workers.
+        # At every push: a linear search would cost a round the square of its workers.
         index = bisect_left(self.workers, worker_id)
         return index < len(self.workers) and self.workers[index] == worker_id
 
@@ -68,12 +68,12 @@ class Parted:
 
     # By part, and under REST.
     rosters: Mapping[int, Roster]
-    # The processes that count.
+    # The active processes.
     counted: frozenset[str]
 
 
 class Entry(NamedTuple):
-    """A worker, or one process of a replica, as a roster is made from it."""
+    """A worker, or one process of a replica, of which rosters are made."""
 
     worker_id: str
     # The replica's name, or its own.
@@ -86,15 +86,15 @@ class Entry(NamedTuple):
 
 
 class Expectation:
-    """How many workers must have pushed or gone before anybody is done without, for each part of the model."""
+    """How many workers must have pushed or left before rounds go on without more, for each part of the model."""
 
     def __init__(self, num_workers: int):
         self.num_workers = num_workers
-        # The parts, or WHOLE, for which as many have come: nobody is missing there for good.
+        # The parts, or WHOLE, for which enough have come: nobody is missing there for good.
         self._gathered = set[int]()
 
     def missing(self, num_arrived: int, *, part: int = WHOLE) -> int:
-        """How many have yet to come."""
+        """Return how many have yet to come."""
         if part in self._gathered:
             return 0
         missing = self.num_workers - num_arrived
@@ -104,7 +104,7 @@ class Expectation:
 
 
 def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
-    """The run's roster where some workers are replicas or hold parts of the model, with the rosters of the parts."""
+    """Return the run's roster with those of the parts, where workers are replicas or hold parts of the model."""
     entries = list(entries)
     by_part: dict[int, list[Entry]] = {part: [] for entry in entries for part in entry.parts}
     holders_of_all = [entry for entry in entries if not entry.parts]
@@ -120,7 +120,7 @@ def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
 
 
 def not_joined(count: int) -> tuple[str, ...]:
-    """Returns so many workers that nobody knows by name in words, as an entry in a list of names; () for none."""
+    """Return a number of unknown workers in words, as one entry of a list of names; () for none."""
     if count <= 0:
         return ()
     return (f"{count} more worker{'s' if count > 1 else ''} that ha{'ve' if count > 1 else 's'} not joined",)

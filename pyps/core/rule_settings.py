@@ -28,7 +28,7 @@ class RuleSettings:
 
     @classmethod
     def parse(cls, text: str) -> RuleSettings:
-        """Reads adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError when malformed."""
+        """Read adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError when malformed."""
         name_of_rule, _, rest = text.partition(":")
         rule = rules.find(name_of_rule.strip())
         group: dict[str, float] = {}

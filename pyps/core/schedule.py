@@ -36,7 +36,7 @@ class Schedule:
             )
 
     def factor(self, version: int, examples: int) -> float:
-        """Returns the factor for the update that comes after `version` updates made of `examples` examples."""
+        """Return the factor for the update that comes after `version` updates made of `examples` examples."""
         if not self.terms:
             return 1.0
         return math.prod((term.factor(version, examples) for term in self.terms), start=1.0)
@@ -56,7 +56,7 @@ class Term:
     epoch_examples: int = 0
 
     def factor(self, version: int, examples: int) -> float:
-        """Returns the curve's factor after so many updates made of so many examples."""
+        """Return the curve's factor after so many updates made of so many examples."""
         return self.curve.at(examples / self.epoch_examples if self.epoch_examples else version)
 
     @property
@@ -74,7 +74,7 @@ class Curve(ABC):
 
     @abstractmethod
     def at(self, time: float) -> float:
-        """Returns the factor at time t, which is not negative."""
+        """Return the factor at time t, which is not negative."""
 
     @property
     def highest(self) -> float:
@@ -88,7 +88,7 @@ class Curve(ABC):
 
     @classmethod
     def read(cls, settings: str) -> Self:
-        """Returns the curve with the settings of "name=value,name=value"."""
+        """Return the curve with the settings of "name=value,name=value"."""
         return spec.build(cls, settings, what=f"schedule {cls.name!r}")
 
 
@@ -206,7 +206,7 @@ class Piecewise(Curve):
 
     @classmethod
     def read(cls, settings: str) -> Self:
-        """Returns the curve of "time=factor;time=factor"."""
+        """Return the curve of "time=factor;time=factor"."""
         pairs = [item.partition("=") for item in settings.split(";") if item.strip()]
         try:
             points = tuple((float(time), float(factor)) for time, _, factor in pairs)
@@ -226,7 +226,7 @@ CURVES: dict[str, type[Curve]] = {
 
 
 def parse(text: str, *, epoch_examples: int = 0) -> Schedule:
-    """Returns the schedule that the text names, as "warmup:length=100+step:every=30,factor=0.1,unit=epochs".
+    """Return the schedule that the text names, as "warmup:length=100+step:every=30,factor=0.1,unit=epochs".
 
     `epoch_examples` is the length of an epoch where the text counts epochs and does not give it.
     Raises BadRequest for an unknown name, an unknown setting or a value out of range.
@@ -284,7 +284,7 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str, *, epoch_examples: int = 0) -> BatchGrowth:
-        """Returns the growth of "start=8,maximum=64,every=2,lr_scaling=none".
+        """Return the growth of "start=8,maximum=64,every=2,lr_scaling=none".
 
         `epoch_examples` is the length of an epoch where the text does not give it.
         Raises BadRequest for an unknown setting or a value out of range.
@@ -299,13 +299,13 @@ class BatchGrowth:
         return spec.spell_settings(self, always=("every",))
 
     def size(self, examples: int) -> int:
-        """Returns the minibatch after so many examples."""
+        """Return the minibatch after so many examples."""
         doublings = math.floor(examples / (self.every * self.epoch_examples))
         # No more than it takes to reach the maximum, so that the number stays small.
         return min(self.maximum, self.start << min(doublings, self.maximum.bit_length()))
 
     def rate_factor(self, examples: int) -> float:
-        """Returns what multiplies the rate after so many examples."""
+        """Return what multiplies the rate after so many examples."""
         growth = self.size(examples) / self.start
         return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[self.lr_scaling]
 
@@ -318,7 +318,7 @@ class _Unit:
     epoch_examples: int = 0
 
     def length(self, name: str, epoch_examples: int) -> int:
-        """Returns how many examples an epoch has, 0 where the time counts updates."""
+        """Return how many examples an epoch has, 0 where the time counts updates."""
         _check(self.unit in ("updates", "epochs"), name, "unit", self.unit, expected="updates or epochs")
         _check(self.epoch_examples >= 0, name, "epoch_examples", self.epoch_examples, expected="a number above 0")
         if self.unit == "updates":

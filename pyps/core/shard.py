@@ -57,7 +57,7 @@ class Shard:
         budget: PendingBudget | None = None,
         take_over: bool = False,
     ) -> None:
-        """Copies the parameters, and the slots where a restored shard brings them.
+        """Copy the parameters, and the slots where a restored shard brings them.
 
         `kind` is what pushes hold. `learning_rate` and `momentum` are in force where they are no longer those of the
         hyperparameters. Gradients that wait count against `budget`. With `take_over` parameters and slots are the
@@ -107,7 +107,7 @@ class Shard:
         memory: SharedMemory | None = None,
         finding: Finding | None = None,
     ) -> Pushed:
-        """Handles a gradient; a push that was answered before gets the first answer.
+        """Handle a gradient; a push that was answered before gets the first answer.
 
         Parameters newer than `held_version` are written to `reply`, whatever became of the push, unless its worker has
         to wait for its round: the pull that follows brings what the round made. `memory` is the worker's, where the
@@ -149,7 +149,7 @@ class Shard:
         return pushed
 
     def complete(self, roster: Roster) -> list[Update]:
-        """Makes the updates that are due now that other workers count, and returns them.
+        """Make the updates that are due now that other workers count, and return them.
 
         To be called when a worker stops counting: it may have been the one that the others waited for.
         """
@@ -166,7 +166,7 @@ class Shard:
     def configure(
         self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
     ) -> list[Update]:
-        """Replaces the behaviour or the base rate from the next push on; returns the updates made.
+        """Replace the behaviour or the base rate from the next push on; return the updates made.
 
         Gradients that wait for a protocol that goes become one last update under the old behaviour (its
         `settle`); else they go on waiting, weighed as they were. Raises BadRequest, and changes nothing, for a
@@ -204,7 +204,7 @@ class Shard:
         memory: SharedMemory | None = None,
         worker_id: str | None = None,
     ) -> int | None:
-        """Writes the parameters to `reply` where they are newer than `held_version`; returns their version, or None.
+        """Write the parameters to `reply` where they are newer than `held_version`; return their version, or None.
 
         A pull names its worker and is recorded; an observer's look is not. Raises ServerUnavailable where `memory`,
         in which the reply lies, is attached no longer.
@@ -221,7 +221,7 @@ class Shard:
             return self.version
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
-        """Records the pull of a version that was read before; False where the shard has moved on since."""
+        """Record the pull of a version that was read before; False where the shard has moved on since."""
         with self._lock:
             if self.version != version:
                 return False
@@ -230,7 +230,7 @@ class Shard:
             return True
 
     def read(self, reader: Callable[[int, Floats], T]) -> T:
-        """Returns what `reader(version, parameters)` makes of the parameters, all of one version.
+        """Return what `reader(version, parameters)` makes of the parameters, all of one version.
 
         It is called under the lock: it must copy what it wants and not keep the array, which is read-only.
         """
@@ -238,7 +238,7 @@ class Shard:
             return reader(self.version, self._readable)
 
     def rewrite(self, writer: Callable[[Floats], object]) -> None:
-        """Lets `writer` write the parameters, all of them, as one update that no gradient brought about.
+        """Let `writer` write the parameters, all of them, as one update that no gradient brought about.
 
         It is called under the lock. No recorder is told: an update log cannot hold what it does.
         """
@@ -274,12 +274,12 @@ class Shard:
         return self._ledger.num_bytes
 
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
-        """Returns the workers for whose gradients the present round waits, ascending."""
+        """Return the workers for whose gradients the present round waits, ascending."""
         with self._lock:
             return self.behaviour.aggregation.at(self.version).waiting_for(self._pending, roster)
 
     def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]:
-        """Calls back once, as soon as the shard has that version, or is finished and never will.
+        """Call back once, as soon as the shard has that version, or is finished and never will.
 
         The call comes outside the lock: from the thread whose call brought it about, or at once from this one
         where it holds already. It must be quick and must not raise. Returns a function that cancels the wait;
@@ -299,7 +299,7 @@ class Shard:
         return cancel
 
     def finish(self) -> None:
-        """Refuses pushes from now on; answers to earlier pushes are still given. Reading goes on.
+        """Refuse pushes from now on; answer to earlier pushes are still given. Reading goes on.
 
         Gradients that wait go on waiting: the run is over without them.
         """
@@ -309,7 +309,7 @@ class Shard:
         wake_all(parked)
 
     def state(self) -> ShardState:
-        """Returns a copy of everything that a restored shard needs."""
+        """Return a copy of everything that a restored shard needs."""
         with self._lock:
             return ShardState(
                 version=self.version,
@@ -328,7 +328,7 @@ class Shard:
         return self._parked.take([version for version in self._parked.calls if version <= self.version])
 
     def _refusal(self, gradient: Gradient, known: Receipt | Forgotten | None, finding: Finding) -> Refuse | None:
-        """Returns why a push cannot be used and leaves no trace, not even in the ledger; None where it may be."""
+        """Return why a push cannot be used and leave no trace, not even in the ledger; None where it may be."""
         if known is FORGOTTEN:
             return verdict.forgotten(gradient, shard_id=self.shard_id)
         version, newest = self.version, gradient.newest_base_version or 0
@@ -401,7 +401,7 @@ class Shard:
         return Pushed(receipt, brought, update)
 
     def _take_rates(self, gradient: Gradient, decision: Decision, *, provisional: bool) -> None:
-        """Puts a push's learning rate and momentum in force, unless it is refused.
+        """Put a push's learning rate and momentum in force, unless it is refused.
 
         They are the run's, not the gradient's: they hold even where the gradient is not needed.
         """
@@ -417,7 +417,7 @@ class Shard:
             self.rate_is_set = True
 
     def _decide_on_copy(self, gradient: Gradient, roster: Roster, reply: Reply | None, held_version: int) -> Pushed:
-        """Decides on a gradient that has to wait, while its worker goes on writing where it lies."""
+        """Decide on a gradient that has to wait, while its worker goes on writing where it lies."""
         private = gradient.private()
         finding = scan(private, shard_id=self.shard_id, shard_length=self.length)
         if finding.finite:
@@ -428,7 +428,7 @@ class Shard:
     def _bring(
         self, reply: Reply | None, held_version: int, receipt: Receipt, worker_id: str, *, written: bool = False
     ) -> int | None:
-        """Gives whoever pushed the parameters, unless its update has; returns their version, None where none came."""
+        """Give whoever pushed the parameters, unless its update has; return their version, None where none came."""
         version = self.version
         if reply is None or version <= held_version or receipt.min_version > version:
             return None
@@ -462,14 +462,14 @@ class Shard:
         return self.behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
 
     def _update(self, decision: Apply) -> Update:
-        """Makes an update that no push brought about."""
+        """Make an update that no push brought about."""
         rate, update_scale = self._rate(self.learning_rate), self._update_scale(decision.parts)
         return self._apply(decision.parts, rate=rate, update_scale=update_scale)[0]
 
     def _apply(
         self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None
     ) -> tuple[Update, int]:
-        """Makes an update; returns it, and how many numbers were left out, as they were finite no more."""
+        """Make an update; return it, and how many numbers were left out, as they were finite no more."""
         left_out = apply_update(
             self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply
         )
@@ -500,7 +500,7 @@ def _first_slots(
     length: int,
     take: Callable[[Floats], Floats],
 ) -> Slots:
-    """Returns what `take` makes of the restored slots, or those of a shard that has had no update.
+    """Return what `take` makes of the restored slots, or those of a shard that has had no update.
 
     Raises BadRequest where they are another rule's, WrongSize where they are another shard's.
     """

@@ -21,7 +21,7 @@ COUNT_MAX = 2**31 - 1
 
 
 def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
-    """Returns the object that the text names; BadRequest tells which names and settings there are."""
+    """Return the object that the text names; BadRequest tells which names and settings there are."""
     name, _, rest = text.strip().partition(":")
     if name not in registry:
         raise BadRequest(f"{what} {name!r} is unknown; expected one of {', '.join(sorted(registry))}")
@@ -29,7 +29,7 @@ def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
 
 
 def build(kind: type[T], text: str, *, what: str) -> T:
-    """Returns a `kind` with the settings of "name=value,name=value"."""
+    """Return a `kind` with the settings of "name=value,name=value"."""
     fields = _types_of(kind)  # type: ignore[arg-type]  # mypy takes a class of a variable type for unhashable
     settings: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
@@ -45,19 +45,19 @@ def build(kind: type[T], text: str, *, what: str) -> T:
 
 @cache
 def _types_of(kind: type) -> Mapping[str, Any]:
-    """Returns the types of a class's settings; evaluating annotations takes longer than all the rest of a text."""
+    """Return the types of a class's settings; evaluating annotations takes longer than all the rest of a text."""
     types = typing.get_type_hints(kind)
     return {field.name: types[field.name] for field in _settings(kind)}
 
 
 def spell(name: str, thing: object) -> str:
-    """Returns the text that makes an equal object; settings at their defaults are left out."""
+    """Return the text that makes an equal object; settings at their defaults are left out."""
     settings = spell_settings(thing)
     return f"{name}:{settings}" if settings else name
 
 
 def spell_settings(thing: object, *, always: Collection[str] = ()) -> str:
-    """Returns the "name=value,name=value" of which `build` makes an equal object.
+    """Return the "name=value,name=value" of which `build` makes an equal object.
 
     Settings at their defaults are left out, but for those named in `always`.
     """
@@ -70,13 +70,13 @@ def spell_settings(thing: object, *, always: Collection[str] = ()) -> str:
 
 
 def spell_out(name: str, thing: object) -> str:
-    """Returns the text that makes an equal object, with all its settings, for people."""
+    """Return the text that makes an equal object, with all its settings, for people."""
     settings = spell_settings(thing, always=[field.name for field in _settings(thing)])
     return f"{name}:{settings}" if settings else name
 
 
 def example(kind: type) -> str:
-    """Returns a text that names such an object with all its settings, for people: "softsync:n=4"."""
+    """Return a text that names such an object with all its settings, for people: "softsync:n=4"."""
     values = [(field.name, field.metadata.get(_EXAMPLE, field.default)) for field in _settings(kind)]
     settings = ",".join(f"{name}={spell_value(value)}" for name, value in values)
     name: str = kind.name  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def example(kind: type) -> str:
 
 
 def required(*, example: int, unset: int) -> Any:
-    """Returns a field without a sensible default: `unset` is refused, `example` is what people are shown."""
+    """Return a field without a sensible default: `unset` is refused, `example` is what people are shown."""
     return dataclasses.field(default=unset, metadata={_EXAMPLE: example})
 
 
@@ -92,7 +92,7 @@ _EXAMPLE = "example"
 
 
 def _settings(thing: object) -> list[dataclasses.Field[Any]]:
-    """Returns the fields that can be set; others are worked out from them."""
+    """Return the fields that can be set; others are worked out from them."""
     return [field for field in dataclasses.fields(thing) if field.init]  # type: ignore[arg-type]
 
 
@@ -119,7 +119,7 @@ def _parse(text: str, kind: type, *, what: str) -> Any:
 
 
 def spell_value(value: object) -> str:
-    """Returns the text of one setting, from which exactly it is read back."""
+    """Return the text of one setting, from which exactly it is read back."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -54,7 +54,7 @@ class StalenessPolicy(ABC):
     scales_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raises BadRequest unless all settings are finite numbers and none is negative."""
+        """Raise BadRequest unless all settings are finite numbers and none is negative."""
         for setting in fields(self):  # type: ignore[arg-type]
             value = getattr(self, setting.name)
             if not 0 <= value < math.inf:
@@ -65,10 +65,10 @@ class StalenessPolicy(ABC):
 
     @abstractmethod
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
-        """Returns what is to be made of a gradient that is `staleness` updates old."""
+        """Return what is to be made of a gradient that is `staleness` updates old."""
 
     def update_scale(self, stalenesses: Sequence[int]) -> float:
-        """Returns what multiplies the step of an update made of gradients of these stalenesses."""
+        """Return what multiplies the step of an update made of gradients of these stalenesses."""
         return 1.0
 
     @property
@@ -215,7 +215,7 @@ ALIASES = {
 
 
 def parse(text: str) -> StalenessPolicy:
-    """Returns the policy that the text names, as "divide" or "hinge:a=10,b=4".
+    """Return the policy that the text names, as "divide" or "hinge:a=10,b=4".
 
     Raises BadRequest for an unknown name, an unknown setting or a value out of range.
     """

@@ -162,7 +162,7 @@ class PendingBudget:
         self.bytes_held = 0
 
     def take(self, num_bytes: int) -> None:
-        """Counts a gradient that is about to wait; LimitExceeded where it does not fit."""
+        """Count a gradient that is about to wait; LimitExceeded where it does not fit."""
         with self._lock:
             if self.bytes_held + num_bytes > self.bytes_max:
                 raise LimitExceeded(
@@ -173,11 +173,11 @@ class PendingBudget:
             self.bytes_held += num_bytes
 
     def restore(self, num_bytes: int) -> None:
-        """Counts gradients that waited before the server ended, whatever the bound is now."""
+        """Count gradients that waited before the server ended, whatever the bound is now."""
         with self._lock:
             self.bytes_held += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Counts gradients that wait no longer."""
+        """Count gradients that wait no longer."""
         with self._lock:
             self.bytes_held -= num_bytes

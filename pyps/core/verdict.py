@@ -21,7 +21,7 @@ def receipt_of(
     rate: float,
     update_scale: float,
 ) -> Receipt:
-    """Returns the receipt of a push that a protocol has decided on.
+    """Return the receipt of a push that a protocol has decided on.
 
     `rate` is that of an update made now, before staleness; `update_scale` what the staleness of all its gradients
     leaves of it.
@@ -64,7 +64,7 @@ def rejection(
     epoch: int,
     staleness: int = 0,
 ) -> Receipt:
-    """Returns the receipt of a push that is not taken."""
+    """Return the receipt of a push that is not taken."""
     return Receipt(
         shard_id=shard_id,
         sequence=gradient.sequence,
@@ -83,7 +83,7 @@ def rejection(
 def unusable(
     gradient: Gradient, finding: Finding, *, finished: bool, shard_id: int, epoch: int, version: int
 ) -> Refuse | None:
-    """Refuses a push that no protocol need be asked about; None for one that may be decided on.
+    """Refuse a push that no protocol need be asked about; None for one that may be decided on.
 
     Raises BadRequest for a gradient of a version that the shard never had.
     """
@@ -96,7 +96,7 @@ def unusable(
 
 
 def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
-    """Refuses a push that may have been answered once."""
+    """Refuse a push that may have been answered once."""
     message = (
         f"shard {shard_id} no longer remembers push {gradient.sequence} of worker {gradient.worker_id!r}, so it may"
         " have been applied; go on with a new push"
@@ -105,12 +105,12 @@ def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
 
 
 def over(*, shard_id: int, version: int) -> Refuse:
-    """Refuses a push that comes after the end."""
+    """Refuse a push that comes after the end."""
     return Refuse(Reason.FINISHED, f"the run is finished; shard {shard_id} stays at version {version}")
 
 
 def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
-    """Refuses a push whose parameters are those of another life of the run."""
+    """Refuse a push whose parameters are those of another life of the run."""
     message = (
         f"the gradient is of epoch {gradient.epoch}, shard {shard_id} of epoch {epoch} since the server was restored;"
         " pull again, then go on"
@@ -119,7 +119,7 @@ def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
 
 
 def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse:
-    """Refuses a push for what was found in it, or in another part of it."""
+    """Refuse a push for what was found in it, or in another part of it."""
     message = (
         f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter {finding.parameter} of shard"
         f" {finding.shard_id}; nothing of this gradient was applied to shard {shard_id}"
@@ -128,13 +128,13 @@ def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse
 
 
 def too_stale(contribution: Contribution, *, policy: str, version: int) -> Refuse:
-    """Refuses what the staleness policy does not take."""
+    """Refuse what the staleness policy does not take."""
     message = f"the policy {policy!r} takes no gradient that is {contribution.staleness} updates old"
     return Refuse(Reason.STALE, message, min_version=version)
 
 
 def telling(receipt: Receipt, gradient: Gradient, *, left_out: int) -> Receipt:
-    """Says in the receipt that so many numbers of a volatile gradient were left out when it was applied."""
+    """Say in the receipt that so many numbers of a volatile gradient were left out when it was applied."""
     if not left_out:
         return receipt
     message = (

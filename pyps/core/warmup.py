@@ -41,7 +41,7 @@ class WarmUp:
 
     @classmethod
     def parse(cls, text: str) -> WarmUp:
-        """Returns the warm-up of "updates=200,protocol=hardsync,release_every=50"."""
+        """Return the warm-up of "updates=200,protocol=hardsync,release_every=50"."""
         return spec.build(cls, text, what="warmup")
 
     @property

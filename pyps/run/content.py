@@ -126,10 +126,10 @@ class ReadyContent(Content):
 
 
 class RunRecorder(Recorder, Protocol):
-    """A shard's recorder that is told when a run's shards begin to serve."""
+    """A shards' recorder that learns when a run's shards begin to serve."""
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
-        """Hears of the shards before anything happens to them."""
+        """Record the shards before anything happens to them."""
 
 
 class Ending:
@@ -143,13 +143,13 @@ class Ending:
         self.over = False
 
     def finish(self, shards: Iterable[Store], reason: str) -> None:
-        """Ends the run now."""
+        """End the run now."""
         for shard in shards:
             shard.finish()
         self._end(reason)
 
     def after_update(self, shard: Store, *, examples: Callable[[], int], shards: Iterable[Store]) -> None:
-        """Ends the run where the shard's last update was the last of the run."""
+        """End the run if the shard's last update was the last of the run."""
         condition = self.condition
         if condition is None:
             return
@@ -161,7 +161,7 @@ class Ending:
             self.finish(shards, f"{done} examples are done")
 
     def after_seconds(self, seconds: float, shards: Iterable[Store]) -> None:
-        """Ends the run where its time is over."""
+        """End the run if its time is over."""
         condition = self.condition
         if condition is not None and condition.unit == "seconds" and seconds >= condition.limit:
             self.finish(shards, f"{condition.limit:g} seconds are over")
@@ -175,7 +175,7 @@ class Ending:
 
 
 def listed(shard_ids: Iterable[int]) -> str:
-    """Shard ids in words, few of many."""
+    """Return shard ids in words, the first few of many."""
     ids = sorted(shard_ids)
     if not ids:
         return "no shards"

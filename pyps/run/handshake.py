@@ -133,7 +133,7 @@ class Holding:
 
 
 def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> None:
-    """Refuses a caller that no server of this version could serve; the time is that since 1970."""
+    """Refuse a caller that no server of this version could serve; the time is that since 1970."""
     if greeting.protocol_version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"this server ({software}) speaks protocol version {PROTOCOL_VERSION}, the caller "
@@ -171,7 +171,7 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
 
 
 def check_secret(secret: bytes) -> None:
-    """Refuses a worker's or a coordinator's own secret that could be guessed, or is long."""
+    """Refuse a worker's or a coordinator's own secret that could be guessed, or is long."""
     if secret and not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise BadRequest(
             f"the caller's secret has {len(secret)} bytes; expected {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} that "
@@ -202,7 +202,7 @@ def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation
 
 
 def check_opening(opening: Opening) -> None:
-    """Refuses an initialiser that does not say who it is, or which run it opens."""
+    """Refuse an initialiser that does not say who it is, or which run it opens."""
     if not opening.run_id or not opening.worker_id:
         raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
     check_name(opening.run_id, what="run_id")
@@ -211,7 +211,7 @@ def check_opening(opening: Opening) -> None:
 
 
 def check_replica(name: str) -> None:
-    """Refuses a replica's name that people could not read, or that could be that of another's process."""
+    """Refuse a replica's name that people could not read, or that could be that of another's process."""
     check_name(name, what="replica")
     if name and not name.strip():
         raise BadRequest(f"the replica's name is {name!r}, blank: give each replica a name of its own (PYPS_WORKER_ID)")
@@ -223,7 +223,7 @@ def check_replica(name: str) -> None:
 
 
 def check_name(name: str, *, what: str) -> None:
-    """Refuses a name that people could not read: it goes into logs, tables and metrics as it is."""
+    """Refuse a name that people could not read: it goes into logs, tables and metrics as it is."""
     if len(name) > NAME_LENGTH_MAX or not name.isprintable():
         shown = name if len(name) <= NAME_LENGTH_MAX else f"{name[:32]}..."
         raise BadRequest(
@@ -233,7 +233,7 @@ def check_name(name: str, *, what: str) -> None:
 
 
 def check_model_size(model: Model, *, parameters_max: int) -> None:
-    """Refuses a model beyond the server's limit."""
+    """Refuse a model beyond the server's limit."""
     if model.num_parameters > parameters_max:
         raise LimitExceeded(
             f"the model has {model.num_parameters} parameters, this server takes {parameters_max} at the "
@@ -242,7 +242,7 @@ def check_model_size(model: Model, *, parameters_max: int) -> None:
 
 
 def check_run_told(asked: str, *, told: str) -> None:
-    """Refuses a caller that means another run than the one that the server was started for."""
+    """Refuse a caller that means another run than the one that the server was started for."""
     if asked and told and asked != told:
         raise RunMismatch(
             f"this server was started for run {told!r} (--run-id), the caller means {asked!r}: "
@@ -251,7 +251,7 @@ def check_run_told(asked: str, *, told: str) -> None:
 
 
 def check_run(asked: str, holding: Holding, *, observer: bool) -> None:
-    """Refuses a caller that means another run, or none in particular while the run holds updates."""
+    """Refuse a caller that means another run, or none in particular while the run holds updates."""
     if asked == holding.run_id or (not asked and (observer or holding.version_max == 0)):
         return
     meant = f"the caller means run {asked!r}" if asked else "the caller names no run"
@@ -262,7 +262,7 @@ def check_run(asked: str, holding: Holding, *, observer: bool) -> None:
 
 
 def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None:
-    """Refuses a model or a list of servers that cuts into other shards than the run's."""
+    """Refuse a model or a list of servers that cuts into other shards than the run's."""
     if (theirs.num_servers, theirs.server_index) != (mine.num_servers, server_index):
         raise ModelMismatch(
             f"the run's list of servers has {mine.num_servers}, this one at place {server_index}, but the "
@@ -302,7 +302,7 @@ def check_initialization(
 
 
 def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding, waited: bool) -> None:
-    """Refuses whoever does not fit the run that is there; `waited` callers belong to it, whoever named it."""
+    """Refuse whoever does not fit the run that is there; `waited` callers belong to it, whoever named it."""
     asked = content.run_id if waited and not greeting.run_id else greeting.run_id
     check_run(asked, holding, observer=greeting.observer)
     if greeting.num_servers:
@@ -313,7 +313,7 @@ def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding
 
 
 def check_restoring(header: RunHeader, *, run_id: str, told: RuleSettings | None) -> None:
-    """Refuses a checkpoint that contradicts what the server was told: its run, or its optimizer."""
+    """Refuse a checkpoint that contradicts what the server was told: its run, or its optimizer."""
     if run_id and header.run_id != run_id:
         raise RunMismatch(
             f"the checkpoint is of run {header.run_id!r}, but this server was started for "
@@ -340,5 +340,5 @@ def new_name() -> str:
 
 
 def is_measurement(run_id: str) -> bool:
-    """Whether the run of that name only measures: nothing of it is kept."""
+    """Return whether the run of that name only measures: nothing of it is kept."""
     return _NAME.fullmatch(run_id) is not None

@@ -58,11 +58,11 @@ class Initialization:
         return sum(values.nbytes for values in list(self._received.values()))
 
     def abandon(self) -> None:
-        """Lets go of all shards: another has begun, and memory is for one."""
+        """Let go of all shards: another has begun, and memory is for one."""
         self._abandoned, self._received = True, {}
 
     def join(self, opening: Opening, partition: Partition, settings: RuleSettings) -> None:
-        """Lets another process of the same replica in; BadRequest where it sends another model or optimizer."""
+        """Let another process of the same replica in; BadRequest where it sends another model or optimizer."""
         mine = f"replica {opening.replica!r} so far"
         difference = first_difference(
             self.partition.model, partition.model, mine_name=mine, theirs_name=f"process {opening.worker_id!r}"
@@ -78,7 +78,7 @@ class Initialization:
         return shard.length if shard else 0
 
     def add(self, shard_id: int, codec: Codec, payload: memoryview) -> None:
-        """Takes one shard's parameters, decoded; a shard sent again replaces what was there."""
+        """Take one shard's parameters, decoded; a shard sent again replaces what was there."""
         shard = self._expected.get(shard_id)
         if shard is None:
             raise BadRequest(
@@ -101,7 +101,7 @@ class Initialization:
             self._received[shard_id] = values
 
     def take(self) -> dict[int, Floats] | None:
-        """Hands over all shards, to the first that asks; None while other processes of the replica have yet to send.
+        """Hand over all shards, to the first that asks; None while other processes of the replica have yet to send.
 
         BadRequest names those that never came from a worker of one process.
         """

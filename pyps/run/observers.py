@@ -1,4 +1,4 @@
-"""What people are told of a run: what happened to it, and what waiting calls wait for."""
+"""What people see of a run: its events, and what waiting calls wait for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from operator import attrgetter
 from threading import Lock
 
 from pyps import logs
+from pyps.core.effects import Wake
 
-# Beyond this the oldest of the most frequent kind is forgotten: a long run does not fill the memory, and workers that
-# come and go all the time push nothing out that happens once.
+# Beyond this the oldest event of the most frequent kind is dropped: memory is bounded, and rare events are kept.
 EVENTS_MAX = 1000
 
 log = logs.get("pyps.run")
@@ -22,16 +22,17 @@ log = logs.get("pyps.run")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to the run. `time` is in seconds of the run's clock."""
+    """Something that happened to the run."""
 
     # Counts up from 1 as long as the server runs.
     number: int
+    # In seconds of the run's clock.
     time: float
     # "joined", "left", "expired", "back", "stalled", "round", "configured", "owner", "ready", "finished",
     # "replica".
     kind: str
     message: str
-    # Whom it is about; empty where that is no worker.
+    # The worker that it is about; empty for none.
     worker: str
 
 
@@ -46,7 +47,7 @@ class Events:
         self._number = 0
 
     def add(self, kind: str, what: str, *, warning: bool = False, **facts: object) -> None:
-        """Notes what happened just now, with its facts by name, and logs it."""
+        """Keep and log an event with its facts by name."""
         facts = {name: fact for name, fact in facts.items() if fact != ""}
         words = [f"{name.replace('_', ' ')} {fact}" for name, fact in facts.items()]
         message = f"{what}: {', '.join(words)}" if words else what
@@ -59,7 +60,7 @@ class Events:
         (log.warning if warning else log.info)(what, **facts)
 
     def since(self, number: int) -> list[Event]:
-        """The events after that number, as far as they are kept."""
+        """Return the kept events after that number."""
         with self._lock:
             kept = [event for event in chain(*self._events.values()) if event.number > number]
         return sorted(kept, key=attrgetter("number"))
@@ -70,16 +71,16 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One waiting call. Both of its questions may take a shard's lock: not for the event loop."""
+    """One waiting call. `describe` and `waits_for` may take a shard's lock: not for the event loop."""
 
-    # Who waits; empty for an observer.
+    # The waiting worker; empty for an observer.
     worker_id: str
-    # What for, in words, as things stand when it is asked.
+    # Returns in words what the call waits for now.
     describe: Callable[[], str]
-    # The workers whose push or step would end it.
+    # Returns the workers whose push or step would end the wait.
     waits_for: Callable[[], tuple[str, ...]]
-    # Called from any thread when something happened that may have made the wait pointless; must be quick.
-    wake: Callable[[], None]
+    # Called when the wait may have become pointless.
+    wake: Wake
 
 
 class Waits:
@@ -93,7 +94,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Shows a wait while the block runs."""
+        """Show a wait while the block runs."""
         with self._lock:
             wait_id = next(self._ids)
             self._waits[wait_id] = wait
@@ -104,17 +105,17 @@ class Waits:
                 del self._waits[wait_id]
 
     def wake_all(self) -> None:
-        """Makes every waiting call look again at the run's state: it has changed."""
+        """Make every waiting call check the run's state again."""
         for wait in self._all():
             wait.wake()
 
     def descriptions(self) -> list[str]:
-        """The waits in words, equal ones counted."""
+        """Return the waits in words, equal ones counted."""
         counts = Counter(wait.describe() for wait in self._all())
         return [what if count == 1 else f"{what} ({count} calls)" for what, count in counts.items()]
 
     def waits_for(self) -> dict[str, tuple[str, ...]]:
-        """Each waiting worker, and the workers that it waits for."""
+        """Return the workers that each waiting worker waits for."""
         result: dict[str, tuple[str, ...]] = {}
         for wait in self._all():
             if wait.worker_id:
@@ -126,12 +127,12 @@ class Waits:
             return list(self._waits.values())
 
 
-# A busy machine delays a look by less.
+# A busy machine delays a check by less.
 LATE_SECONDS = 1.0
 
 
 class Standstill:
-    """Tells by looks at a clock, which are due at an interval, for how long nobody could be heard."""
+    """Measures, by checks at an interval, for how long the server stood still and received nothing."""
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float]) -> None:
         self._interval_seconds = interval_seconds
@@ -139,7 +140,7 @@ class Standstill:
         self._looked_at = clock()
 
     def look(self) -> float:
-        """The seconds by which this look comes too late; 0 where that is little."""
+        """Return the seconds by which this check comes too late; 0 where that is little."""
         before, self._looked_at = self._looked_at, self._clock()
         late = self._looked_at - before - self._interval_seconds
         return late if late > LATE_SECONDS else 0.0

@@ -1,4 +1,4 @@
-"""How the workers and the shards of a run work together: pushes, rounds, pace, stalls, the behaviour in force."""
+"""How a run's workers and shards work together: pushes, rounds, steps, stalls, the behaviour in force."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Settled:
-    """What a change of protocol made of the gradients that waited."""
+    """What became of waiting gradients when the protocol changed."""
 
     gradients: int
     updates: int
 
 
 class RoundController:
-    """Keeps protocol, pace and membership in step. Every method may be called from any thread.
+    """Applies the protocol to pushes, steps and changes of the membership. Every method may be called from any thread.
 
-    What completes rounds or settles gradients runs kernels under shards' locks: not for the event loop.
+    Methods that complete rounds or settle gradients run kernels under shards' locks: not for the event loop.
     """
 
     def __init__(
@@ -73,35 +73,36 @@ class RoundController:
         self._statistics = statistics
         self._events = events
         self._clock = clock
-        # None where all is free, which costs a push nothing.
+        # None for no bounds, which costs a push nothing.
         self._bounds = Bounds.parse(config.bounds) if config.bounds else None
         # Whether every push is written to a log.
         self.logged = recorder is not None
         self.pending = PendingBudget(config.max_pending_bytes)
         self.owner = ScheduleOwner()
         self.steps = StepGate()
-        # Held for one event at the gate of steps, or a look at it; no other lock is taken meanwhile.
+        # Held for one call of the gate of steps; no other lock is taken meanwhile.
         self._steps_lock = Lock()
         self._caveats = Caveats()
-        # Called for a worker that is gone, with whether it was lost rather than left by itself.
+        # Called for a worker that is gone: its id, and True where it was lost rather than left.
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
-        # Called after an update, with its shard; None where nothing depends on it.
+        # Called after an update with its shard; None for no call.
         self.on_update: Callable[[Store], None] | None = None
-        # Held for one change, or one look at rounds, at a time; taken before any shard's lock.
+        # Held for one change, or one check of all rounds, at a time; taken before any shard's lock.
         self._lock = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
         self.behaviour = config.behaviour
         self._content: ReadyContent | None = None
-        # The workers with whom rounds were looked at last.
+        # The roster with which rounds were last completed.
         self._roster = Roster()
-        self._told: tuple[str, ...] = ()
+        # The warnings that were logged last.
+        self._warned: tuple[str, ...] = ()
 
     def begin(self, content: ReadyContent) -> None:
-        """Takes the shards in, which serve from now on."""
+        """Serve these shards from now on."""
         with self._lock:
             self._content = content
             if content.initializer is None and not self._membership.expected_workers:
-                # Whoever pushed to a round before the server ended is likely to come back.
+                # Workers that pushed to a round before the server ended are likely to come back.
                 former: dict[int, set[str]] = {}
                 for shard_id, shard in content.shards.items():
                     former.setdefault(content.parts[shard_id], set()).update(shard.contributors())
@@ -111,12 +112,12 @@ class RoundController:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What people should know about the behaviour with the workers that count, in sentences."""
+        """What people should know about the behaviour with the active workers, in sentences."""
         return self._warnings_with(self._membership.roster.num_expected)
 
     @property
     def warnings_of_a_change(self) -> tuple[str, ...]:
-        """The same for whoever changes it; where nobody counts now, with the workers to expect or those known."""
+        """The same after a change of settings; with the expected or known workers where none is active."""
         members = len(self._membership.names())
         return self._warnings_with(self._membership.roster.num_expected or self._membership.expected_workers or members)
 
@@ -132,7 +133,7 @@ class RoundController:
         return growth.size(shard.examples) if shard is not None and growth else 0
 
     def roster_of(self, shard_id: int) -> Roster:
-        """The workers that are active at a shard: those, or processes of replicas, that hold its part."""
+        """Return the workers, or processes of replicas, that are active and hold a shard's part of the model."""
         # A call that waits may name a shard of a run that was reset.
         parts = self._content.parts if self._content is not None else {}
         return self._membership.roster.of_part(parts.get(shard_id, 0))
@@ -221,7 +222,7 @@ class RoundController:
         )
 
     def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
-        """Lets whoever sends a learning rate or a momentum own the schedule; see `ScheduleOwner.claiming`."""
+        """Make a worker that sends rates the owner of the schedule; see `ScheduleOwner.claiming`."""
         rated = [gradient.worker_id for gradient in gradients if gradient.schedules]
         names = [self._membership.name_of(worker_id) for worker_id in rated]
         schedule = self.behaviour.schedule.text
@@ -229,7 +230,7 @@ class RoundController:
         return self.owner.claiming(names, schedule=own, events=self._events)
 
     def _hear(self, gradient: Gradient, secret: bytes, *, now: float) -> Roster:
-        """Takes note of whose push it is; returns the workers that count with it."""
+        """Note a worker's push in the membership; return the roster with that worker."""
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
         roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock, secret=secret)
         if roster is None:
@@ -238,7 +239,7 @@ class RoundController:
             )
             self.carry_out(effects)
         if self.steps.pacer is not None and self.steps.pacer.missing:
-            # At work already, with or without asking.
+            # It computes already, whether it asked or not.
             self.at_gate(self.steps.excuse, [self._membership.name_of(worker_id)])
         return roster
 
@@ -266,19 +267,19 @@ class RoundController:
         if update is not None:
             self._moved(shard, receipt.version_after)
         elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
-            # Somebody went while this push was on its way: whoever completed rounds then did not see it.
+            # A worker went meanwhile, and the rounds were completed before this push had arrived.
             self._complete(content, shard, self._membership.roster)
 
-    # What the core asks for.
+    # Effects of membership and steps.
 
     def carry_out(self, effects: Effects) -> None:
-        """Does what an event asks for; rounds without those that went are completed by `complete_rounds`."""
+        """Carry out the effects of an event. Rounds without departed workers are left to `complete_rounds`."""
         for kind, what, facts, warning in effects.told:
             self._events.add(kind, what, warning=warning, **facts)
         for worker_id, lost in effects.gone:
             self.on_gone(worker_id, lost)
         for name in effects.departed:
-            # Nobody waits for its next step any more.
+            # No other worker waits for its next step any more.
             self.at_gate(self.steps.depart, name)
             if self.owner.release(name):
                 self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
@@ -289,13 +290,13 @@ class RoundController:
         wake_all(effects.wakes)
 
     def at_gate(self, event: Callable[P, Effects], *arguments: P.args, **named: P.kwargs) -> None:
-        """Lets one of its events happen at the gate of steps, and does what it asks for."""
+        """Call a method of the gate of steps under its lock, and carry out the effects."""
         with self._steps_lock:
             effects = event(*arguments, **named)
         self.carry_out(effects)
 
     def may_proceed(self, worker_id: str, *, clock: int, wake: Wake) -> bool:
-        """Whether the worker may begin the step after `clock` steps; if not, `wake` says when to ask again."""
+        """Return whether the worker may begin the step after `clock` steps; if not, `wake` says when to ask again."""
         name = self._membership.name_of(worker_id)
         with self._steps_lock:
             granted, effects = self.steps.ask(name, clock, wake)
@@ -303,7 +304,7 @@ class RoundController:
         return granted
 
     def complete_rounds(self) -> None:
-        """Makes the updates that are due since other workers count."""
+        """Make the updates that are due since the roster has changed."""
         with self._lock:
             content, before, roster = self._content, self._roster, self._membership.roster
             if content is None or roster is before:
@@ -321,7 +322,7 @@ class RoundController:
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
     def _look_for_stalls(self, now: float) -> None:
-        """Stops counting workers that live and yet hold the others up for too long."""
+        """Find the workers that hold others up, and stop waiting for those that do so for too long."""
         with self._lock:
             content, roster = self._content, self._membership.roster
             if content is None:
@@ -330,7 +331,7 @@ class RoundController:
             waited_for = set[str]()
             # In the order of the rosters, each once.
             awaited = list(dict.fromkeys(name for of_part in content.rosters(roster) for name in of_part.awaited))
-            # Most of the time nobody is idle, and no lock is taken.
+            # Most of the time no worker is idle, and no shard's lock is taken.
             for shard_id, shard in content.shards.items() if idle or awaited else ():
                 if shard.num_pending:
                     waited_for.update(shard.waiting_for(content.roster_of(shard_id, roster)))
@@ -343,13 +344,13 @@ class RoundController:
         self.carry_out(stalled)
 
     def waited_for_by(self, worker_id: str) -> tuple[str, ...]:
-        """Whom a worker waits for that may not begin its next step yet."""
+        """Return the workers that a worker waits for before its next step."""
         alive, name = self._membership.names(alive=True), self._membership.name_of(worker_id)
         with self._steps_lock:
             return self.steps.awaited(alive) or self.steps.waiting_for(name)
 
     def tick(self, now: float) -> None:
-        """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
+        """Expire leases, find stalls, and complete rounds without the workers that are out."""
         self.carry_out(self._membership.expire(now))
         content = self._content
         if content is None:
@@ -357,21 +358,21 @@ class RoundController:
         if content.initializer is None:
             missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
             if missing and now - content.ready_at > self._membership.lease_seconds:
-                # Those that live have given a heartbeat by now.
+                # Live workers have given a heartbeat by now.
                 self.carry_out(self._membership.expect_no_more())
         self._look_for_stalls(now)
         self.complete_rounds()
         self._warn()
 
     def _warn(self) -> None:
-        """Tells what people should know about the protocol, once, when the workers that count have settled."""
+        """Log new warnings about the protocol, once the roster has settled."""
         warnings = self.warnings
-        if warnings != self._told and self._membership.roster is self._roster:
-            self._told = warnings
+        if warnings != self._warned and self._membership.roster is self._roster:
+            self._warned = warnings
             for warning in warnings:
                 self._events.add("warning", warning, warning=True)
 
-    # What people change.
+    # Changes of settings.
 
     def configure(
         self,
@@ -383,18 +384,17 @@ class RoundController:
         num_servers: int,
         validate_only: bool = False,
     ) -> Settled:
-        """Changes what is named, on all shards; everything is checked before anything changes.
+        """Change the named settings on all shards, after all of them were checked.
 
-        Gradients that wait for a protocol that goes become one update of each shard, by that protocol's rule.
+        Gradients that wait under the old protocol become one update of each shard, by that protocol's rule.
         """
         staleness = staleness or aggregation.brought_policy(protocol)
         with self._lock:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
-            asked = behaviour.aggregation
-            asked.check_change(self.behaviour.aggregation)
-            asked.check_servers(num_servers)
+            behaviour.aggregation.check_change(self.behaviour.aggregation)
+            behaviour.aggregation.check_servers(num_servers)
             for member in self._membership.alive():
-                asked.check_worker(member.worker_id, member.parts, member.replica)
+                behaviour.aggregation.check_worker(member.worker_id, member.parts, member.replica)
             if learning_rate is not None:
                 require_rate(learning_rate)
                 if self._bounds is not None:
@@ -417,29 +417,29 @@ class RoundController:
         return settled
 
     def adopt(self, behaviour: Behaviour) -> Settled:
-        """Puts a behaviour in force on all shards, whatever they went by before."""
+        """Put a behaviour in force on all shards."""
         with self._lock:
             return self._adopt(behaviour, learning_rate=None)
 
     def go_on(self, in_force: Behaviour, *, kept: Behaviour, told: Behaviour) -> None:
-        """Puts in force what a restored run goes on with: what its checkpoint kept, or what the server was told."""
+        """Put the behaviour of a restored run in force: that of its checkpoint, or of the server's flags."""
         self.adopt(in_force)
         if in_force != kept:
-            what = "the server was told other settings than the checkpoint holds"
+            what = "the server was started with other settings than the checkpoint's"
             self._events.add("configured", what, **in_force.texts)
         elif in_force != told:
-            what = "the run keeps its checkpoint's settings where the server was told no others"
+            what = "the run keeps its checkpoint's settings where no flag sets others"
             self._events.add("configured", what, **kept.texts)
 
     def expect(self, num_workers: int) -> None:
-        """Waits for so many workers at the beginning, those that pushed or are gone included; 0 when unknown."""
+        """Wait for so many workers at the beginning, including those that pushed or are gone; 0 when unknown."""
         with self._lock:
             self._membership.expect(num_workers)
             self.at_gate(self.steps.expect, self._membership.quorum, self._membership.arrived())
         self._events.add("configured", "settings changed", expected_workers=num_workers)
         self.complete_rounds()
 
-    # Helpers; those from here on are called under the lock.
+    # What follows is called under the lock.
 
     def _changed(self, *, protocol: str, policy: str, schedule_text: str) -> Behaviour:
         old = self.behaviour
@@ -508,7 +508,7 @@ class RoundController:
 
 
 class ScheduleOwner:
-    """At most one worker, or replica, from its first learning rate until it goes. May be used from any thread."""
+    """The one worker, or replica, that sets rates, from its first rate until it goes. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -521,10 +521,9 @@ class ScheduleOwner:
         return self._worker_id
 
     def claim(self, worker_id: str, *, schedule: str) -> bool:
-        """Lets a worker set the learning rate; True where it is the owner from now on.
+        """Let a worker set the learning rate; return True where it becomes the owner by that.
 
-        Raises ScheduleOwned where another worker does, or the server's own schedule (`schedule`, empty where it
-        has none).
+        Raises ScheduleOwned where another worker is, or where the server has a `schedule` of its own.
         """
         if schedule:
             raise ScheduleOwned(
@@ -542,7 +541,7 @@ class ScheduleOwner:
             return claimed
 
     def release(self, worker_id: str) -> bool:
-        """Ends a worker's ownership; False where it was not the owner."""
+        """End a worker's ownership; False where it was not the owner."""
         with self._lock:
             owned = self._worker_id == worker_id and bool(worker_id)
             if owned:
@@ -551,9 +550,9 @@ class ScheduleOwner:
 
     @contextmanager
     def claiming(self, worker_ids: Sequence[str], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
-        """Makes a worker that sends rates the owner, if one of the receipts then says that a gradient was taken.
+        """Make a worker that sends rates the owner, if the receipts say that one of its gradients was taken.
 
-        Yields the list to put the receipts into. Raises ScheduleOwned where another owns the schedule.
+        Yields the list to put the receipts into. Raises ScheduleOwned where another worker owns the schedule.
         """
         receipts: list[Receipt] = []
         claimed = [worker_id for worker_id in worker_ids if self.claim(worker_id, schedule=schedule)]
@@ -578,19 +577,19 @@ _NO_EXAMPLES = (
     " {} does not move"
 )
 
-# By then a worker that counts its examples has pushed.
+# After so many updates a worker that counts its examples has pushed.
 UPDATES_BEFORE_DOUBT = 100
 
 
 class Caveats:
-    """Remembers what a warning needs. May be used from any thread."""
+    """What warnings about the behaviour depend on. May be used from any thread."""
 
     def __init__(self) -> None:
-        # Whether gradients came with a count of their examples, and whether some came without.
+        # True where gradients came with a count of their examples, False where some came without.
         self.counted = set[bool]()
 
     def sentences(self, behaviour: Behaviour, shard: Store | None, *, num_workers: int) -> tuple[str, ...]:
-        """The warnings with so many workers, judging by one shard where there is one."""
+        """Return the warnings with so many workers; `shard` is one of the run's, if it has any."""
         warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
         if behaviour.aggregation.weighs_examples and len(self.counted) == 2:
             warnings += (_COUNTS_DIFFER,)

@@ -1,4 +1,4 @@
-"""The run that a server holds, from empty over initialised to finished."""
+"""The run that a server holds: empty, initialised, finished."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logs.get("pyps.run")
 class Run:
     """One run, or the place for one. Every method may be called from any thread.
 
-    `_lock` guards which run it is; it is never held while a shard is updated or a caller waited for.
+    `_lock` guards which run it is. Nobody holds it while a shard is updated or a call waits.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Run:
             clock=self.clock,
             recorder=self.recorder,
         )
-        # Guarded by _lock, as is what comes in of the first parameters.
+        # Guarded by _lock, as the incoming first parameters are.
         self.election = Election(
             lease_seconds=config.lease_seconds,
             # The other servers remember terms over a restart of this one.
@@ -96,7 +96,7 @@ class Run:
             accumulate=lambda: self._aggregation.accumulate,
             epochs_ahead=self._epochs_ahead,
             on_event=self.events.add,
-            # A checkpoint may not know of leases that were given out before the server ended.
+            # A checkpoint may lack leases that were granted before the server ended.
             first_lease=time.time_ns() // 1_000,
         )
         self.rounds.on_gone = lambda worker_id, lost: self.work.release(worker_id, lost=lost)
@@ -108,17 +108,17 @@ class Run:
     # How workers come and go.
 
     def hello(self, greeting: Greeting) -> Welcome:
-        """Takes a caller in, or refuses it with the reason; elects it where somebody has to initialise."""
+        """Let a caller join, or refuse it with the reason; elect it where the run needs an initialiser."""
         handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
         if not self.is_ready and not greeting.observer:
-            # Not under the lock: to cut a large model takes long. Who finds a run there after all is compared with it.
+            # Not under the lock: to split a large model takes long. Where a run begins meanwhile, it is compared below.
             handshake.check_initialization(greeting, config=self.config, told=self.told, protocol=self._aggregation)
         now = self.clock()
         with self._lock:
             self._refuse_when_draining()
             content = self.content
             if isinstance(content, ReadyContent):
-                # Who came while the server was empty waited for the first parameters: it is of this run.
+                # A worker that joined while the server was empty belongs to this run, which it waited for.
                 member = self.membership.get(greeting.worker_id)
                 waited = member is not None and member.incarnation == greeting.incarnation
                 handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
@@ -157,7 +157,7 @@ class Run:
         clock: int,
         scalars: Mapping[str, float],
     ) -> Pulse:
-        """Renews a worker's lease and tells what the server wants of it."""
+        """Renew a worker's lease; return the run's state, and whether the worker has to stop."""
         known = run_id == self.content.run_id or not run_id
         try:
             if known:
@@ -172,30 +172,30 @@ class Run:
         return Pulse(known, state == RunState.FINISHED, state, content.epoch, content.version_max)
 
     def heard(self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"") -> None:
-        """Takes a worker's call as a heartbeat; refuses one of another run, of an unknown worker or not its own."""
+        """Count a worker's call as a heartbeat; refuse another run, an unknown worker and a wrong secret."""
         self._require_run(self._require_content(), run_id)
         self.rounds.carry_out(self.membership.heard(worker_id, incarnation, now=self.clock(), secret=secret))
 
     def require_named(self, run_id: str) -> None:
-        """Refuses a caller that names another run; one may name none, as while nobody knew its name."""
+        """Refuse a caller that names another run; it may name none, as before the run had a name."""
         if self.is_ready:
             self._require_run(self.content, run_id or None)
 
     def leave(
         self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"", *, failed: bool, message: str
     ) -> int:
-        """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
-        # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
+        """End a worker's membership; return how many are alive. Call `rounds.complete_rounds` next."""
+        # Before there is a run, its first workers wait for parameters, or send them.
         if not self.is_ready or run_id == self.content.run_id:
             now = self.clock()
             left = self.membership.leave(worker_id, incarnation, now=now, failed=failed, message=message, secret=secret)
             self.rounds.carry_out(left)
         return self.membership.num_alive
 
-    # How the first parameters come in.
+    # The first parameters.
 
     def begin_initialize(self, opening: Opening) -> Initialization | None:
-        """Opens an initialisation; None when this very one is done already."""
+        """Open an initialisation; return None when this one is complete already."""
         handshake.check_opening(opening)
         self.membership.require_own(opening.worker_id, opening.incarnation, opening.secret, replica=opening.replica)
         with self._lock:
@@ -217,21 +217,21 @@ class Run:
             return self.incoming
 
     def renew_term(self, opening: Opening) -> None:
-        """Prolongs the initialiser's turn; Superseded when it has passed to another, ReplicaLost when it is out."""
+        """Prolong the initialiser's turn; Superseded when another has it, ReplicaLost when its replica is out."""
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
-            # It may be at it for longer than its lease.
+            # It may take longer than its lease.
             heard = self.membership.heard(
                 opening.worker_id, opening.incarnation, now=self.clock(), secret=opening.secret
             )
             self.rounds.carry_out(heard)
         with self._lock:
-            # Another call may have brought the last shards meanwhile.
+            # Another call may have completed the initialisation meanwhile.
             if not self.election.is_done(opening.claim):
                 self.election.renew(opening.claim, now=self.clock())
 
     def commit(self, initialization: Initialization) -> None:
-        """Makes the collected parameters the run's, if all are there: from now on it serves."""
+        """Make the collected parameters the run's, if they are complete: from now on it serves."""
         with self._lock:
             received = initialization.take()
         if received is None:
@@ -241,7 +241,7 @@ class Run:
             with self._lock:
                 if self._already_initialized(initialization.opening):
                     return
-            # Not under the lock: it takes as long as the disk does.
+            # Not under the lock: it writes to disk.
             self._begin_log(content)
             with self._lock:
                 if self._already_initialized(initialization.opening):
@@ -250,9 +250,9 @@ class Run:
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
-        """Goes on from a checkpoint under a new epoch; refuses one that contradicts what the server was told.
+        """Go on from a checkpoint under a new epoch; refuse one that contradicts the server's flags.
 
-        It goes on as it was: with what was changed meanwhile, and what the server is not told anew, in force.
+        The checkpoint's settings stay in force, except those that the server's flags now set otherwise.
         """
         header = restored.header
         handshake.check_restoring(header, run_id=self.config.run_id, told=self.told)
@@ -264,7 +264,7 @@ class Run:
         in_force.aggregation.check_servers(header.num_servers)
         in_force.aggregation.check_change(kept.aggregation)
         with self._lock:
-            # Gradients that wait are settled by the protocol that kept them, should another be told now.
+            # Waiting gradients are settled by the protocol that parked them, where the flags now name another.
             self.rounds.adopt(kept)
             content = self._factory(header.epoch + 1).restored(restored, now=self.clock())
             if restored.work is not None:
@@ -274,25 +274,24 @@ class Run:
         self.rounds.go_on(in_force, kept=kept, told=told)
         self.on_ready()
 
-    # How the run moves.
+    # Pushes, pulls and time.
 
     def scan(self, gradient: Gradient, shard_id: int, *, run_id: str | None = None) -> Finding:
-        """Looks through one part of a push that is to be taken as a whole or not at all, and changes nothing.
+        """Scan one part of a push for NaN and infinity, before any part of it is applied.
 
-        Raises as `push` does for a part that does not fit. Scan all parts (several threads may), then push each
-        with `finding=first_of(findings)`: where one of them holds NaN or infinity every shard refuses
-        its part (NOT_FINITE), and no part is scanned twice.
+        Raises as `push` does for a part that does not fit. Scan all parts (several threads may), then push each with
+        `finding=first_of(findings)`: if one part is not finite, every shard refuses its part (NOT_FINITE).
         """
         shard = self._serving(run_id).shard(shard_id)
         return scan(gradient, shard_id=shard_id, shard_length=shard.length)
 
     def push(self, plan: PushPlan, *, run_id: str | None = None, finding: Finding | None = None) -> Pushed:
-        """Handles one pushed shard; see `Shard.push`. `run_id` None trusts the caller to mean this run.
+        """Handle one pushed shard; see `Shard.push`. `run_id` None trusts the caller to mean this run.
 
-        Parameters that it brings are counted and logged as a pull of the worker.
+        Parameters in the reply are counted and logged as a pull of the worker.
         """
         content = self.content
-        # The usual case first: a small push is over in no time.
+        # The usual case first: a small push takes microseconds.
         if not isinstance(content, ReadyContent) or self._draining or (run_id is not None and run_id != content.run_id):
             content = self._serving(run_id)
         return self.rounds.push(content, plan, finding=finding)
@@ -300,7 +299,7 @@ class Run:
     def push_whole(
         self, plans: Sequence[PushPlan], *, run_id: str | None = None, finding: Finding | None = None
     ) -> list[Pushed]:
-        """Handles all parts of one push as one; see `RoundController.push_whole`."""
+        """Handle all parts of one push as one; see `RoundController.push_whole`."""
         return self.rounds.push_whole(self._serving(run_id), plans, finding=finding)
 
     def may_proceed(
@@ -314,10 +313,10 @@ class Run:
         wake: Callable[[], None],
         again: bool = False,
     ) -> bool:
-        """Whether a worker may begin its next step; where not, `wake` is called when it is worth asking again.
+        """Return whether a worker may begin its next step; if not, `wake` is called when the call should ask again.
 
-        The worker's call renews its lease. To ask `again` for a call that has waited is none: it raises
-        WaitTimedOut where the worker's lease ran out meanwhile.
+        The worker's call renews its lease. A call that waited and asks `again` does not: it raises WaitTimedOut where
+        the lease ran out meanwhile.
         """
         self._serving(run_id)
         if again:
@@ -338,7 +337,7 @@ class Run:
         schedule: str = "",
         validate_only: bool = False,
     ) -> Settled:
-        """Changes what is named, on all shards, while the run goes on; see `RoundController.configure`."""
+        """Change the named settings on all shards while the run goes on; see `RoundController.configure`."""
         content = self._require_content()
         settled = self.rounds.configure(
             protocol=protocol,
@@ -348,7 +347,7 @@ class Run:
             num_servers=content.partition.num_servers,
             validate_only=validate_only,
         )
-        # Whoever waits may wait for something that no longer comes.
+        # Calls may wait for something that no longer comes.
         self.waits.wake_all()
         return settled
 
@@ -362,7 +361,7 @@ class Run:
         observer: bool,
         shard_ids: Iterable[int],
     ) -> list[Store]:
-        """The shards that a caller may read, those named or all that it may; a worker's lease is renewed."""
+        """Return the named shards, or all that the caller may read; renew a worker's lease."""
         content = self._require_content()
         if observer:
             handshake.check_run(run_id, self.holding(), observer=True)
@@ -377,15 +376,15 @@ class Run:
         return shards or [shard for i, shard in content.shards.items() if member.holds(content.parts[i])]
 
     def stood_still(self, seconds: float) -> None:
-        """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
+        """Prolong all leases by a time in which the server itself stood still."""
         self.rounds.carry_out(self.membership.stood_still(seconds, now=self.clock()))
         with self._lock:
             self.election.stood_still(seconds)
 
     def tick(self, now: float | None = None) -> None:
-        """Does what time brings: forgets silent workers, ends a run whose time is over, forgets one that measured.
+        """Expire silent workers, end a run whose time is over, forget one that measured.
 
-        It may run kernels, for rounds that others are done without: not for the event loop.
+        It may run kernels, where rounds complete without a worker: not for the event loop.
         """
         now, content = self.clock() if now is None else now, self.content
         self.rounds.tick(now)
@@ -396,18 +395,18 @@ class Run:
                 self.reset(content.run_id)
 
     def finish(self, reason: str = "stopped on request") -> None:
-        """Ends the run: pushes are refused, workers told to stop; pulls go on."""
+        """End the run: refuse pushes and let workers stop; pulls go on."""
         if self.is_ready:
             self._ending.finish(self.content.shards.values(), reason)
 
     def drain(self) -> None:
-        """Refuses everything from now on, before the server ends; waiting calls end too."""
+        """Refuse all calls from now on, before the server ends; end waiting calls."""
         with self._lock:
             self._draining = True
         self.waits.wake_all()
 
     def reset(self, run_id: str, *, validate_only: bool = False) -> None:
-        """Forgets the run that goes by that name: the server is empty afterwards."""
+        """Forget the run of that name: the server is empty afterwards."""
         with self._lock:
             content = self.content
             if not self.is_ready:
@@ -416,18 +415,18 @@ class Run:
                 raise RunMismatch(f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset")
             if validate_only:
                 return
-            # Held versions of the forgotten run mean nothing in the next.
+            # Versions of the forgotten run mean nothing in the next.
             self._clear(epoch=content.epoch + 1)
         for shard in content.shards.values():
             shard.finish()
         self.waits.wake_all()
         self.events.add("reset", "run reset", run=run_id)
 
-    # What the run is.
+    # State.
 
     @property
     def state(self) -> RunState:
-        """Where the server stands with its run."""
+        """The state of the server and its run."""
         if self._draining:
             return RunState.DRAINING
         if self._ending.over:
@@ -443,7 +442,7 @@ class Run:
 
     @property
     def measures(self) -> bool:
-        """Whether the run held is that of a `pyps bench`, of which nothing is to be kept."""
+        """Whether the run is that of a `pyps bench`, of which nothing is kept."""
         return is_measurement(self.content.run_id)
 
     @property
@@ -452,26 +451,27 @@ class Run:
         return self.content.mutex if self.is_ready and self._aggregation.whole_model else None
 
     def holding(self) -> Holding:
-        """What the server holds, as a newcomer is told."""
+        """Return the run held, as refusals of newcomers name it."""
         last, now = self.statistics.last_update, self.clock()
         return Holding(self.content.run_id, self.content.version_max, None if last is None else now - last)
 
     @property
     def done(self) -> bool:
-        """True when as many workers as expected (at least one) have joined, and none of them is left."""
+        """Whether as many workers as expected (at least one) have joined, and none of them is left."""
         return not self.measures and self.membership.done(expected_workers=self.membership.expected_workers)
 
     @property
     def workers_finished(self) -> bool:
-        """True when it is done and no worker failed, or fell silent, that has not come again and finished."""
+        """Whether it is done and each worker finished, if not in its first life."""
         return not self.measures and self.membership.finished(expected_workers=self.membership.expected_workers)
 
     def header(self) -> RunHeader:
-        """What the run is, apart from its shards: the head of a checkpoint."""
+        """Return the head of a checkpoint: the run without its shards."""
         return self._header(self._require_content())
 
     def snapshot(self) -> Snapshot:
-        """What a checkpoint is made of. The queue before the shards: an example is rather trained twice than lost."""
+        """Return the run for a checkpoint."""
+        # The queue before the shards: an example is trained twice rather than lost.
         work = None if self.work.spec is None else self.work.state()
         content = self._require_content()
         return Snapshot(self._header(content), dict(content.shards), content.machine, work)
@@ -519,13 +519,13 @@ class Run:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
 
     def _is_told(self, name: str) -> bool:
-        """Whether somebody chose that setting for this server, be it by a protocol's name that brings it."""
+        """Return whether a flag of this server chose that setting, or a protocol's name that brings it."""
         if name == "staleness" and self._is_told("protocol") and brought_policy(self.config.protocol):
             return True
         return name in self.config.given or getattr(self.config, name) != getattr(type(self.config), name)
 
     def _already_initialized(self, opening: Opening) -> bool:
-        """Whether there is nothing to do; refuses whoever may not initialise now."""
+        """Return whether the initialisation is complete; refuse a worker that may not initialise now."""
         self._refuse_when_draining()
         self.membership.require_replica(opening.replica, opening.incarnation)
         return not self.election.open(

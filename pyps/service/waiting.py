@@ -40,7 +40,7 @@ class LongPoll:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """Makes the call look again."""
+        """Make the call look again."""
         # The server may have ended meanwhile, and the loop with it.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._woken.set)
@@ -50,7 +50,7 @@ class LongPoll:
         self._woken.clear()
 
     async def wait(self) -> None:
-        """Waits until it is worth looking again; WaitTimedOut at the deadline."""
+        """Wait until it is worth looking again; WaitTimedOut at the deadline."""
         began = self._loop.time()
         try:
             with self._run.waits.waiting(self._wait):
@@ -71,7 +71,7 @@ class VersionWait:
     def __init__(
         self, run: Run, work: KernelExecutor, request: wire.PullRequest, sender: Sender, *, observer: bool = False
     ):
-        """Refuses more shards than there are, whom the run does not know, and shards that it may not read.
+        """Refuse more shards than there are, whom the run does not know, and shards that it may not read.
 
         It renews a worker's lease.
         """
@@ -161,13 +161,13 @@ class VersionWait:
         return None
 
     async def all(self) -> None:
-        """Waits until there is nothing to wait for; raises as `next`."""
+        """Wait until there is nothing to wait for; raise as `next`."""
         async with self:
             while await self.next() is not None:
                 continue
 
     def is_ready(self, shard: Store) -> bool:
-        """Whether a shard has nothing to wait for."""
+        """Return whether a shard has nothing to wait for."""
         # A finished shard never gets a newer version: what it has is the answer.
         if shard.version >= self.min_versions.get(shard.shard_id, 0) or shard.finished:
             return True

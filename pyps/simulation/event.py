@@ -75,12 +75,12 @@ class Scheduler:
         self._asked = 0
 
     def at(self, time: float, action: Callable[[], None], *, worker_id: str = "") -> None:
-        """Calls `action` at that time, or now where it has passed; what no worker does goes before what workers do."""
+        """Call `action` at that time, or now where it has passed; what no worker does goes before what workers do."""
         self._asked += 1
         heapq.heappush(self._queue, (max(time, self.now), worker_id, self._asked, action))
 
     def step(self) -> bool:
-        """Does what comes next; False when nothing is left."""
+        """Do what comes next; False when nothing is left."""
         if not self._queue:
             return False
         self.now, _, _, action = heapq.heappop(self._queue)

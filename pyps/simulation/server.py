@@ -119,7 +119,7 @@ class VirtualServer:
     # What workers ask for.
 
     def join(self, worker_id: str, incarnation: int) -> None:
-        """Takes the worker among the living."""
+        """Take the worker among the living."""
         self._living[worker_id] = incarnation
         greeting = Greeting(
             run_id=RUN_ID,
@@ -141,7 +141,7 @@ class VirtualServer:
         self._say(Kind.JOIN, worker_id)
 
     def may_proceed(self, worker_id: str, clock: int, *, wake: Callable[[], None], again: bool) -> bool:
-        """Whether the worker may begin its next step; where not, `wake` says when to ask again."""
+        """Return whether the worker may begin its next step; where not, `wake` says when to ask again."""
         incarnation = self._living[worker_id]
         granted = self.run.may_proceed(RUN_ID, worker_id, incarnation, clock=clock, wake=wake, again=again)
         if not granted and not again:
@@ -149,7 +149,7 @@ class VirtualServer:
         return granted
 
     def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
-        """Calls back for each shard once it has the version, with its number and the time from which it can be read."""
+        """Call back for each shard once it has the version, with its number and the time from which it can be read."""
         incarnation = self._living[worker_id]
         for shard in self.run.shards_to_pull(
             RUN_ID, worker_id, incarnation, observer=False, shard_ids=min_versions.keys()
@@ -160,7 +160,7 @@ class VirtualServer:
             shard.when_version(min_version, partial(self._readable, shard_id, then))
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
-        """Returns the shard's version and a copy of its parameters."""
+        """Return the shard's version and a copy of its parameters."""
         shard = self.shards[shard_id]
         held = shard.read(lambda version, parameters: (version, parameters.copy()))
         shard.note_pull(held[0], worker_id=worker_id)
@@ -168,7 +168,7 @@ class VirtualServer:
         return held
 
     def receive(self, gradients: Gradients, *, at: At, then: Answer) -> None:
-        """Takes a push; its messages come one after the other, and each is answered when it has been handled."""
+        """Take a push; its messages come one after the other, and each is answered when it has been handled."""
         seconds = self.plan.transfer_seconds
         if self.run.mutex is not None:
             # The push is staged before the model is locked.
@@ -182,14 +182,14 @@ class VirtualServer:
     # How workers go.
 
     def leave(self, worker_id: str) -> None:
-        """Takes the worker at its word that it has finished."""
+        """Take the worker at its word that it has finished."""
         self.run.leave(RUN_ID, worker_id, self._living.pop(worker_id), failed=False, message="")
         self._say(Kind.LEAVE, worker_id)
         with self._telling_rounds():
             self.run.rounds.complete_rounds()
 
     def lose(self, worker_id: str) -> None:
-        """Notes that the worker died; what the server itself sees is that the lease runs out."""
+        """Note that the worker died; what the server itself sees is that the lease runs out."""
         self._say(Kind.DIE, worker_id)
         # Until now it has sent heartbeats.
         self.run.heard(RUN_ID, worker_id, self._living.pop(worker_id))
@@ -199,12 +199,12 @@ class VirtualServer:
     # What the operator does.
 
     def pause(self, shard_id: int, seconds: float) -> None:
-        """Stops the shard for so long: pushes to it and pulls from it wait."""
+        """Stop the shard for so long: pushes to it and pulls from it wait."""
         self._resumes_at[shard_id] = self._scheduler.now + seconds
         self._free_at[shard_id] = max(self._free_at[shard_id], self._resumes_at[shard_id])
 
     def configure(self, *, protocol: str = "", staleness: str = "") -> None:
-        """Replaces what is named; what the old protocol parked is settled first."""
+        """Replace what is named; what the old protocol parked is settled first."""
         self._say(Kind.CONFIGURE, note=protocol or staleness)
         with self._telling_rounds():
             self.run.configure(protocol=protocol, staleness=staleness)
@@ -212,7 +212,7 @@ class VirtualServer:
     # Helpers.
 
     def _initialize(self, parameters: Sequence[Floats], settings: RuleSettings) -> None:
-        """Brings the first parameters in, from nobody who counts as a worker."""
+        """Bring the first parameters in, from nobody who counts as a worker."""
         run, founder, incarnation = self.run, "founder", 1
         term = run.election.elect(founder, incarnation, now=run.clock(), is_over=run.membership.is_over)
         assert term is not None
@@ -228,14 +228,14 @@ class VirtualServer:
         then(shard_id, self._resumes_at[shard_id])
 
     def _after(self, seconds: float, action: Callable[[], None], *, at: At) -> None:
-        """Acts after a time; at once where that is no time at all."""
+        """Act after a time; at once where that is no time at all."""
         if seconds > 0:
             at(self._scheduler.now + seconds, action)
         else:
             action()
 
     def _queue(self, shard_ids: Sequence[int], handle: Callable[[], None], *, at: At) -> None:
-        """Handles a message when its shards have done with those before it."""
+        """Handle a message when its shards have done with those before it."""
         now = self._scheduler.now
         begins = max(now, *(self._free_at[shard_id] for shard_id in shard_ids))
         ends = begins + self.plan.service_seconds
@@ -258,7 +258,7 @@ class VirtualServer:
         then(receipt)
 
     def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
-        """Notes that a worker waits; from now on somebody may hold others up."""
+        """Note that a worker waits; from now on somebody may hold others up."""
         self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom]))
         if self.plan.stall_seconds == float("inf"):
             return
@@ -287,7 +287,7 @@ class VirtualServer:
 
     @contextmanager
     def _telling_rounds(self) -> Iterator[None]:
-        """Tells of the shards that the block brings a new version, which no push has made."""
+        """Tell of the shards that the block brings a new version, which no push has made."""
         before = {shard_id: shard.version for shard_id, shard in self.shards.items()}
         yield
         for shard_id, shard in self.shards.items():

@@ -69,22 +69,22 @@ class Simulation:
         return self._scheduler.now
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Does something at a time: pauses a shard, replaces the behaviour."""
+        """Do something at a time: pauses a shard, replaces the behaviour."""
         self._scheduler.at(time, action)
 
     def run(self, *, seconds: float = float("inf"), pushes: int | None = None) -> None:
-        """Goes on until that time, until so many pushes were taken, or until nobody has anything to do."""
+        """Go on until that time, until so many pushes were taken, or until nobody has anything to do."""
         while self._scheduler.next_time <= seconds and (pushes is None or self.num_taken < pushes):
             if not self._scheduler.step():
                 return
 
     def receipts(self, shard_id: int | None = None) -> list[Receipt]:
-        """Returns the answers to all pushes, or to those of a shard, in the order of time."""
+        """Return the answers to all pushes, or to those of a shard, in the order of time."""
         receipts = (event.receipt for event in self.events if event.receipt is not None)
         return [receipt for receipt in receipts if shard_id is None or receipt.shard_id == shard_id]
 
     def trace(self) -> str:
-        """Returns all events, one a line."""
+        """Return all events, one a line."""
         return "".join(f"{event}\n" for event in self.events)
 
     def _note(self, event: Event) -> None:

@@ -127,7 +127,7 @@ class VirtualWorker:
         return self._joined and not self._gone
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
-        """Acts at that time, if the worker is there to act."""
+        """Act at that time, if the worker is there to act."""
         self._scheduler.at(time, lambda: None if self._gone else action(), worker_id=self.worker_id)
 
     def _join(self) -> None:

@@ -303,10 +303,10 @@ def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server
     for again in (flags, flags[:2]):
         second = start_server(*again, "--resume")
         assert in_force(second) == ("softsync:n=1", "none", 0.25)
-        assert "the run keeps its checkpoint's settings where the server was told no others" in second.output()
+        assert "the run keeps its checkpoint's settings where no flag sets others" in second.output()
         assert second.stop() == 0
 
     # As a person starts it who wants something else.
     third = start_server(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
     assert in_force(third) == ("hardsync", "hinge:a=2,b=1", 0.25)
-    assert "the server was told other settings than the checkpoint holds" in third.output()
+    assert "the server was started with other settings than the checkpoint's" in third.output()

@@ -67,7 +67,7 @@ class Barrier(Aggregation):
         return (*pending.late(roster), *roster.awaited) if pending else ()
 
     def late(self, base_version: int, version: int) -> Decision:
-        """Returns what becomes of a gradient of an earlier version."""
+        """Return what becomes of a gradient of an earlier version."""
         message = (
             f"{self.name} takes gradients of the present version {version} only, and this one was computed at"
             f" version {base_version}; pull, then compute again"
@@ -79,7 +79,7 @@ class Barrier(Aggregation):
         return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        """Returns whether so many gradients, each of another worker, make the round's update; nobody is missing.
+        """Return whether so many gradients, each of another worker, make the round's update; nobody is missing.
 
         `num_late` of the workers that count have not come. Those that have may have died since, and are in it too.
         """
@@ -87,7 +87,7 @@ class Barrier(Aggregation):
 
     @abstractmethod
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
-        """Returns the round's update."""
+        """Return the round's update."""
 
 
 def _in_worker_order(gathered: Iterable[Contribution]) -> list[Contribution]:

@@ -35,49 +35,49 @@ class Aggregation(ABC):
 
     @abstractmethod
     def decide(self, arrival: Arrival) -> Decision:
-        """Returns what is to be done with the arrival."""
+        """Return what is to be done with the arrival."""
 
     def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        """Returns the update that is due now that other workers count; asked again after each until None."""
+        """Return the update that is due now that other workers count; asked again after each until None."""
         return None
 
     def settle(self, pending: Pending) -> Apply | None:
-        """Returns the update that all that waits becomes when another protocol takes over: its mean."""
+        """Return the update that all that waits becomes when another protocol takes over: its mean."""
         return Apply(mean(pending)) if pending else None
 
     def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
-        """Returns the workers for whose gradients those that are here wait, ascending."""
+        """Return the workers for whose gradients those that are here wait, ascending."""
         return ()
 
     def split(self, roster: Roster) -> float:
-        """Returns the updates made of one gradient from each worker: the papers' n, and about the mean staleness."""
+        """Return the updates made of one gradient from each worker: the papers' n, and about the mean staleness."""
         return 1.0
 
     def at(self, version: int) -> Aggregation:
-        """Returns the protocol in force at a shard's version; all questions about that shard go to it."""
+        """Return the protocol in force at a shard's version; all questions about that shard go to it."""
         return self
 
     def pacer(self) -> Pacer | None:
-        """Returns a new judge of who may begin a step, for server 0; None where everybody always may."""
+        """Return a new judge of who may begin a step, for server 0; None where everybody always may."""
         return None
 
     def check(self, num_workers: int) -> None:  # noqa: B027 - most protocols work with any number
-        """Raises BadRequest where the protocol cannot work with so many workers; 0 for not known."""
+        """Raise BadRequest where the protocol cannot work with so many workers; 0 for not known."""
 
     def check_servers(self, num_servers: int) -> None:  # noqa: B027 - most protocols work with any number
-        """Raises BadRequest where the protocol cannot work with the model on so many servers."""
+        """Raise BadRequest where the protocol cannot work with the model on so many servers."""
 
     def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:  # noqa: B027
-        """Raises BadRequest where the protocol cannot work with that worker.
+        """Raise BadRequest where the protocol cannot work with that worker.
 
         `parts` are those of the model that it holds, () for all; `replica` is what it is a process of, if anything.
         """
 
     def check_change(self, before: Aggregation) -> None:  # noqa: B027
-        """Raises BadRequest where a run under `before` cannot go on under this protocol."""
+        """Raise BadRequest where a run under `before` cannot go on under this protocol."""
 
     def warnings(self, num_workers: int) -> tuple[str, ...]:
-        """Returns what people should know about the protocol with so many workers, in sentences."""
+        """Return what people should know about the protocol with so many workers, in sentences."""
         return ()
 
     @property
@@ -112,7 +112,7 @@ class Aggregation(ABC):
 
 
 def mean(contributions: Iterable[Contribution]) -> tuple[Part, ...]:
-    """Returns parts of equal shares, in the order given."""
+    """Return parts of equal shares, in the order given."""
     contributions = tuple(contributions)
     share = 1.0 / len(contributions)
     return tuple(Part(contribution, share) for contribution in contributions)
@@ -169,7 +169,7 @@ class Pending:
         return self._late.keys()
 
     def add(self, contribution: Contribution) -> None:
-        """Lets one more wait."""
+        """Let one more wait."""
         gradient = contribution.gradient
         self.waiting.append(contribution)
         self._workers.add(gradient.worker_id)
@@ -202,7 +202,7 @@ class Apply(NamedTuple):
     parts: tuple[Part, ...]
 
     def share_of(self, contribution: Contribution) -> float:
-        """Returns the contribution's share of the update."""
+        """Return the contribution's share of the update."""
         for part in self.parts:
             if part.contribution is contribution:
                 return part.share

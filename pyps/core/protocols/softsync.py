@@ -35,7 +35,7 @@ class Softsync(Aggregation):
             )
 
     def gradients_per_update(self, num_workers: int) -> int:
-        """Returns the paper's c."""
+        """Return the paper's c."""
         return max(1, num_workers // self.n)
 
     def decide(self, arrival: Arrival) -> Decision:
@@ -53,7 +53,7 @@ class Softsync(Aggregation):
         return Apply(mean(islice(pending, gradients_per_update)))
 
     def split(self, roster: Roster) -> float:
-        """Returns the effective n = L / c, which is above the n asked for where that does not divide L."""
+        """Return the effective n = L / c, which is above the n asked for where that does not divide L."""
         num_workers = max(1, roster.num_expected)
         return num_workers / self.gradients_per_update(num_workers)
 

@@ -162,8 +162,8 @@ def test_a_change_is_checked_as_a_whole_before_anything_changes():
 def test_a_restored_run_says_whose_settings_are_in_force():
     kept, told = Behaviour.parse(protocol="async"), Behaviour.parse(protocol="hardsync")
     for in_force, words in (
-        (told, "the server was told other settings than the checkpoint holds"),
-        (kept, "the run keeps its checkpoint's settings where the server was told no others"),
+        (told, "the server was started with other settings than the checkpoint's"),
+        (kept, "the run keeps its checkpoint's settings where no flag sets others"),
     ):
         driver = RunDriver("a")
         driver.run.rounds.go_on(in_force, kept=kept, told=told)
