@@ -6,7 +6,7 @@ One thread, 25.6 million parameters in shards. The first table has each rule in 
     + reply          the new parameters are also written to where the answer to the pusher is made
     + guard          the shard's gradient is scanned for NaN before anything of the shard is written
     + both           guard and reply: a push with an answer over gRPC
-    + shared         the same over shared memory: scanned, then copied block by block and looked at again
+    + shared         the same over shared memory: scanned, then copied block by block and scanned again
     mean of 4        four gradients are summed and applied
 
 Below the milliseconds of `alone` stand shares: how many bytes a second that moves, of what a plain loop over the same
@@ -286,7 +286,7 @@ def milliseconds(seconds: list[float]) -> float:
 
 
 def share(own: list[float], loop: list[float], way: Way, rule: UpdateRule) -> float:
-    """Returns the bytes a second that were moved, as a share of those that the bandwidth loop moved."""
+    """Return the bytes moved a second, as a share of the bandwidth loop's."""
     num_arrays = 1 + len(rule.slot_names)
     return speed(own, loop) * way.bytes_moved(num_arrays) / Way().bytes_moved(num_arrays)
 

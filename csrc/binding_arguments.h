@@ -181,7 +181,7 @@ class Floats {
 };
 
 // Where parameters are written to, encoded: (writable buffer, byte offset, codec), or None. The
-// buffer may be a bytes object that nobody else has seen. Held until destruction.
+// buffer may be a new bytes object, which has no other reader yet. Held until destruction.
 class ReplyPlace {
  public:
   ReplyPlace(py::handle reply, std::size_t count) {

@@ -30,7 +30,7 @@ std::uint32_t to_field_number(std::int64_t number) {
   return static_cast<std::uint32_t>(number);
 }
 
-// A bytes object of `size` bytes that nobody else has seen, hence may be written without the GIL.
+// A new bytes object of `size` bytes, which may be written without the GIL while it has no reader.
 py::bytes new_bytes(std::size_t size, unsigned char** data) {
   PyObject* object = PyBytes_FromStringAndSize(nullptr, static_cast<py::ssize_t>(size));
   if (object == nullptr) throw py::error_already_set();

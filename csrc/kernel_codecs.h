@@ -34,10 +34,10 @@ constexpr bool is_words = requires { typename C::Word; };
 // covers the exponent, all ones in NaN and infinity; adding `exponent_one` then carries into the
 // top bit.
 //
-// In a codec of blocks numbers share what is written, such as a scale. It says how many make a
-// `block`, of which block_max is a multiple; what lies in front of number k * block takes
-// bytes_of(k * block); and it has decode(float*, const Byte*, count) and encode(Byte*, const
-// float*, count) of one block, which may be the last and shorter. tests/int8_blocks.h is one.
+// In a codec of blocks a `block` of numbers shares something, such as a scale. block_max is a
+// multiple of it, and number k * block begins at byte bytes_of(k * block). Its decode(float*, const
+// Byte*, count) and encode(Byte*, const float*, count) take one block, the last perhaps shorter.
+// tests/int8_blocks.h is an example.
 template <class W>
 struct Words {
   using Word = W;

@@ -1,4 +1,4 @@
-// Walking memory in pieces that are asked for ahead of their use.
+// Walking memory in pieces that are prefetched.
 //
 // For kernels.cpp alone, which is compiled once per instruction set: everything is local to it.
 #pragma once

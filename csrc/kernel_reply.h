@@ -1,4 +1,4 @@
-// Writing what an update made to where an answer to the pusher wants it.
+// Writing new parameters into the reply to a push.
 //
 // For kernels.cpp alone, which is compiled once per instruction set: everything is local to it.
 #pragma once
@@ -17,10 +17,10 @@ namespace pyps {
 namespace {
 
 // Elements that are summed, copied and answered with at a time: they stay in the nearest cache,
-// beside the arrays' own pieces.
+// together with the arrays' own pieces.
 constexpr std::size_t block_max = 512;
 
-// From this size on a reply goes past the caches: it has no room in them beside the arrays, and
+// From this size on a reply goes past the caches: they have no room for it and the arrays, and
 // what is stored there has to be read from memory before it is overwritten.
 constexpr std::size_t stream_size_min = 256 * 1024;
 

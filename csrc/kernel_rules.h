@@ -13,7 +13,7 @@
 namespace pyps {
 namespace {
 
-// Declares a rule's numbers, each a float, and tells their names.
+// Declares a rule's numbers, each a float, and a list of their names.
 #define PYPS_NUMBERS(...)                              \
   static constexpr const char* numbers = #__VA_ARGS__; \
   float __VA_ARGS__
@@ -128,7 +128,7 @@ constexpr std::size_t num_names(const char* list) {
   return num;
 }
 
-// An entry of the table; its names are looked at while it is compiled.
+// An entry of the table; the compiler counts its names.
 template <class R, class... Slot>
 consteval Rule entry(const char* name, const char* slots,
                      void (R::*)(float, float&, Slot&...) const) {

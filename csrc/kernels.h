@@ -36,17 +36,16 @@ struct Gradient {
 
 // At least one. What a rule applies is g = f0 * g0 + f1 * g1 + ..., summed in this order.
 //
-// `guarded` where somebody may write to a payload while it is read, memory shared with a worker: it
-// is then copied block by block, and a block of a gradient that is not finite when it is copied is
-// left out of the sum. What is finite throughout is applied to the same bits as without.
+// `guarded` where a worker that shares the memory may write to a payload while it is read: the
+// payload is then copied block by block, and a block of a gradient that is not finite when it is
+// copied is left out of the sum. What is finite throughout is applied to the same bits as without.
 struct Gradients {
   const Gradient* first;
   std::size_t num;
   bool guarded = false;
 };
 
-// Where a rule writes the parameters that it made, in the same pass; `encoded` is null where nobody
-// wants them, and may otherwise be any byte.
+// Where a rule writes the new parameters in the same pass, at any byte; null where it writes none.
 struct Reply {
   void* encoded = nullptr;
   Codec codec = Codec::float32;

@@ -60,12 +60,12 @@ class ShardKernel:
     ) -> int:
         """Update parameters and slots in place, from `start` to `stop`.
 
-        `guarded` is for payloads that somebody may write to meanwhile: each block of 512 numbers is copied and scanned
+        `guarded` is for payloads that a worker may write to meanwhile: each block of 512 numbers is copied and scanned
         again, and left out of the sum where it is not finite. Return how many numbers were left out.
         """
 
     def write(self, reply: Reply) -> None:
-        """Write the parameters, encoded, to where a reply is wanted."""
+        """Write the encoded parameters into the reply."""
 
 def first_non_finite(gradient: Buffer, codec: int, count: int) -> int:
     """Return the index of the first NaN or infinity among `count` numbers, -1 when there is none."""
@@ -108,7 +108,7 @@ def join_frame(header: bytes, field_number: int, values: Floats, codec: int = ..
 def new_frame(room: int, field_number: int, count: int, codec: int) -> tuple[bytes, int]:
     """Return (room for a header, the payload field's tag and length, `count` uninitialised values; their offset).
 
-    Whoever made the message writes the values and `write_header`, before anybody else sees it.
+    The caller writes the values and calls `write_header` before it shows the message to others.
     """
 
 def write_header(frame: bytes, room: int, header: bytes) -> bool:

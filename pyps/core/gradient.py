@@ -64,7 +64,7 @@ class Gradient(NamedTuple):
     learning_rate: float | None = None
     # Likewise the momentum of its rule.
     momentum: float | None = None
-    # Whether the worker does not own the schedule: rate and momentum then hold only where nobody has set them.
+    # Whether the worker does not own the schedule: rate and momentum then hold only while the owner has set none.
     provisional: bool = False
     # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
     norm: float = 0.0

@@ -48,7 +48,7 @@ class UpdateRule:
     first_values: Mapping[str, str] = field(default_factory=dict)
     # True where the step does not grow with the gradient, so that only the rate can scale it.
     adaptive: bool = False
-    # The setting that a schedule may move beside the learning rate; empty where the rule has no momentum.
+    # The setting that a schedule may move as well as the learning rate; empty where the rule has no momentum.
     momentum_name: str = ""
     # The rule that holds while the momentum is zero, where this one's kernel would go on to move the velocity.
     without_momentum: UpdateRule | None = None
@@ -123,7 +123,7 @@ class BoundRule:
             rate: The step size after schedules and staleness. The learning rate among the settings is not read.
             version: How many updates the shard has had.
             reply: Where to write the new parameters too.
-            guarded: Whether somebody may write to the payloads meanwhile. Each block of 512 numbers is then copied,
+            guarded: Whether a worker may write to the payloads meanwhile. Each block of 512 numbers is then copied,
                 and left out of the sum where it is no longer finite.
             start, stop: The part of the shard to update; all of it by default.
 

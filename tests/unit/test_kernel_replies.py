@@ -1,4 +1,4 @@
-"""Replies written by an update itself, and payloads that somebody writes to while they are applied."""
+"""Replies that an update writes, and payloads that change while they are applied."""
 
 import threading
 from itertools import product

@@ -96,8 +96,8 @@ def check(case, gradients_of, *, length, weight_decay=0.0, updates=2):
         apply(rule, *arrays, gradients, **numbers)
 
         for array, (found, wanted) in enumerate(zip(arrays, expected, strict=True)):
-            told = [(codec, factor) for _, codec, factor in gradients]
-            what = f"{case}: array {array} of {length} after update {update}, of {told}, decay {weight_decay}"
+            pushed = [(codec, factor) for _, codec, factor in gradients]
+            what = f"{case}: array {array} of {length} after update {update}, of {pushed}, decay {weight_decay}"
             assert np.array_equal(bits(found), bits(wanted)), what
 
 

@@ -58,7 +58,7 @@ def make_torchs(
 
 
 class Bowl:
-    """A noisy quadratic bowl of unequal steepness; the noise of a step is the same for whoever takes it."""
+    """A noisy quadratic bowl of unequal steepness; the noise of a step is the same for all."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def test_settings_that_a_rule_does_not_have_or_that_cannot_be_are_refused_with_t
         make_shard([0.0], settings={"eps": 1.0})
 
 
-def test_each_rule_makes_exactly_the_slots_that_it_names_and_starts_them_where_it_is_told() -> None:
+def test_each_rule_makes_the_slots_that_it_names_at_their_first_values() -> None:
     for rule in RULES.values():
         slots = rule.make_slots(3, validate(rule, {}))
         assert tuple(slots) == rule.slot_names
