@@ -21,7 +21,7 @@ from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Channel, Lane, Link, Parts
 from pyps_client.transport.connection import Connection, call_seconds
-from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, first_non_finite, part_of
+from pyps_client.vectors import Encoder, Extents, Vectors, check_vectors, dtype_of, first_non_finite, part_of, values_at
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 T = TypeVar("T")
-# What of a shard is pushed: an empty tuple for all of it, None for nothing.
-Extents = tuple[tuple[int, int], ...] | None
-Part = tuple[ShardRange, Extents]
+# What of a shard is pushed; no ranges at all for nothing.
+Part = tuple[ShardRange, Extents | None]
 
 # Up to this size two copies cost less than to look for the payload in Python.
 COPIED_BYTES_MAX = 1 << 16
@@ -142,16 +141,15 @@ class Pushes:
         holdings: Holdings,
         *,
         sender: Sender,
-        codec: Codec,
+        encoder: Encoder,
         connections: Sequence[Connection],
         peers: Group = ALONE,
     ) -> None:
-        if codec.stateful:
-            raise BadRequest(f"codec {codec.name} carries state from push to push, which no session keeps yet")
         self._partition = partition = holdings.partition
         self._num_shards, self._num_groups = partition.num_shards, partition.model.num_groups
         self._sender = sender
-        self._codec = codec
+        self._encoder = encoder
+        self._codec = encoder.codec
         self._connections = connections
         self._peers = peers
         self._holdings = holdings
@@ -167,7 +165,6 @@ class Pushes:
         *,
         clock: int,
         clip_norm: float,
-        converter: Converter,
         intakes: Sequence[Intake] | None = None,
         lent_index: int | None = None,
     ) -> list[Outgoing]:
@@ -197,9 +194,11 @@ class Pushes:
             check_bases(partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
         sequence = next(self._sequences)
+        if self._codec.dtype is None:
+            self._encoder.begin(plan)
         norm = plan.gradient_norm
         if norm is None and clip_norm > 0:
-            norm = self.norm(plan, converter=converter)
+            norm = self.norm(plan)
         pushes: list[Outgoing] = []
         for place, connection in enumerate(self._connections):
             epoch = epochs[connection.index]
@@ -216,7 +215,7 @@ class Pushes:
                     connection=connection,
                     intake=None if intakes is None else intakes[place],
                     lent_index=lent_index,
-                    converter=converter,
+                    encoder=self._encoder,
                 )
             )
         return pushes
@@ -230,8 +229,9 @@ class Pushes:
                     continue
                 self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
 
-    def norm(self, plan: Plan, *, converter: Converter) -> float:
+    def norm(self, plan: Plan) -> float:
         """The norm of a push of all processes of the replica, all of which call it."""
+        self._encoder.begin(plan)
         kinds = plan.kinds or self._gradients_only
         parts = chain.from_iterable(
             pushed_parts(
@@ -239,7 +239,7 @@ class Pushes:
             )
             for connection in self._connections
         )
-        own = norm_of(parts, plan.gradients, codec=self._codec, kinds=kinds, converter=converter)
+        own = norm_of(parts, plan.gradients, kinds=kinds, encoder=self._encoder)
         if self._peers.count == 1:
             return own
         return math.sqrt(self._peers.all_reduce([own * own])[0])
@@ -327,7 +327,7 @@ class Outgoing:
     intake: Intake | None = None
     # Which of the lent gradients the plan's are, where they, and the intake's vectors, are lent.
     lent_index: int | None = None
-    converter: Converter = NUMPY
+    encoder: Encoder
     receipts: list[Receipt] = field(init=False, default_factory=list)
     # The largest of the parameters that came.
     version: int = field(init=False, default=0)
@@ -455,7 +455,7 @@ class Outgoing:
             return None
         shard, _ = self.cut.waiting[shard_id]
         extents = _extents(departures.partition, shard, departures.present)
-        numbers = None if extents is None else _present_values(self._vectors, shard, extents)
+        numbers = None if extents is None else values_at(part_of(self._vectors, shard), extents)
         with_numbers = departures.leaves(shard_id, numbers)
         if with_numbers is None:
             return None
@@ -465,7 +465,7 @@ class Outgoing:
             message.kind = PAYLOAD_KIND_NOTHING
             return message, b""
         message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
-        return message, self.converter.encoded(numbers, self.cut.codec)
+        return message, self.encoder.payload(numbers, shard, extents or ())
 
     def _looked_through(self, cut: Cut) -> Cut:
         """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.
@@ -473,7 +473,7 @@ class Outgoing:
         By gRPC it would look at each by itself and apply the others.
         """
         parts = cut.parts
-        numbers = [_present_values(self._vectors, shard, extents) for shard, extents in parts if extents is not None]
+        numbers = [values_at(part_of(self._vectors, shard), extents) for shard, extents in parts if extents is not None]
         if all(first_non_finite(values, cut.codec) is None for values in numbers):
             return cut
         self._vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self._vectors]
@@ -519,8 +519,8 @@ class Outgoing:
             if extents is None:
                 yield make(message, b"")
             else:
-                values = _present_values(self._vectors, shard, extents)
-                yield make(message, self.converter.encoded(values, cut.codec))
+                values = values_at(part_of(self._vectors, shard), extents)
+                yield make(message, self.encoder.payload(values, shard, extents))
 
     def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
         """The shards' payloads, which a later push of the same lent vectors finds in the same place; None of others."""
@@ -574,7 +574,9 @@ class Outgoing:
         """Notes an answer; False for one to another push."""
         if receipt.sequence != self.sequence or receipt.shard_id not in self._waiting:
             return False
-        del self._waiting[receipt.shard_id]
+        shard, _ = self._waiting.pop(receipt.shard_id)
+        if self.cut.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
+            self.encoder.taken(shard)
         self.receipts.append(receipt)
         return True
 
@@ -597,17 +599,16 @@ def norm_of(
     parts: Iterable[Part],
     vectors: Sequence[npt.NDArray[Any]],
     *,
-    codec: Codec,
     kinds: Sequence[int],
-    converter: Converter = NUMPY,
+    encoder: Encoder,
 ) -> float:
     """The Euclidean norm of a push's gradients as they travel; deltas do not count. Summed in float64."""
     total = 0.0
     for shard, extents in parts:
         if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
             continue
-        pushed = _present_values(vectors, shard, extents)
-        values = codec.decode(converter.encoded(pushed, codec), pushed.size).astype(np.float64)
+        pushed = values_at(part_of(vectors, shard), extents)
+        values = encoder.codec.decode(encoder.payload(pushed, shard, extents), pushed.size).astype(np.float64)
         total += float(values @ values)
     return math.sqrt(total)
 
@@ -619,17 +620,7 @@ def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[i
             raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held.")
 
 
-def _present_values(
-    vectors: Sequence[npt.NDArray[Any]], shard: ShardRange, extents: tuple[tuple[int, int], ...]
-) -> npt.NDArray[Any]:
-    """The shard's numbers that are pushed, end to end; not copied where all of it is."""
-    values = part_of(vectors, shard)
-    if not extents:
-        return values
-    return np.concatenate([values[start : start + length] for start, length in extents])
-
-
-def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents:
+def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents | None:
     """The ranges of a shard whose tensors are present, neighbours joined."""
     extents: list[tuple[int, int]] = []
     for piece in partition.pieces(shard.shard_id):

@@ -16,6 +16,8 @@ from pyps_wire.partition import Model, ShardRange
 Vector = npt.NDArray[np.float32]
 # One a group, in whatever type they travel.
 Vectors = Sequence[npt.NDArray[Any]]
+# Ranges of a shard, each from where and how long; an empty tuple for all of it.
+Extents = tuple[tuple[int, int], ...]
 
 # So many gradients in a row with NaN or infinity end a worker that makes nothing else.
 SKIPS_MAX = 10
@@ -55,6 +57,13 @@ def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArr
     return vectors[shard.group][shard.offset : shard.offset + shard.length]
 
 
+def values_at(values: npt.NDArray[Any], extents: Extents) -> npt.NDArray[Any]:
+    """The values in these ranges, end to end; not copied where they are all."""
+    if not extents:
+        return values
+    return np.concatenate([values[start : start + length] for start, length in extents])
+
+
 class Converter:
     """Makes of float32 what travels, and back, with what every client has. Several threads may call it at once."""
 
@@ -72,6 +81,58 @@ class Converter:
 
 
 NUMPY = Converter()
+
+
+class Encoder:
+    """Encodes a worker's pushes, each shard once a push: a retry sends the same bytes.
+
+    Under a stateful codec what an encoding loses is added to the next gradient of the same shard (error feedback). It
+    counts once a server has taken the payload: a refused push leaves no trace here, as it leaves none there.
+
+    Threads may encode different shards at once.
+    """
+
+    def __init__(self, codec: Codec, converter: Converter = NUMPY) -> None:
+        self.codec = codec
+        self.converter = converter
+        self._push: object = None
+        # Of that push, by shard: its ranges, the payload, and the values that it lost.
+        self._encoded: dict[int, tuple[Extents, memoryview, Vector]] = {}
+        # By shard, what was lost so far.
+        self._residuals: dict[int, Vector] = {}
+
+    def begin(self, push: object) -> None:
+        """Forget the payloads of another push."""
+        if push is not self._push:
+            self._push, self._encoded = push, {}
+
+    def payload(self, values: npt.NDArray[Any], shard: ShardRange, extents: Extents) -> memoryview:
+        """Return the shard's payload of the push under way: its values in these ranges, () for all of them."""
+        if self.codec.dtype is not None:
+            # Words are the same each time, and cost more memory than time.
+            return self.converter.encoded(values, self.codec)
+        known = self._encoded.get(shard.shard_id)
+        if known is not None and known[0] == extents:
+            return known[1]
+        residual = self._residuals.get(shard.shard_id)
+        if residual is not None:
+            values = values + values_at(residual, extents)
+        payload = self.converter.encode(values, self.codec)
+        lost = values - self.codec.decode(payload, values.size) if self.codec.stateful else values[:0]
+        self._encoded[shard.shard_id] = extents, payload, lost
+        return payload
+
+    def taken(self, shard: ShardRange) -> None:
+        """Note that a server took the shard's payload."""
+        extents, _, lost = self._encoded.get(shard.shard_id) or ((), b"", None)
+        if lost is None or not self.codec.stateful:
+            return
+        if not extents:
+            self._residuals[shard.shard_id] = lost
+            return
+        residual = self._residuals.setdefault(shard.shard_id, np.zeros(shard.length, np.float32))
+        for start, length in extents:
+            residual[start : start + length], lost = lost[:length], lost[length:]
 
 
 def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:

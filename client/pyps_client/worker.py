@@ -22,7 +22,7 @@ from pyps_client.run_state import View, warn_of_differences
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers, contacts_of
 from pyps_client.transport.lent import Layout, Lent, Sharing
-from pyps_client.vectors import NUMPY, Converter, Vector, Vectors
+from pyps_client.vectors import Converter, Encoder, Vector, Vectors
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
@@ -81,8 +81,8 @@ class Worker:
         self._peers = peers = peers or ALONE
         # The worker's own count of steps, sent with pushes and heartbeats. Whoever drives the session counts it up.
         self.clock = 0
-        self._converter: Converter = NUMPY
         self._codec = codec_of(launch.gradient_codec)
+        self._encoder = Encoder(self._codec)
         self._pull_codec = codec_of(launch.parameter_codec)
         if self._pull_codec.stateful:
             raise BadRequest(
@@ -111,7 +111,7 @@ class Worker:
         self.view = View(peers)
         sender = self._handshake.sender
         self._pushes = Pushes(
-            self._holdings, sender=sender, codec=self._codec, connections=servers.connections, peers=peers
+            self._holdings, sender=sender, encoder=self._encoder, connections=servers.connections, peers=peers
         )
         self._sharing = Sharing(launch, self.partition, servers.connections, sender)
         self._lent_intakes: list[Intake] = []
@@ -163,7 +163,7 @@ class Worker:
         With a converter, memory that no server sees holds float32 whatever the codecs: it is converted on its way.
         """
         self._check_open()
-        self._converter = converter or self._converter
+        self._encoder.converter = converter or self._encoder.converter
         layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converts=converter is not None)
         self._servers.on_all([partial(self._greet_where_stale, each) for each in self._servers])
         lent = self._sharing.lend(layout).lent
@@ -203,7 +203,6 @@ class Worker:
             plan,
             clock=self.clock if plan.clock is None else plan.clock,
             clip_norm=state.terms.clip_norm,
-            converter=self._converter,
             intakes=ways,
             lent_index=lent_index,
         )
@@ -223,7 +222,7 @@ class Worker:
 
     def norm(self, plan: Plan) -> float:
         """The norm of what would be pushed, of all processes of the replica, all of which call it."""
-        return self._pushes.norm(plan, converter=self._converter)
+        return self._pushes.norm(plan)
 
     def pull(
         self,
@@ -463,7 +462,9 @@ class Worker:
     def _intakes(self, vectors: Vectors) -> list[Intake]:
         if self._lent_intakes and self._sharing.are_parameters(vectors):
             return self._lent_intakes
-        return intakes(self._servers, vectors, self._holdings, codec=self._pull_codec, converter=self._converter)
+        return intakes(
+            self._servers, vectors, self._holdings, codec=self._pull_codec, converter=self._encoder.converter
+        )
 
     def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
         self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))

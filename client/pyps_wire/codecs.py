@@ -28,9 +28,8 @@ class Codec(int):
     # numpy's type of a number where each is written alone, as a word of fixed size: only such a payload may be split at
     # any number, and may lie in shared memory. None where numbers share what is written, such as a scale.
     dtype: np.dtype[Any] | None = None
-    # Whether what an encoding loses goes into the next one of the same shard (error feedback). That state is the
-    # sender's, one a shard: its place is `pyps_client.push.Pushes`, where a shard is then encoded once a push, since a
-    # push may be sent again.
+    # Whether what an encoding loses is added to the next gradient of the same shard (error feedback), which the worker
+    # does (`pyps_client.vectors.Encoder`).
     stateful = False
 
     def __new__(cls, number: int, name: str, max_bytes: Callable[[int], int]) -> Self:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from client_support import make_client
+from client_support import CuttingProxy, make_client
 from pyps.core.arrays import Floats
 from pyps.core.gradient import made_native
 from pyps_client import BadRequest, ServerUnavailable
@@ -125,11 +125,33 @@ def test_a_server_that_does_not_know_it_is_refused_with_what_both_know(
     refused.match("This worker knows float32, float16, bfloat16, scaled_bytes; the server float32, float16, bfloat16 ")
 
 
-def test_state_from_push_to_push_is_refused_as_no_session_keeps_it(
+def test_state_from_push_to_push_is_kept_for_pushes_alone(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScaledBytes, "stateful", True)
+    with pytest.raises(BadRequest, match="scaled_bytes carries state"):
+        make_client(start_server().data, **options())
+
+
+def test_with_error_feedback_what_is_lost_is_made_up_for_whatever_connections_are_lost(
     start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScaledBytes, "stateful", True)
-    server = start_server()
-    for codecs in ({"parameter_codec": "float32"}, {"gradient_codec": "float32"}):
-        with pytest.raises(BadRequest, match="scaled_bytes carries state"):
-            make_client(server.data, **options(**codecs))
+    server = start_server("--staleness", "none", "--clip-norm", "1000")
+    proxy = CuttingProxy(server.data)
+    gradient = {name: np.float32(1e-3) + np.eye(1, tensor.size, 7, np.float32)[0] for name, tensor in TENSORS.items()}
+    held, owed = flat(TENSORS), np.zeros(4200, np.float32)
+    with make_client(proxy.address, **options(parameter_codec="float32", transport="grpc")) as client:
+        plan = client.session.partition
+        for number in range(12):
+            if number % 4 == 1:
+                proxy.cut_after(1000, of_replies=number % 8 == 1)
+            client.push(gradient)
+            wanted = flat(gradient) + owed
+            arrived = travelled(wanted, plan)
+            held -= np.float32(0.5) * arrived
+            owed = wanted - arrived
+            np.testing.assert_array_equal(flat(client.pull()), held)
+        assert proxy.num_cuts >= 2
+    proxy.close()
+    # Without it the small numbers beside the large ones would never have moved.
+    np.testing.assert_allclose(held, flat(TENSORS) - 6 * flat(gradient), atol=0.005)
+    assert np.abs(travelled(flat(gradient), plan)[:7]).max() == 0

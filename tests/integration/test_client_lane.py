@@ -157,7 +157,7 @@ def test_a_push_that_is_refused_is_told_and_the_next_goes_by_a_lane_again(
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
         gradients = gradients_like(LARGE, 0)
-        payloads = "pyps_client.push.NUMPY.encoded"
+        payloads = "pyps_client.vectors.NUMPY.encoded"
         with monkeypatch.context() as patch:
             patch.setattr(payloads, lambda values, codec: values[1:].view(np.uint8).data, raising=False)
             session = client.session

@@ -219,6 +219,8 @@ class Staging:
     def __init__(self, session: Worker, *, converter: Converter = NUMPY) -> None:
         self._session = session
         self._codec = codec_of(session.launch.gradient_codec)
+        if self._codec.stateful:
+            raise BadRequest(f"codec {self._codec.name} carries state from push to push, but stages are no pushes")
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:

@@ -16,9 +16,12 @@ from pyps_client.pull import Held, Intake
 from pyps_client.push import Cut, GroupRate, Outgoing, Plan, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.memory import TorchConverter
-from pyps_client.vectors import NUMPY, check_vectors
-from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
+from pyps_client.vectors import NUMPY, Encoder, check_vectors
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, Codec
 from pyps_wire.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_PENDING,
+    OUTCOME_REJECTED,
     PAYLOAD_KIND_DELTA,
     PAYLOAD_KIND_GRADIENT,
     PAYLOAD_KIND_NOTHING,
@@ -40,6 +43,7 @@ GRADIENT = [PAYLOAD_KIND_GRADIENT]
 def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing:
     """A push of the third gradient, computed on versions 5 and 6."""
     codec, kinds = described.pop("codec", FLOAT32), described.pop("kinds", GRADIENT * len(vectors))
+    described.setdefault("encoder", Encoder(codec, described.pop("converter", NUMPY)))
     described.setdefault("learning_rates", {})
     versions = {0: 5, 1: 6}
     cut = Cut(parts, sender=Sender(), codec=codec, kinds=kinds)
@@ -94,8 +98,8 @@ def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
         np.testing.assert_array_equal(payloads[0], [*words[:10], *words[20:32]])
         np.testing.assert_array_equal(payloads[1], words[32:])
         # The norm is that of what travels, whoever converts it.
-        norm = norm_of(parts, [random], codec=codec, kinds=GRADIENT, converter=converter)
-        assert norm == norm_of(parts, [words.view(codec.dtype)], codec=codec, kinds=GRADIENT)
+        norm = norm_of(parts, [random], kinds=GRADIENT, encoder=Encoder(codec, converter))
+        assert norm == norm_of(parts, [words.view(codec.dtype)], kinds=GRADIENT, encoder=Encoder(codec))
 
         vector = np.full(64, 9.0, np.float32)
         intake = Intake([vector], Held(PLAN.of_server(0)), codec=codec, name="server 0", converter=converter)
@@ -125,14 +129,14 @@ def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors() 
     numbers = [np.array([1, 2, 4, 100, 100], np.float32), np.array([8, 8], np.float32)]
     for codec in (FLOAT32, FLOAT16, BFLOAT16):
         vectors = [np.frombuffer(codec.encode(values), codec.dtype) for values in numbers]
-        both = norm_of(parts, vectors, codec=codec, kinds=GRADIENT * 2)
-        first = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA])
+        both = norm_of(parts, vectors, kinds=GRADIENT * 2, encoder=Encoder(codec))
+        first = norm_of(parts, vectors, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA], encoder=Encoder(codec))
         assert both == pytest.approx(math.sqrt(1 + 4 + 16 + 64 + 64))
         assert first == pytest.approx(math.sqrt(21))
     # Nor do squares of large numbers overflow.
     plan = partition(Model((Tensor("a", (2,)),)), num_servers=1)
     large = [np.array([3e30, 4e30], np.float32)]
-    norm = norm_of(pushed_parts(plan, 0, present=None), large, codec=FLOAT32, kinds=GRADIENT)
+    norm = norm_of(pushed_parts(plan, 0, present=None), large, kinds=GRADIENT, encoder=Encoder(FLOAT32))
     assert norm == pytest.approx(5e30)
 
 
@@ -174,6 +178,46 @@ def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None
     assert len(push(channel, threading.Event())) == 2  # type: ignore[arg-type]
     told = [[(header.sequence, header.num_shards) for header in headers] for headers in channel.sent]
     assert told == [[(3, 2), (3, 2)], [(3, 1)]]
+
+
+class OneLevel(Codec):
+    """The largest magnitude, and the numbers of at least half of it as that: all else is lost."""
+
+    stateful = True
+
+    def encode(self, values: np.ndarray) -> memoryview:
+        largest = np.abs(values).max()
+        kept = np.where(np.abs(values) >= largest / 2, np.sign(values), 0).astype(np.int8)
+        return memoryview(largest.tobytes() + kept.tobytes())
+
+    def decode_into(self, payload: Any, place: np.ndarray) -> None:
+        place[:] = np.frombuffer(payload, np.int8, offset=4) * np.frombuffer(payload, np.float32, 1)
+
+
+def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it() -> None:
+    codec = OneLevel(4712, "one_level", lambda count: 4 + count)
+    encoder, gradient = Encoder(codec), np.array([8, 3, 0, 1] * 16, np.float32)
+    parts = pushed_parts(PLAN, 0, present=None)
+
+    def sent(outcome: int, part: Any = parts) -> np.ndarray:
+        """Push to shard 0 twice, as after a loss, and take the answer."""
+        plan = Plan([gradient])
+        encoder.begin(plan)
+        push = push_of(part, plan.gradients, codec=codec, encoder=encoder)
+        first, again = frames_of(push)[0][1], frames_of(push)[0][1]
+        assert bytes(first) == bytes(again)
+        push._take(Receipt(shard_id=0, sequence=3, outcome=outcome))  # type: ignore[arg-type]
+        return codec.decode(first, len(first) - 4)[:4]
+
+    assert sent(OUTCOME_APPLIED).tolist() == [8, 0, 0, 0]
+    # Now 3 and 1 are owed, and are as long as nothing is taken.
+    for _ in range(2):
+        assert sent(OUTCOME_REJECTED).tolist() == [8, 8, 0, 0]
+    assert sent(OUTCOME_PENDING).tolist() == [8, 8, 0, 0]
+    # What is absent is owed still: here 2 to each fourth number.
+    only_a = pushed_parts(PLAN, 0, present=[True, False, False, False])
+    assert sent(OUTCOME_APPLIED, only_a).tolist() == [8, 0, 0, 0]
+    assert encoder._residuals[0][:12].tolist() == [0, 1, 0, 3, 0, 1, 0, 3, 0, 1, 0, 2]
 
 
 def test_a_shard_counts_once_it_was_answered_however_often_it_left() -> None:
