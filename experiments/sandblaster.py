@@ -140,7 +140,7 @@ def judge_training(points: Sequence[Point], times: Sequence[TimeToTarget]) -> li
     """Holds the trainings against the thresholds, and tells who was quicker."""
     runs = iterations(points)
     falls = [after.loss < before.loss for run in runs for before, after in pairwise(run)]
-    last = training.LBFGS.iterations_max
+    last = training.LBFGS.iterations
     error = {count: fmean(errors_after(points, count)) for count in (last // 2, last)}
     seconds = {(time.method, time.workers): time.mean for time in times}
     downpour = (DOWNPOUR, training.DOWNPOUR_WORKERS)
@@ -224,7 +224,7 @@ def training_table(points: Sequence[Point], times: Sequence[TimeToTarget]) -> st
         "Sandblaster's test error, mean over seeds and numbers of workers",
         *(
             f"after {count:2} iterations {percent(fmean(errors_after(points, count))):>8}"
-            for count in (5, 10, 15, training.LBFGS.iterations_max)
+            for count in (5, 10, 15, training.LBFGS.iterations)
         ),
     ]
     return "\n".join(lines) + "\n"

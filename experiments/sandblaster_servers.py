@@ -12,8 +12,9 @@ import numpy as np
 from google.protobuf.message import Message
 
 from experiments.sandblaster_crew import Stage, VirtualCrew
-from pyps.cli.coordination.link import Link, Traffic, TrafficMeter
-from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine, RemoteObjective
+from pyps.cli.coordination.coordinator import RemoteMachine, RemoteObjective, memory_plan
+from pyps.cli.coordination.link import Link, Traffic
+from pyps.cli.coordination.settings import CoordinationSettings
 from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
@@ -22,7 +23,7 @@ from pyps.core.shard import Shard
 from pyps.core.vectors.machine import Plan, VectorMachine
 from pyps.core.vectors.program import Program
 from pyps.core.vectors.stages import StagePart
-from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings
+from pyps.lbfgs.optimizer import IterationReport, Lbfgs
 from pyps.service.vector_machine import instruction_from
 from pyps.service.work_messages import progress_to
 from pyps_client.launch import Launch
@@ -78,12 +79,7 @@ class LocalLink:
         self.sender = Sender(run_id="run-0a1b2c3d", worker_id="coordinator", incarnation=1)
         self.num_servers = len(servers.machines)
         self._servers, self._crew = servers, crew
-        self._meter = TrafficMeter()
-
-    @property
-    def traffic(self) -> Traffic:
-        """Everything said since the beginning."""
-        return self._meter.total
+        self.traffic = Traffic()
 
     def note_epochs(self) -> None:
         """Servers in this process are never restored."""
@@ -101,7 +97,7 @@ class LocalLink:
             "AwaitPass": self._await_pass,
         }
         answer = reply.FromString(answers[method](server, request.SerializeToString()).SerializeToString())
-        self._meter.count(request, answer, of_instructions=method == "Execute")
+        self.traffic += Traffic.of(method, request, answer)
         return answer
 
     def _attach(self, server: int, message: bytes) -> Message:
@@ -155,29 +151,20 @@ class LocalLink:
 def coordinate(
     servers: LocalServers,
     crew: VirtualCrew,
-    settings: LbfgsSettings,
+    settings: CoordinationSettings,
     *,
-    num_portions: int,
-    copies: int = 2,
     on_iteration: Callable[[IterationReport, Traffic], None],
 ) -> None:
-    """Lowers the crew's loss as a coordinator does; `on_iteration` hears what was said since it attached, too."""
+    """Lower the crew's loss as a coordinator does; `on_iteration` gets the traffic since it attached, too."""
     local = LocalLink(servers, crew)
     link = cast(Link, local)
-    plan = MemoryPlan(settings.history, num_portions, crew.num_workers, Fold())
-    machine = RemoteMachine.attach(link, plan)
-    # Where parameters are counted, the number of its digits tells in the answer.
+    plan = memory_plan(settings, settings.portions, num_workers=crew.num_workers)
+    machine = RemoteMachine(link, plan)
+    # The number of parameters is in the answer to Attach, whose length therefore grows with its digits.
     attached = local.traffic
-    objective = RemoteObjective(
-        link,
-        machine,
-        plan,
-        copies=copies,
-        last_pass=0,
-        on_progress=lambda progress: None,
-    )
+    objective = RemoteObjective(link, machine, settings, num_portions=settings.portions, last_pass=0)
 
     def note(report: IterationReport) -> None:
         on_iteration(report, local.traffic - attached)
 
-    Lbfgs(machine, objective, settings, on_iteration=note).run(machine.servers, machine.state)
+    Lbfgs(machine, objective, settings.lbfgs, on_iteration=note).run(machine.servers, machine.state)

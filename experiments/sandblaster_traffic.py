@@ -17,7 +17,8 @@ from experiments.digits_network import Floats
 from experiments.sandblaster_crew import Computed, Numerics, VirtualCrew
 from experiments.sandblaster_servers import NUM_SERVERS, LocalServers, coordinate
 from pyps.cli.coordination.link import Traffic
-from pyps.lbfgs.optimizer import IterationReport, LbfgsSettings
+from pyps.cli.coordination.settings import CoordinationSettings
+from pyps.lbfgs.optimizer import IterationReport
 from pyps.simulation.worker import normal
 from pyps.work.portions import Portion
 from pyps_wire import parameter_server_pb2 as wire
@@ -41,8 +42,8 @@ TIME_VARIATION = 0.1
 # that it hears is the same for all sizes.
 PARAMETERS = (1_000, 1_000_000)
 LIVE_PARAMETERS = 500
-LBFGS = LbfgsSettings(history=5, iterations_max=8)
-COORDINATED_WORKERS, COORDINATED_EXAMPLES, COORDINATED_PORTIONS = 4, 64, 8
+LBFGS = CoordinationSettings(history=5, iterations=8, portions=8)
+COORDINATED_WORKERS, COORDINATED_EXAMPLES = 4, 64
 
 SENDER = Sender(run_id="run-0a1b2c3d", worker_id="worker-00", incarnation=1)
 
@@ -261,5 +262,5 @@ def coordinator_traffic(parameters: int) -> list[CoordinatorTraffic]:
         row = CoordinatorTraffic(parameters, report.iteration, report.trials, of_iteration.messages, of_iteration.bytes)
         rows.append(row)
 
-    coordinate(servers, crew, LBFGS, num_portions=COORDINATED_PORTIONS, on_iteration=note)
+    coordinate(servers, crew, LBFGS, on_iteration=note)
     return rows

@@ -7,7 +7,7 @@ time that computing takes is drawn. Messages and servers take none, which favour
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -17,10 +17,11 @@ from experiments.digits_network import Digits, Floats
 from experiments.sandblaster_crew import Computed, Numerics, VirtualCrew
 from experiments.sandblaster_servers import LocalServers, coordinate
 from pyps.cli.coordination.link import Traffic
+from pyps.cli.coordination.settings import CoordinationSettings
 from pyps.core import aggregation, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
-from pyps.lbfgs.optimizer import IterationReport, LbfgsSettings
+from pyps.lbfgs.optimizer import IterationReport
 from pyps.simulation import worker
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Simulation
@@ -42,7 +43,7 @@ LOOK_PUSHES = 10
 SANDBLASTER_WORKERS = (2, 20, 100)
 PORTIONS_PER_WORKER = 10
 COPIES_MAX = 2
-LBFGS = LbfgsSettings(history=10, iterations_max=20)
+LBFGS = CoordinationSettings(history=10, iterations=20, copies=COPIES_MAX)
 
 SGD, DOWNPOUR_SGD, DOWNPOUR, SANDBLASTER = "SGD(1)", "Downpour SGD", "Downpour Adagrad", "Sandblaster"
 
@@ -181,7 +182,7 @@ def _sandblaster(trial: Trial, digits: Digits, first: Floats) -> list[Point]:
         points.append(_point(trial, digits, servers.parameters(), **where))
 
     num_portions = PORTIONS_PER_WORKER * trial.workers
-    coordinate(servers, crew, LBFGS, num_portions=num_portions, copies=COPIES_MAX, on_iteration=note)
+    coordinate(servers, crew, replace(LBFGS, portions=num_portions), on_iteration=note)
     return points
 
 

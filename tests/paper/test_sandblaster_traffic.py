@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments import sandblaster_traffic as traffic
-from pyps.cli.coordination.drive import CoordinationSettings
+from pyps.cli.coordination.settings import CoordinationSettings
 
 
 def test_a_coordinators_bytes_do_not_depend_on_the_number_of_parameters() -> None:
@@ -14,14 +14,14 @@ def test_a_coordinators_bytes_do_not_depend_on_the_number_of_parameters() -> Non
         for parameters in (1_000, 200_000)
     )
 
-    assert len(small) == traffic.LBFGS.iterations_max
+    assert len(small) == traffic.LBFGS.iterations
     assert small == large
 
 
 def test_workers_with_a_fair_share_of_a_pass_exchange_a_tenth_of_downpours_bytes_at_most_if_they_sum_portions() -> None:
     assert traffic.worker_traffic(4).share <= 0.1
     # The default, `--fold portion`, pays for the same bits with any number of workers: docs/sandblaster.md.
-    assert CoordinationSettings().fold.portions_per_stage == 1
+    assert CoordinationSettings().portions_per_stage == 1
     assert round(100 * traffic.worker_traffic(4, portions_per_stage=1).share) == 12
 
 

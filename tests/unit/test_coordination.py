@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyps.cli.coordination.drive import CoordinationSettings
-from pyps.cli.coordination.flags import spelled_coordination
-from pyps.cli.coordination.link import TrafficMeter
-from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine
+from pyps.cli.coordination.coordinator import RemoteMachine, memory_plan
+from pyps.cli.coordination.link import Traffic
+from pyps.cli.coordination.settings import CoordinationSettings
 from pyps.cli.sandblaster import worker_command
 from pyps.config import ConfigError
 from pyps.core.vectors.program import Instruction, Operation
-from pyps.lbfgs.optimizer import LbfgsSettings
 from pyps.service.vector_machine import instruction_from
 from pyps_wire import vector_machine_pb2 as pb
 from pyps_wire.common_pb2 import Sender
@@ -25,43 +22,28 @@ from shards import refusal
 
 def test_folds_are_read_and_what_is_none_is_named_with_what_is_expected() -> None:
     folds = {"portion": 1, "group": 4, "group:k=7": 7, "group:k=1": 1}
-    assert {text: Fold.parse(text).portions_per_stage for text in folds} == folds
-    assert [Fold.parse(str(fold)) for fold in (Fold(1), Fold(4), Fold(80))] == [Fold(1), Fold(4), Fold(80)]
+    assert {text: CoordinationSettings(fold=text).portions_per_stage for text in folds} == folds
     for text in ("", "portions", "group:7", "group:k=0", "group:k=-1", "group:k=x", "portion:k=2"):
-        words = refusal(Fold.parse, text)
+        words = refusal(CoordinationSettings, fold=text)
         assert repr(text) in words and "expected portion, or group:k=4" in words
 
 
 def test_a_plan_has_a_stage_a_portion_or_one_a_group_and_worker() -> None:
-    plan = MemoryPlan(history=10, num_portions=80, num_workers=4, fold=Fold())
-    assert plan.request().stages == 80
-
-    grouped = MemoryPlan(history=10, num_portions=80, num_workers=4, fold=Fold(9))
-    assert grouped.request().stages == math.ceil(80 / 9) + 4
-
+    assert memory_plan(CoordinationSettings(), 80, num_workers=4).stages == 80
+    assert memory_plan(CoordinationSettings(fold="group:k=9"), 80, num_workers=4).stages == math.ceil(80 / 9) + 4
     # Workers stage no more sums than there are portions.
-    assert Fold(2).stages(8, num_workers=100) == 8
+    assert CoordinationSettings(fold="group:k=2").num_stages(8, num_workers=100) == 8
 
 
 def test_settings_are_spelled_as_the_flags_that_give_them() -> None:
-    settings = CoordinationSettings(
-        lbfgs=LbfgsSettings(history=3, line_search="wolfe", gradient_tolerance=1e-7),
-        num_portions=40,
-        fold=Fold(2),
-        copies=3,
-        save_every=5,
-    )
+    chosen = {"history": 3, "line_search": "wolfe", "tolerance": 1e-7, "portions": 40, "fold": "group:k=2"}
 
-    flags = spelled_coordination(settings)
+    flags = CoordinationSettings(**chosen, copies=3, save_every=5).as_flags()
 
-    pairs = dict(itertools.pairwise(flags))
-    assert pairs["--history"] == "3"
-    assert pairs["--line-search"] == "wolfe"
-    assert pairs["--portions"] == "40"
-    assert pairs["--fold"] == "group:k=2"
-    assert pairs["--copies"] == "3"
-    assert pairs["--save-every"] == "5"
-    assert float(pairs["--tolerance"]) == 1e-7
+    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert pairs.pop("--iterations") == "20" and pairs.pop("--loss-tolerance") == "1e-07"
+    expected = {"--history": "3", "--line-search": "wolfe", "--tolerance": "1e-07", "--portions": "40"}
+    assert pairs == expected | {"--fold": "group:k=2", "--copies": "3", "--save-every": "5"}
 
 
 class AnsweringLink:
@@ -75,10 +57,17 @@ class AnsweringLink:
 
     def machine(self) -> RemoteMachine:
         link: Any = self
-        return RemoteMachine(link, [pb.AttachReply(num_parameters=10)] * self.num_servers)
+        return RemoteMachine(link, pb.AttachRequest())
 
-    def ask_all(self, method: str, requests: list[pb.ExecuteRequest], *_: Any, **__: Any) -> list[pb.ExecuteReply]:
-        assert method == "Execute"
+    def note_epochs(self) -> None:
+        pass
+
+    def ask(self, *_: Any) -> pb.AttachReply:
+        return pb.AttachReply(num_parameters=10)
+
+    def ask_all(self, method: str, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
+        if method == "Attach":
+            return [self.ask() for request in requests if request is not None]
         self.asked += requests
         return [pb.ExecuteReply(scalars=numbers) for numbers in self.answers]
 
@@ -111,14 +100,11 @@ def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_n
 
 
 def test_traffic_counts_requests_and_replies_apart_for_instructions_and_passes() -> None:
-    meter, request, reply = TrafficMeter(), Sender(run_id="a-run"), Sender(worker_id="coordinator")
-    meter.count(request, reply, of_instructions=True)
-    meter.count(reply, reply, of_instructions=False)
-    assert (meter.total.instruction_bytes, meter.total.pass_bytes) == (
-        request.ByteSize() + reply.ByteSize(),
-        2 * reply.ByteSize(),
-    )
-    assert (meter.total.messages, meter.total.bytes) == (2, request.ByteSize() + 3 * reply.ByteSize())
+    request, reply = Sender(run_id="a-run"), Sender(worker_id="coordinator")
+    traffic = Traffic.of("Execute", request, reply) + Traffic.of("AwaitPass", reply, reply)
+    assert traffic.instruction_bytes == request.ByteSize() + reply.ByteSize()
+    assert traffic.pass_bytes == 2 * reply.ByteSize()
+    assert (traffic.messages, traffic.bytes) == (2, request.ByteSize() + 3 * reply.ByteSize())
 
 
 def test_a_script_is_run_by_python_and_any_other_command_as_it_is(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The coordinator of Sandblaster as a process.
 
-`link` is its way to the servers, `remote` what `pyps.lbfgs.optimizer` works with, `progress` what people hear, `flags`
-what it may be told, `drive` the process from its start to its end.
+settings.py     its settings, which are the flags of commands
+link.py         its connections to the servers
+coordinator.py  the process from start to end: memory plan, instructions, passes, output
 """

@@ -1,4 +1,4 @@
-"""A coordinator's way to the servers: its calls, what it learns from server 0, and what all of it weighs."""
+"""A coordinator's connections to the servers: its calls, their traffic, and queries to server 0."""
 
 from __future__ import annotations
 
@@ -27,18 +27,23 @@ from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages and their bytes, both ways, without gRPC's own. A message and its answer count as one.
+    """Messages and their bytes in both directions, without gRPC's own. A message and its answer count as one.
 
-    Greetings are not counted, nor what is asked at control ports: they have no part in any iteration's figures.
+    Greetings and calls to control ports are not counted.
     """
 
-    # Of instructions on vectors: as many for a small model as for a large one.
+    # Of instructions on vectors: the same for every model.
     instruction_messages: int = 0
     instruction_bytes: int = 0
-    # Of passes over the data set: 8 bytes a staged sum, and progress, which has a line a worker and is told of more
-    # often in a pass that takes longer.
+    # Of passes over the data set: 8 bytes a stage, and progress with a line a worker, more of it in a slower pass.
     pass_messages: int = 0
     pass_bytes: int = 0
+
+    @classmethod
+    def of(cls, method: str, request: Message, reply: Message) -> Traffic:
+        """Return the traffic of one call."""
+        one = (1, request.ByteSize() + reply.ByteSize())
+        return cls(*one) if method == "Execute" else cls(0, 0, *one)
 
     @property
     def messages(self) -> int:
@@ -54,23 +59,8 @@ class Traffic:
     def __sub__(self, earlier: Traffic) -> Traffic:
         return Traffic(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
-
-class TrafficMeter:
-    """Adds up messages. Any thread may count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total = Traffic()
-
-    @property
-    def total(self) -> Traffic:
-        return self._total
-
-    def count(self, request: Message, reply: Message, *, of_instructions: bool) -> None:
-        """Counts one call."""
-        one = (1, request.ByteSize() + reply.ByteSize())
-        with self._lock:
-            self._total += Traffic(*one) if of_instructions else Traffic(0, 0, *one)
+    def __str__(self) -> str:
+        return f"{self.instruction_bytes:,} bytes of instructions and {self.pass_bytes:,} of passes sent and received"
 
 
 Reply = TypeVar("Reply", bound=Message)
@@ -81,11 +71,11 @@ HELLO_SECONDS = 20.0
 
 
 class ServerRestarted(Exception):
-    """A server was restored from a checkpoint: what the coordinator had made there since is gone."""
+    """A server was restored from a checkpoint: what the coordinator executed there since is lost."""
 
 
 class Link:
-    """Connections to all servers of a run, as an observer: a coordinator never counts as a worker."""
+    """Connections to all servers of a run, as an observer: a coordinator is no worker."""
 
     def __init__(self, launch: Launch) -> None:
         log.prepare()
@@ -93,15 +83,18 @@ class Link:
         self._handshake = Handshake(launch)
         self._servers = Servers(launch, rejoin=self._rejoin)
         self._closing = threading.Event()
-        self._meter = TrafficMeter()
-        # The servers' epochs, in their order: one more with every restore.
+        # Any thread adds to it.
+        self._traffic, self._traffic_lock = Traffic(), threading.Lock()
+        # The servers' epochs, in order: one more with every restore.
         self._epochs: list[int] = []
 
     def join(self) -> None:
-        """Waits for the servers and for the run's first parameters.
+        """Wait for the servers and for the run's first parameters.
 
-        Raises WaitTimedOut where no worker brings them, ModelMismatch where not all servers were named, and BadRequest
-        where their protocol is another.
+        Raises:
+            WaitTimedOut: No worker brings parameters.
+            ModelMismatch: Not all servers were named.
+            BadRequest: The servers run another protocol.
         """
         replies = self._handshake.join(self._servers.connections, None, self._closing)
         first = replies[0]
@@ -115,12 +108,12 @@ class Link:
         self.note_epochs()
 
     def note_epochs(self) -> None:
-        """Takes the servers as they are now: later restores count."""
+        """Take the servers' current epochs: `ServerRestarted` is for later restores."""
         self._epochs = [connection.epoch for connection in self._servers]
 
     @property
     def sender(self) -> Sender:
-        """The coordinator as its messages name it."""
+        """The coordinator's identity in messages."""
         return self._handshake.sender
 
     @property
@@ -129,15 +122,15 @@ class Link:
 
     @property
     def traffic(self) -> Traffic:
-        """Everything said since the beginning."""
-        return self._meter.total
+        """All traffic so far."""
+        return self._traffic
 
     def name(self, server: int) -> str:
-        """A server for people: "server 1 (127.0.0.1:7620)"."""
+        """Return a server's name for users: "server 1 (127.0.0.1:7620)"."""
         return self._servers.connections[server].name
 
     def address(self, server: int) -> str:
-        """Where a server was found last."""
+        """Return the last address of a server."""
         return self._servers.connections[server].address
 
     def ask_all(
@@ -148,12 +141,12 @@ class Link:
         *,
         timeout_seconds: float = CALL_SECONDS,
     ) -> list[Reply]:
-        """Sends each server its request, all at once; returns the answers in the servers' order. None asks nothing."""
+        """Send each server its request, in parallel, and none for None; return the answers in the servers' order."""
         operations: list[Operation[Reply | None]] = [
             self._operation(method, request, reply, timeout_seconds) if request is not None else lambda *_: None
             for request in requests
         ]
-        answers = self._looking_for_restarts(lambda: self._servers.on_all(operations))
+        answers = self._checked_for_restarts(lambda: self._servers.on_all(operations))
         return [answer for answer in answers if answer is not None]
 
     def ask(
@@ -165,12 +158,12 @@ class Link:
         *,
         timeout_seconds: float = CALL_SECONDS,
     ) -> Reply:
-        """Sends one server a request."""
+        """Send one server a request."""
         operation = self._operation(method, request, reply, timeout_seconds)
-        return self._looking_for_restarts(lambda: self._persist(self._servers.connections[server], operation))
+        return self._checked_for_restarts(lambda: self._persist(self._servers.connections[server], operation))
 
     def greet(self) -> None:
-        """Asks all servers whether they are there, and waits for one that is not. Raises ServerRestarted."""
+        """Check that all servers answer, and wait for one that does not. Raises ServerRestarted."""
 
         def hello(connection: Connection) -> Operation[None]:
             return lambda channel, _: self._rejoin(connection, channel, HELLO_SECONDS)
@@ -178,17 +171,17 @@ class Link:
         self._servers.on_all([hello(connection) for connection in self._servers])
 
     def work(self) -> WorkProgress:
-        """Where the work stands, as server 0 tells; it is waited for where it is gone for a while."""
+        """Query server 0 for the progress of the work; wait for it if it does not answer."""
         work: WorkProgress = self._inspect("GetWork", GetWorkRequest())
         return work
 
     def num_workers(self) -> int:
-        """Workers that are alive, as server 0 tells."""
+        """Query server 0 for the number of live workers."""
         status: pb.Status = self._inspect("GetStatus", pb.GetStatusRequest())
         return status.workers_alive
 
     def close(self) -> None:
-        """Frees the connections."""
+        """Close the connections."""
         self._closing.set()
         self._servers.close()
 
@@ -205,7 +198,7 @@ class Link:
         wait: Wait | None = None
         while True:
             try:
-                # Made anew for each try: a server that comes back may have another control port.
+                # One for each attempt: a restarted server may have another control port.
                 with Control(self._servers.connections[0].address, token=self.launch.token) as control:
                     reply = control.call(method, request)
             except (ServerUnavailable, WaitTimedOut) as error:
@@ -219,7 +212,8 @@ class Link:
     def _operation(self, method: str, request: Message, reply: type[Reply], timeout_seconds: float) -> Operation[Reply]:
         def call(channel: Channel, _: threading.Event) -> Reply:
             answer = channel.call(method, request, reply, timeout_seconds=timeout_seconds)
-            self._meter.count(request, answer, of_instructions=method == "Execute")
+            with self._traffic_lock:
+                self._traffic += Traffic.of(method, request, answer)
             return answer
 
         return call
@@ -233,14 +227,14 @@ class Link:
         if self._epochs and connection.epoch != self._epochs[connection.index]:
             raise ServerRestarted(f"{connection.name} was restored from a checkpoint")
 
-    def _looking_for_restarts(self, ask: Callable[[], T]) -> T:
-        """Asks, and looks behind a refusal: gRPC may have connected anew to a server that was restored, unnoticed."""
+    def _checked_for_restarts(self, ask: Callable[[], T]) -> T:
+        """Return the answer; after a refusal, raise ServerRestarted if gRPC had reconnected to a restored server."""
         try:
             return ask()
         except ServerUnavailable:
             raise
         except PypsError as refusal:
-            # A server that is gone too is no better news than the refusal.
+            # If a server does not answer either, the refusal says more.
             with suppress(PypsError):
                 self.greet()
             raise refusal from None

@@ -1,0 +1,116 @@
+"""The settings of a coordinator, which `pyps coordinate` and `pyps sandblaster` share as flags."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from pyps.lbfgs.optimizer import LINE_SEARCHES, LbfgsSettings
+from pyps_wire.errors import BadRequest
+
+COPIES_MAX = 64
+PORTIONS_MAX = 1_000_000
+HISTORY_MAX = 1000
+GROUP_DEFAULT = 4
+# The end of every help of --portions.
+PORTIONS_HELP = "With the same number and --fold portion any number of workers comes to the same bits."
+_LBFGS = LbfgsSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinationSettings:
+    """The flags of a coordinator. Raises BadRequest for a value out of range."""
+
+    iterations: Annotated[int, typer.Option(help="Iterations at most, including those before a restart.", min=1)] = (
+        _LBFGS.iterations_max
+    )
+    history: Annotated[int, typer.Option(help="Pairs of differences that L-BFGS keeps, m.", min=1, max=HISTORY_MAX)] = (
+        _LBFGS.history
+    )
+    line_search: Annotated[
+        str, typer.Option(help=f"How the length of a step is found: {' or '.join(LINE_SEARCHES)}.")
+    ] = _LBFGS.line_search
+    portions: Annotated[
+        int, typer.Option(help=f"Portions of the data set. {PORTIONS_HELP}", min=1, max=PORTIONS_MAX)
+    ] = 80
+    fold: Annotated[
+        str, typer.Option(help="What workers stage: each portion's gradient, or of group:k=4 the sum (less memory).")
+    ] = "portion"
+    copies: Annotated[
+        int, typer.Option(help="Workers that may compute one portion near a pass's end.", min=1, max=COPIES_MAX)
+    ] = 2
+    tolerance: Annotated[float, typer.Option(help="End when no element of the gradient is larger.", min=0.0)] = (
+        _LBFGS.gradient_tolerance
+    )
+    loss_tolerance: Annotated[
+        float, typer.Option(help="End when an iteration lowers the loss by no more than this part of it.", min=0.0)
+    ] = _LBFGS.loss_tolerance
+    save_every: Annotated[
+        int, typer.Option(help="Iterations between requested checkpoints; 0 leaves them to the servers.", min=0)
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.line_search not in LINE_SEARCHES:
+            raise BadRequest(f"--line-search is {self.line_search!r}; expected {' or '.join(LINE_SEARCHES)}")
+        _ = self.lbfgs, self.portions_per_stage
+
+    @property
+    def lbfgs(self) -> LbfgsSettings:
+        return LbfgsSettings(
+            history=self.history,
+            line_search=self.line_search,
+            iterations_max=self.iterations,
+            gradient_tolerance=self.tolerance,
+            loss_tolerance=self.loss_tolerance,
+        )
+
+    @property
+    def portions_per_stage(self) -> int:
+        """The claimed portions whose gradients a worker sums before it stages them.
+
+        The paper sends gradients "every few completed portions"; with 1 the sum of all has the same bits whichever
+        worker computed which portion.
+        """
+        name, _, rest = self.fold.partition(":")
+        key, _, number = rest.partition("=")
+        if self.fold == "portion":
+            return 1
+        if self.fold == "group":
+            return GROUP_DEFAULT
+        if name == "group" and key == "k" and number.isdecimal() and int(number) > 0:
+            return int(number)
+        raise BadRequest(f"--fold is {self.fold!r}; expected portion, or group:k=4 with any whole number k above 0")
+
+    def num_stages(self, num_portions: int, *, num_workers: int) -> int:
+        """Return the most staged sums at once: with groups each worker's last one may be of fewer portions."""
+        if self.portions_per_stage == 1:
+            return num_portions
+        return min(num_portions, math.ceil(num_portions / self.portions_per_stage) + num_workers)
+
+    def as_flags(self) -> tuple[str, ...]:
+        """Return the settings as flags of `pyps coordinate`."""
+        return tuple(
+            text for name, value in asdict(self).items() for text in (f"--{name.replace('_', '-')}", str(value))
+        )
+
+
+def with_coordination(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's `**coordination` by a flag for each setting that it does not declare itself."""
+    own = inspect.signature(command, eval_str=True)
+    kinds = get_type_hints(CoordinationSettings, include_extras=True)
+    added = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=kinds[each.name])
+        for each in fields(CoordinationSettings)
+        if each.name not in own.parameters
+    ]
+    parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD] + added
+    # typer reads a command's flags from there.
+    edited: Any = command
+    edited.__signature__ = own.replace(parameters=parameters)
+    edited.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
