@@ -205,7 +205,7 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     for server in (1, 0):
         # The next one goes while the run is taken up again.
         job.revive(server)
-        told = f"server {server} ({job.servers[server].data}) was restored from a checkpoint: taking the run up again"
+        told = f"server {server} ({job.servers[server].data}) was restored from a checkpoint: resuming the run"
         coordinator.wait_for_output(told, END_SECONDS)
     (tmp_path / "go").touch()
 
