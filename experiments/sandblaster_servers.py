@@ -25,7 +25,7 @@ from pyps.core.vectors.program import Program
 from pyps.core.vectors.stages import StagePart
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs
 from pyps.service.vector_machine import instruction_from
-from pyps.service.work_messages import progress_to
+from pyps.service.work_queue import progress_to
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as machine_pb
 from pyps_wire import work_pb2 as work_pb

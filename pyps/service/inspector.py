@@ -24,7 +24,7 @@ from pyps.service.report import (
     worker_info,
 )
 from pyps.service.transport import Host, Transport, name_of
-from pyps.service.work_messages import progress_to
+from pyps.service.work_queue import progress_to
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable

@@ -17,13 +17,13 @@ from pyps.run.handshake import Greeting, Welcome, check_name
 from pyps.run.initialization import Initialization
 from pyps.service import convert
 from pyps.service.calls import Call
-from pyps.service.leasing import LEASES_MAX
 from pyps.service.limits import check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
 from pyps.service.roles import HELLO_AS_WORKER, PULL_AS_WORKER, Role
 from pyps.service.transport import Host, Transport
 from pyps.service.waiting import LongPoll, names_in_words
+from pyps.service.work_queue import LEASES_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import codec_numbered

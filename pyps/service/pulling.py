@@ -11,12 +11,11 @@ from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor
-from pyps.service.leasing import Ask, LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.responses import OrderedResponses
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.waiting import VersionWait
-from pyps.service.work_messages import lease_reply
+from pyps.service.work_queue import Ask, LeaseCall, lease_reply
 from pyps.work import LeaseAnswer, Leased
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire

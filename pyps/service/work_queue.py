@@ -5,9 +5,10 @@ A call that waits for a portion or for the end of a pass is a coroutine, never a
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -16,26 +17,36 @@ from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor
-from pyps.service.leasing import (
-    LEASES_MAX,
-    LeaseCall,
-    check_few,
-    of_first_server,
-    pass_of,
-    queue_of,
-    refuse_when_replaced,
-)
 from pyps.service.waiting import LongPoll, names_in_words
-from pyps.service.work_messages import lease_reply, progress_to, spec_from, spec_to
-from pyps.work import PassOutcome, WorkQueue
+from pyps.work import (
+    DataSpec,
+    Ended,
+    LeaseAnswer,
+    Leased,
+    NothingNow,
+    PassDone,
+    PassOutcome,
+    Portion,
+    Progress,
+    WorkQueue,
+)
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import WORK_QUEUE
-from pyps_wire.errors import BadRequest, NotInitialized, RunFinished, WaitTimedOut
+from pyps_wire.errors import BadRequest, NotInitialized, RunFinished, ServerUnavailable, WaitTimedOut
 
+# Leases that a message may name.
+LEASES_MAX = 100_000
 LEASES_BYTES_MAX = convert.SMALL_BYTES_MAX + convert.LEASE_BYTES_MAX * LEASES_MAX
-# Figures of its own that a coordinator may tell.
+# Figures that a coordinator may send with a pass.
 SCALARS_MAX = 256
+# The fields of a progress that have one name in both forms.
+FIGURES = (
+    *("num_portions", "done", "running", "pending", "ahead"),
+    *("passes_done", "copies", "stolen", "lost", "wasted", "ended", "scalars"),
+)
+
+Ask: TypeAlias = Callable[[], LeaseAnswer]
 
 
 class WorkQueueService:
@@ -46,7 +57,7 @@ class WorkQueueService:
         self._work = work
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service's handlers: bytes in, bytes out."""
+        """Return the service's handlers, of bytes to bytes."""
         calls = {
             "Open": self.open,
             "Lease": self.lease,
@@ -61,34 +72,34 @@ class WorkQueueService:
         }
         return grpc.method_handlers_generic_handler(WORK_QUEUE, methods)
 
-    # A worker's.
+    # For workers.
 
     async def open(self, message: bytes, context: Call) -> bytes:
-        """Says what the data set is."""
+        """Set the data set."""
         request = convert.parse(wire.OpenWorkRequest, message)
-        queue = queue_of(self._run, request.sender)
+        queue = _queue_of(self._run, request.sender)
         queue.open(spec_from(request.data), worker_id=request.sender.worker_id)
         assert queue.spec is not None
         return wire.OpenWorkReply(data=spec_to(queue.spec), **{"pass": queue.pass_}).SerializeToString()
 
     async def lease(self, message: bytes, context: Call) -> bytes:
-        """Answers with a portion when there is one, or with why none will come."""
+        """Answer with a portion once there is one, or with the reason why there will be none."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         answer = await LeaseCall(self._run, self._work, request).answer()
         return lease_reply(answer).SerializeToString()
 
     async def claim(self, message: bytes, context: Call) -> bytes:
-        """Answers whether a portion's result counts."""
+        """Accept or refuse a portion's result."""
         request = convert.parse(wire.ClaimRequest, message)
-        sender, queue = request.sender, queue_of(self._run, request.sender)
+        sender, queue = request.sender, _queue_of(self._run, request.sender)
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
         return wire.ClaimReply(granted=claim.accepted, message=claim.message).SerializeToString()
 
     async def deliver(self, message: bytes, context: Call) -> bytes:
-        """Takes portions in."""
+        """Accept or refuse portions whose gradients are pushed or staged."""
         request = convert.parse(wire.DeliverRequest, message, bytes_max=LEASES_BYTES_MAX)
-        check_few(len(request.lease_ids))
-        sender, queue = request.sender, queue_of(self._run, request.sender)
+        _require_few(len(request.lease_ids))
+        sender, queue = request.sender, _queue_of(self._run, request.sender)
         if request.stage_id and request.stage_id not in request.lease_ids:
             raise BadRequest(
                 f"worker {sender.worker_id!r} delivers stage {request.stage_id}, which is none of its leases: a stage "
@@ -105,20 +116,20 @@ class WorkQueueService:
         )
         return wire.DeliverReply(accepted=delivery.accepted, message=delivery.message).SerializeToString()
 
-    # The coordinator's.
+    # For a coordinator.
 
     async def begin_pass(self, message: bytes, context: Call) -> bytes:
-        """Begins a pass."""
+        """Begin a pass."""
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
-            raise BadRequest(f"a pass comes with {len(request.scalars)} scalars; tell {SCALARS_MAX} at most")
+            raise BadRequest(f"a pass has {len(request.scalars)} scalars; expected {SCALARS_MAX} at most")
         for name in request.scalars:
             check_name(name, what="a scalar's name")
         queue = self._coordinated_by(request.sender)
         self._refuse_when_over()
         self._require_coordinator(request)
         queue.begin_pass(
-            pass_of(request),
+            _pass_of(request),
             coordinator_epoch=request.coordinator_epoch,
             num_portions=request.num_portions,
             copies_max=request.copies_max,
@@ -128,7 +139,7 @@ class WorkQueueService:
         return wire.BeginPassReply(num_workers=self._run.membership.num_alive).SerializeToString()
 
     async def await_pass(self, message: bytes, context: Call) -> bytes:
-        """Answers when a pass is complete or the time is up; to who awaits pass 0, once there is a data set."""
+        """Answer when a pass is complete or the time is up; for pass 0, once there is a data set."""
         request = convert.parse(wire.AwaitPassRequest, message)
         queue = self._coordinated_by(request.sender)
         outcome = await self._awaited(request, queue)
@@ -136,32 +147,22 @@ class WorkQueueService:
         return wire.AwaitPassReply(**asdict(outcome), progress=progress).SerializeToString()
 
     async def end_work(self, message: bytes, context: Call) -> bytes:
-        """Ends the work."""
+        """End the work."""
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)
         self._require_coordinator(request)
         queue.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
         return wire.EndWorkReply().SerializeToString()
 
-    # Waits.
-
     async def _awaited(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> PassOutcome:
-        run, pass_, wait_seconds = self._run, pass_of(request), request.wait_milliseconds / 1000
+        run, pass_, wait_seconds = self._run, _pass_of(request), request.wait_milliseconds / 1000
         what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
-        waits_for = partial(queue.waits_for, "")
-        poll = LongPoll(
-            run,
-            self._work,
-            worker_id="",
-            wait_seconds=wait_seconds,
-            describe=lambda: f"the coordinator waits for {what}, for {names_in_words(waits_for()) or 'workers'}",
-            waits_for=waits_for,
-        )
+        poll = _poll(run, self._work, queue, f"the coordinator waits for {what}", wait_seconds=wait_seconds)
         try:
             while True:
                 poll.look()
                 self._refuse_when_over()
-                refuse_when_replaced(self._run, queue)
+                _refuse_when_replaced(run, queue)
                 outcome = queue.await_pass(pass_, coordinator_epoch=request.coordinator_epoch, wake=poll.wake)
                 if outcome.complete or not wait_seconds or (pass_ == 0 and queue.spec is not None):
                     return outcome
@@ -171,14 +172,12 @@ class WorkQueueService:
         finally:
             queue.forget(poll.wake)
 
-    # Who may ask.
-
     def _coordinated_by(self, sender: Sender) -> WorkQueue:
-        """The queue, for a coordinator of the run."""
+        """Return the queue to a coordinator of the run."""
         if self._run.content.partition is None:
             raise NotInitialized("this server holds no run yet: a worker that starts brings it")
         check_run(sender.run_id, self._run.holding(), observer=True)
-        return of_first_server(self._run)
+        return _queue_on_first(self._run)
 
     def _require_coordinator(self, request: wire.BeginPassRequest | wire.EndWorkRequest) -> None:
         machine = self._run.content.machine
@@ -188,3 +187,165 @@ class WorkQueueService:
     def _refuse_when_over(self) -> None:
         if self._run.state is RunState.FINISHED:
             raise RunFinished("the run has finished: no pass over its data set ends any more")
+
+
+async def _ask_directly(ask: Ask) -> LeaseAnswer:
+    return ask()
+
+
+class LeaseCall:
+    """A free worker's request for a portion, alone or with one for parameters. Used on the event loop."""
+
+    def __init__(self, run: Run, work: KernelExecutor, request: wire.LeaseRequest):
+        _require_few(len(request.held))
+        self._run = run
+        self._work = work
+        self._request = request
+
+    async def answer(self, within: Callable[[Ask], Awaitable[LeaseAnswer]] = _ask_directly) -> LeaseAnswer:
+        """Return the queue's answer, after at most the request's wait.
+
+        `within` calls the queue, again after each wait, for example under a lock that it holds for other work too.
+        """
+        run, request, sender = self._run, self._request, self._request.sender
+        queue = _queue_of(run, sender)
+        pass_ = _pass_of(request) if request.HasField("pass") else None
+        wait_seconds = request.wait_milliseconds / 1000
+        waiter = sender.worker_id
+        poll = _poll(
+            run, self._work, queue, f"{waiter} waits for a portion", worker_id=waiter, wait_seconds=wait_seconds
+        )
+        # Only for its first call of the queue: it holds no other leases later.
+        held: set[int] | None = set(request.held)
+
+        def ask() -> LeaseAnswer:
+            return queue.lease(
+                sender.worker_id,
+                sender.incarnation,
+                pass_=pass_,
+                passes=request.passes,
+                now=run.clock(),
+                wake=poll.wake,
+                announced=True,
+                held=held,
+            )
+
+        queue.announce(sender.worker_id, poll.wake)
+        try:
+            while True:
+                poll.look()
+                if run.state is RunState.FINISHED:
+                    return Ended(queue.pass_, "the run has finished")
+                _refuse_when_replaced(run, queue)
+                answer = await within(ask)
+                self._require_alive(queue)
+                if not (isinstance(answer, NothingNow) and wait_seconds):
+                    return answer
+                await poll.wait()
+                held = None
+        finally:
+            queue.forget(poll.wake)
+
+    def _require_alive(self, queue: WorkQueue) -> None:
+        """Take the portion back from a worker that left or was lost during the call; raise WaitTimedOut."""
+        worker_id = self._request.sender.worker_id
+        member = self._run.membership.get(worker_id)
+        if member is None or not member.alive:
+            queue.release(worker_id, lost=False)
+            raise WaitTimedOut(f"worker {worker_id!r} left, or was silent for too long, while it asked: ask again")
+
+
+def _poll(
+    run: Run, work: KernelExecutor, queue: WorkQueue, what: str, *, wait_seconds: float, worker_id: str = ""
+) -> LongPoll:
+    waits_for = partial(queue.waits_for, worker_id)
+    return LongPoll(
+        run,
+        work,
+        worker_id=worker_id,
+        wait_seconds=wait_seconds,
+        describe=lambda: f"{what}, for {names_in_words(waits_for()) or 'workers'}",
+        waits_for=waits_for,
+    )
+
+
+def _queue_of(run: Run, sender: Sender) -> WorkQueue:
+    """Return the queue to a worker of the run, and renew its lease."""
+    run.heard(sender.run_id, sender.worker_id, sender.incarnation, sender.secret)
+    return _queue_on_first(run)
+
+
+def _queue_on_first(run: Run) -> WorkQueue:
+    if run.content.server_index != 0:
+        raise BadRequest(f"this is server {run.content.server_index}: ask server 0, which hands out the data set")
+    return run.work
+
+
+def _refuse_when_replaced(run: Run, queue: WorkQueue) -> None:
+    """End a wait on a server that shuts down, or for the queue of a run that was reset."""
+    if run.state is RunState.DRAINING:
+        raise ServerUnavailable("this server is shutting down: try again once it is back")
+    if run.work is not queue:
+        raise NotInitialized("the run was reset while the call waited")
+
+
+def _require_few(leases: int) -> None:
+    if leases > LEASES_MAX:
+        raise BadRequest(f"a message names {leases} leases; expected {LEASES_MAX} at most")
+
+
+# Between the queue's values and messages.
+
+
+def _pass_of(message: wire.LeaseRequest | wire.BeginPassRequest | wire.AwaitPassRequest) -> int:
+    # The field's name is a keyword of Python's.
+    return int(getattr(message, "pass"))
+
+
+def spec_from(message: wire.DataSpec) -> DataSpec:
+    given: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(DataSpec)}
+    return DataSpec(**given | {"name": convert.for_people(message.name)})
+
+
+def spec_to(spec: DataSpec) -> wire.DataSpec:
+    return wire.DataSpec(**asdict(spec))
+
+
+def portion_to(portion: Portion) -> wire.Portion:
+    return wire.Portion(**asdict(portion))
+
+
+def lease_reply(answer: LeaseAnswer) -> wire.LeaseReply:
+    reply = wire.LeaseReply(**{"pass": answer.pass_})  # type: ignore[arg-type]
+    match answer:
+        case Leased():
+            reply.outcome = wire.LeaseReply.OUTCOME_LEASED
+            reply.portion.CopyFrom(portion_to(answer.portion))
+            if answer.next is not None:
+                reply.next.CopyFrom(portion_to(answer.next))
+            reply.batch_size, reply.portions_per_stage = answer.batch_size, answer.portions_per_stage
+        case NothingNow():
+            reply.outcome = wire.LeaseReply.OUTCOME_NOTHING_NOW
+        case PassDone():
+            reply.outcome = wire.LeaseReply.OUTCOME_PASS_DONE
+        case Ended():
+            reply.outcome, reply.message = wire.LeaseReply.OUTCOME_ENDED, answer.message
+    return reply
+
+
+def progress_to(progress: Progress) -> wire.WorkProgress:
+    figures: dict[str, Any] = {"pass": progress.pass_} | {name: getattr(progress, name) for name in FIGURES}
+    return wire.WorkProgress(
+        data=spec_to(progress.spec) if progress.spec is not None else None,
+        workers=[wire.WorkProgress.Worker(**asdict(worker)) for worker in progress.workers],
+        deliveries=[
+            wire.WorkProgress.Delivery(
+                portion=portion_to(delivered.portion),
+                worker_id=delivered.worker_id,
+                incarnation=delivered.incarnation,
+                **{"pass": delivered.pass_},
+            )
+            for delivered in progress.deliveries
+        ],
+        **figures,
+    )

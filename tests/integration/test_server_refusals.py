@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX
 from pyps.service import calls
 from pyps.service.convert import TENSORS_MAX
-from pyps.service.leasing import LEASES_MAX
 from pyps.service.parameter_server import SCALARS_MAX
+from pyps.service.work_queue import LEASES_MAX
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire

@@ -21,7 +21,6 @@ from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.in_process import InProcess
-from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
@@ -30,6 +29,7 @@ from pyps.service.roles import Role
 from pyps.service.security import Access
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.transport import Host
+from pyps.service.work_queue import LeaseCall
 from pyps.work import DataSpec, Leased
 from pyps_client.transport import grpc as channel
 from pyps_wire import common_pb2 as common
