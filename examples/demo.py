@@ -34,6 +34,7 @@ from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.units import counted
 from pyps_client.arrays import Observer
+from pyps_client.launch import Launch
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import RUN_STATE_FINISHED, RUN_STATE_READY
 from pyps_wire.errors import PypsError
@@ -193,7 +194,7 @@ class Demo:
         if all(status.state in (RUN_STATE_READY, RUN_STATE_FINISHED) for status in statuses):
             if self._observer is None:
                 data = [server.data for server in self._job.addresses]
-                self._observer = connections.enter_context(Observer(data, run_id=self._job.run_id))
+                self._observer = connections.enter_context(Observer(launch=Launch(data, run_id=self._job.run_id)))
             self._began_at = self._began_at or time.monotonic()
             loss, accuracy = self._images.score(self._observer.snapshot())
             self._points.append(Point(time.monotonic() - self._began_at, answers.updates, loss, accuracy))

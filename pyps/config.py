@@ -28,7 +28,6 @@ from pyps_wire.errors import BadRequest, PypsError
 ENVIRONMENT_PREFIX = "PYPS_"
 # What workers, commands and kernels read; a server finds them too where one shell starts everything.
 OTHER_VARIABLES = (
-    "PYPS_CODEC",
     "PYPS_CONTROL",
     "PYPS_GRADIENT_CODEC",
     "PYPS_ISA",
@@ -36,8 +35,8 @@ OTHER_VARIABLES = (
     "PYPS_PARAMETER_CODEC",
     "PYPS_PARTS",
     "PYPS_PROCESS_HOOKS",
-    "PYPS_PULL_CODEC",
     "PYPS_SERVERS",
+    "PYPS_SHARD_SIZE",
     "PYPS_START_WAIT_SECONDS",
     "PYPS_TLS_CA",
     "PYPS_TOKEN",

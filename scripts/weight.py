@@ -198,7 +198,7 @@ def steps_of(
     """Make that many steps in this process, and return the report of each side."""
     import torch
 
-    from pyps_client import RemoteOptimizer
+    from pyps_client import Launch, RemoteOptimizer
 
     profile = Profile("client")
     model = torch.nn.Linear(10, 10, bias=False)
@@ -206,7 +206,7 @@ def steps_of(
     with (
         profile.watching(),
         RemoteOptimizer(
-            *(model, adagrad, server.address), run_id="weight", transport=transport, overlap=overlap
+            model, adagrad, launch=Launch(server.address, run_id="weight", transport=transport), overlap=overlap
         ) as optimizer,
     ):
         for turn in range(rounds + WARM_UP):

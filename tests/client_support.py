@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pyps.core.arrays import Floats
-from pyps_client import Client
+from pyps_client import Client, Launch
 from pyps_client.push import GroupRate, Plan
 from pyps_client.run_state import RunState, Terms
 from pyps_client.transport.lent import Lent
@@ -90,14 +90,13 @@ def addresses(servers: Sequence[AnyServer]) -> str:
 def make_client(servers: str, **options: Any) -> Client:
     """A client of the small model with several shards, impatient unless told otherwise."""
     settings: dict[str, Any] = {
-        "tensors": small_model(),
-        "optimizer": ADAGRAD,
         "worker_id": "worker",
         "shard_size": 1024,
         "start_wait_seconds": 30,
         "loss_wait_seconds": 30,
     }
-    return Client(servers=servers, **(settings | options))
+    tensors, optimizer = options.pop("tensors", small_model()), options.pop("optimizer", ADAGRAD)
+    return Client(tensors, optimizer, launch=Launch(servers, **(settings | options)))
 
 
 class Clock:

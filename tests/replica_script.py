@@ -213,6 +213,7 @@ def main() -> None:
     overlap = "off" if args.overlap == "off" else "step"
     push_every = -3 if mistake == "pace" else None
     optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=push_every, overlap=overlap)
+    optimizer.join()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) if args.schedule else None
     print(f"joined {index}/{rank}", flush=True)
     if args.portions:

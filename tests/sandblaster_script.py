@@ -81,7 +81,9 @@ def main() -> None:
         (model, dataset), loss = classification(), nn.CrossEntropyLoss()
     held = Held(loss, at=arguments.hold_at, release=arguments.release)
     # Shards so small that every server has some.
-    pyps_client.sandblaster(model, held, dataset, batch_size=8, shard_size=arguments.shard_size)
+    pyps_client.sandblaster(
+        model, held, dataset, batch_size=8, launch=pyps_client.Launch(shard_size=arguments.shard_size)
+    )
     bits = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy().tobytes()
     print("bits", hashlib.sha256(bits).hexdigest(), flush=True)
 

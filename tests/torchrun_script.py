@@ -31,7 +31,7 @@ else:
             RemoteOptimizer(given, sgd, servers)
         except BadRequest as refusal:
             print("refused:", refusal, flush=True)
-    optimizer = RemoteOptimizer(model, sgd, servers, worker_id="ddp", replica=Replica())
+    optimizer = RemoteOptimizer(model, sgd, servers, replica=Replica())
     sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
 for index in sampler:
     optimizer.zero_grad()

@@ -57,6 +57,15 @@ def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
     return loss.detach()
 
 
+def joined(model: torch.nn.Module, optimizer: torch.optim.Optimizer, servers: Any = None, **settings: Any) -> Any:
+    """A RemoteOptimizer that has joined its run, by settings of its own and of its Launch."""
+    names = settings.keys() & Launch.__dataclass_fields__.keys()
+    launch = Launch(servers, **{name: settings.pop(name) for name in names})
+    optimizer = RemoteOptimizer(model, optimizer, launch=launch, **settings)
+    optimizer.join()
+    return optimizer
+
+
 def flat(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     """All values in one float32 vector."""
     return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).numpy().copy()
@@ -92,7 +101,7 @@ def train_on_portions(
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     where = {"run_id": "portions", "worker_id": worker_id}
     counts = []
-    with RemoteOptimizer(model, sgd, servers, **where, push_every=push_every, overlap=overlap) as optimizer:
+    with joined(model, sgd, servers, **where, push_every=push_every, overlap=overlap) as optimizer:
         portions = Portions(dataset, optimizer, batch_size=4, epochs=epochs, portion_batches=portion_batches)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=portions)
         for _ in range(epochs):

@@ -28,7 +28,7 @@ from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished, ServerUnavailable
-from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor, partition
+from pyps_wire.partition import Model, Tensor, partition
 from pyps_wire.work_pb2 import LeaseReply
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -52,21 +52,21 @@ class Client:
         self,
         tensors: Arrays,
         optimizer: Optimizer = ("adagrad", {"learning_rate": 0.05}),
-        *,
         servers: str | Sequence[str] | None = None,
-        shard_size: int = DEFAULT_SHARD_SIZE,
-        **launch_options: Any,
+        *,
+        launch: Launch | None = None,
     ) -> None:
-        """Joins the run on `servers`: "host:port,host:port", or "local" for one in this process (else PYPS_SERVERS).
+        """Join the run.
 
-        `tensors`: float32 arrays by name. `optimizer`: the servers' rule and its settings. `shard_size`: the most
-        numbers of a shard; the same for all workers. `launch_options`: fields of Launch, and token_file; PYPS_
-        variables give the others. Raises a ConfigurationError where these are wrong, or others than the run's.
+        `tensors`: float32 arrays by name. `optimizer`: the servers' rule and its settings. `servers`: "host:port",
+        several with commas between, or "local" for one in this process; PYPS_SERVERS by default. `launch`: the servers
+        and everything else about the connection, instead of `servers`. Raises a ConfigurationError where one of these
+        is wrong, or differs from the run's.
         """
         leave.install_where_asked()
-        launch = Launch.from_environment(servers, **launch_options)
+        launch = Launch.of(servers, launch)
         launch.require_one_process("Client")
-        self._model = _model_of(tensors, shard_size)
+        self._model = _model_of(tensors, launch.shard_size)
         self._places = {tensor.name: (tensor, begin) for tensor, begin in _places(self._model)}
         self._codec = codec_of(launch.gradient_codec)
         self._pull_codec = codec_of(launch.parameter_codec)
@@ -299,14 +299,16 @@ class _ClientStepper:
 class Observer:
     """A reader of a run, which learns the model from the servers. It never counts as a worker."""
 
-    def __init__(self, servers: str | Sequence[str] | None = None, **launch_options: Any) -> None:
-        """Connects, waiting for the run's servers, whose addresses are named, and for its first parameters."""
+    def __init__(self, servers: str | Sequence[str] | None = None, *, launch: Launch | None = None) -> None:
+        """Connect to all of the run's servers, waiting for them and for the run's first parameters.
+
+        The arguments are those of Client.
+        """
         leave.install_where_asked()
-        launch_options.setdefault("worker_id", f"observer-{socket.gethostname()}-{os.getpid()}")
-        if servers is None:
-            servers = (launch_options.get("environment") or os.environ).get("PYPS_SERVERS", "")
-        # Read here, where "local" is refused: of a server of its own an observer would never hear of a run.
-        launch = Launch.from_environment(parse_servers(servers), **launch_options)
+        launch = Launch.of(servers, launch)
+        # "local" is refused: a server of its own would never have a run.
+        own = f"observer-{socket.gethostname()}-{os.getpid()}"
+        launch = launch.with_(servers=parse_servers(launch.servers), worker_id=own)
         self._handshake = Handshake(launch)
         self._servers = Servers(launch, rejoin=self._rejoin)
         self._closing = threading.Event()

@@ -1,4 +1,4 @@
-"""What a worker is told at its start: which servers, which run, which worker it is."""
+"""A worker's launch settings: its servers, its run, its name and place."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -21,23 +20,17 @@ from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import BadRequest
 from pyps_wire.in_process import end_local_server, start_local_server
+from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
-# Instead of servers: one in the worker's own process, for it alone.
+# Instead of addresses: a server in the worker's own process, for that process alone.
 LOCAL = "local"
-# Settings that were called otherwise: by what names they go on to be taken.
-OLD_NAMES = {
-    "codec": "gradient_codec",
-    "pull_codec": "parameter_codec",
-    "gradient_dtype": "gradient_codec",
-    "parameter_dtype": "parameter_codec",
-}
 # What torchrun calls a job on several nodes that it was given no --rdzv-id for.
 NO_RUN_ID = "none"
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
-# Of a worker's key. Whoever is given none makes one up for the process.
 KEY_LENGTH_MIN, KEY_LENGTH_MAX = 16, 64
+# The key of a process that was given none.
 _OWN_KEY = secrets.token_hex(16)
-# What a setting's type takes, numpy's numbers too, and how it is called.
+# The types that a setting's type accepts, numpy's numbers too, and their description.
 _TYPES: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
@@ -48,36 +41,41 @@ _TYPES: dict[type, tuple[type, str]] = {
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Launch:
-    """How a worker finds its run, and its place there; `from_environment` reads it from PYPS_ variables.
+    """How a worker reaches its run, and its place there.
+
+        RemoteOptimizer(model, optimizer, launch=Launch("host:7610", tls_ca="ca.crt", token_file="token"))
+
+    A setting that is left out, or None, is read from its PYPS_ variable: `run_id` from PYPS_RUN_ID.
 
     `servers`: data addresses, host:port, in the order that all workers share; "file:/path" for a file with one a line;
-    "dns:COUNT@name:port" for so many servers behind one name; or "local" for a server that this process runs itself,
-    with a new run, until its last worker has left.
-    `run_id`: the run to join; empty takes whatever run the servers hold before its first update. Under torchrun that of
-    its --rdzv-id by default.
-    `worker_id`: unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
-    `worker_index`, `worker_count`: this worker's place among the run's workers, from 0, for dividing data: torchrun's
-    where PYPS_ variables say nothing of the worker, None when nobody said.
+    "dns:COUNT@name:port" for so many servers behind one name; or "local" for a server in this process, with a new run,
+    which ends with its last worker.
+    `run_id`: the run to join; empty for the run that the servers hold, before its first update. Under torchrun the
+    default is its --rdzv-id.
+    `worker_id`: unique among live workers; empty for "worker-INDEX" with an index, and host-pid without.
+    `worker_index`, `worker_count`: this worker's place among the run's workers, from 0, for dividing data. The default
+    under torchrun is its rank and world size, unless a PYPS_ variable names the worker.
     `parts`: the processes of this worker, each with a part of the model (model parallelism).
-    `token`: the shared secret of servers that ask for one; `token_file`, where it is from, to be read again.
-    `tls_ca`, `tls_cert`, `tls_key`: PEM files for connections by TLS: the certificate of the authority that signed the
-    servers' own; and the worker's certificate and key, where servers ask for one.
-    `worker_key`: what this worker alone knows, and shows with every call: nobody else can speak in its name. A process
-    that is started anew with the key of one that died takes its place at once, any other when that one's lease is over.
-    By itself each process makes one up.
-    `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server that is not there at the
-    start, for one that was lost, and for other workers: for a round's end, for a turn, for the slowest.
-    `use_proxy`: True lets http_proxy and its kin apply to the connection.
-    `gradient_codec`, `parameter_codec`: how pushed gradients and pulled parameters are written, "float32", "float16" or
-    "bfloat16".
-    `transport`: the way of both. "auto" is memory that worker and server share, where they run on one machine;
-    elsewhere a lane (a TCP connection for large messages) where one can be had, and gRPC. "shm" and "tcp" (the lane)
-    end the worker rather than use another; "grpc" is gRPC everywhere; "in_process" calls servers that run in the
-    worker's own process, as in tests, without a socket.
+    `token`: the secret that the servers share. `token_file`: a file with it, which is read again when a server refuses
+    the token.
+    `tls_ca`, `tls_cert`, `tls_key`: PEM files for TLS: the authority that signed the servers' certificates; and the
+    worker's certificate and key, where servers require them.
+    `worker_key`: a secret of this worker, sent with every call, so that no other process can use its name. A process
+    that restarts with the same key takes its predecessor's place at once; any other waits until the lease expires. By
+    default each process draws one.
+    `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: the longest wait for a server at the start, for a server
+    that was lost, and for other workers.
+    `use_proxy`: True lets http_proxy and the like apply to the connection.
+    `gradient_codec`, `parameter_codec`: the encoding of pushed gradients and of pulled parameters, "float32",
+    "float16" or "bfloat16", or torch's types. Servers hold and update float32.
+    `transport`: "auto" is shared memory with a server on this machine; elsewhere a lane (a TCP connection for large
+    messages) where the server has one, or else gRPC. "shm" and "tcp" (the lane) fail rather than use another; "grpc" is
+    gRPC everywhere; "in_process" calls servers in the worker's own process without a socket.
+    `shard_size`: the most parameters of a shard; the same for all workers.
 
-    Raises BadRequest for a value that cannot be.
+    Raises BadRequest for a value that is not allowed.
     """
 
     servers: tuple[str, ...]
@@ -91,7 +89,7 @@ class Launch:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
-    worker_key: str = field(default="", repr=False)
+    worker_key: str = field(default=_OWN_KEY, repr=False)
     start_wait_seconds: float = 300.0
     loss_wait_seconds: float = 600.0
     wait_seconds: float = 1800.0
@@ -99,16 +97,68 @@ class Launch:
     gradient_codec: str = "float32"
     parameter_codec: str = "float32"
     transport: str = "auto"
+    shard_size: int = DEFAULT_SHARD_SIZE
+    # Whether anybody chose the worker's name or place.
+    named: bool = field(default=False, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        servers: str | Sequence[str] | None = None,
+        *,
+        run_id: str | None = None,
+        worker_id: str | None = None,
+        worker_index: int | None = None,
+        worker_count: int | None = None,
+        parts: int | None = None,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        worker_key: str | None = None,
+        start_wait_seconds: float | None = None,
+        loss_wait_seconds: float | None = None,
+        wait_seconds: float | None = None,
+        use_proxy: bool | None = None,
+        gradient_codec: object = None,
+        parameter_codec: object = None,
+        transport: str | None = None,
+        shard_size: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        given = {name: _plain(value) for name, value in locals().items() if name in self._names() and value is not None}
+        env = os.environ if environment is None else environment
+        settings = _from_variables(env, but=given) | given
+        named = bool(settings.get("worker_id") or settings.keys() & {"worker_index", "worker_count"})
+        object.__setattr__(self, "named", named)
+        if not named and (torchrun := torchrun_place(env)):
+            settings["worker_index"], settings["worker_count"] = torchrun
+            # Not "worker-INDEX": several torchruns, each of which counts from 0, may train in one run.
+            settings["worker_id"] = _default_worker_id(None)
+        if "run_id" not in settings:
+            settings["run_id"] = torchrun_run(env)
+        settings.setdefault("servers", env.get("PYPS_SERVERS", ""))
+        if "token" not in given and isinstance(settings.get("token_file", ""), str):
+            file = settings.get("token_file") or None
+            settings["token"], settings["token_file"] = read_token(file, env), file or ""
+        elif "token_file" not in given:
+            # It may hold another one.
+            settings["token_file"] = ""
+        for name in self._names():
+            object.__setattr__(self, name, settings.get(name, getattr(type(self), name, None)))
+        self._check()
+
+    @classmethod
+    def _names(cls) -> Iterable[str]:
+        return [each.name for each in fields(cls) if each.init]
+
+    def _check(self) -> None:
         given: Any = self.servers
         given = [given] if isinstance(given, str) else given
         local = isinstance(given, Sequence) and [str(each).strip().lower() for each in given] == [LOCAL]
         object.__setattr__(self, "servers", (LOCAL,) if local else parse_servers(self.servers))
         check_types(self)
         _ = self.credentials
-        if not self.worker_key:
-            object.__setattr__(self, "worker_key", _OWN_KEY)
         check_token(self.worker_key, "worker_key (PYPS_WORKER_KEY)")
         if not KEY_LENGTH_MIN <= len(self.worker_key) <= KEY_LENGTH_MAX:
             raise BadRequest(
@@ -127,23 +177,28 @@ class Launch:
         codec_of(self.parameter_codec)
         check_transport(self.transport)
         index, count = self.worker_index, self.worker_count
-        if index is not None and index < 0:
-            raise BadRequest(f"worker_index (PYPS_WORKER_INDEX) is {index}; expected 0 or more.")
-        if count is not None and count < 1:
-            raise BadRequest(f"worker_count (PYPS_WORKER_COUNT) is {count}; expected 1 or more.")
         if index is not None and count is not None and index >= count:
             raise BadRequest(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
-        if self.parts < 1:
-            raise BadRequest(f"parts (PYPS_PARTS) is {self.parts}; expected 1 or more.")
+        for name, least in (("worker_index", 0), ("worker_count", 1), ("parts", 1), ("shard_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadRequest(f"{name} (PYPS_{name.upper()}) is {value}; expected {least} or more.")
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
         for name in _WAITS:
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
 
-    # By their old names.
-    codec = property(attrgetter("gradient_codec"))
-    pull_codec = property(attrgetter("parameter_codec"))
+    @classmethod
+    def of(cls, servers: str | Sequence[str] | None, launch: Launch | None) -> Launch:
+        """Return the launch that a caller was given, as servers or whole."""
+        if launch is None:
+            return cls(servers)
+        if not isinstance(launch, Launch):
+            raise BadRequest(f"launch is of type {type(launch).__name__}; expected a pyps_client.Launch.")
+        if servers is not None:
+            raise BadRequest("servers were given beside launch: name them in launch=Launch(servers, ...).")
+        return launch
 
     def require_one_process(self, caller: str) -> None:
         """Raise BadRequest in a process that holds a part of the model: `caller` needs the whole one."""
@@ -174,43 +229,17 @@ class Launch:
         if self.servers != (LOCAL,):
             return self
         _check_alone(num_processes)
-        return replace(self, servers=(start_local_server(),))
+        return self.with_(servers=(start_local_server(),))
 
     def end(self) -> None:
         """Ends the server that was begun, if nobody trains there; other servers go on."""
         if self.transport == "in_process":
             end_local_server(self.servers[0])
 
-    @classmethod
-    def from_environment(
-        cls,
-        servers: str | Sequence[str] | None = None,
-        *,
-        token_file: str | os.PathLike[str] | None = None,
-        environment: Mapping[str, str] | None = None,
-        **overrides: Any,
-    ) -> Launch:
-        """The launch that PYPS_ variables describe; arguments that are not None go before them."""
-        env = os.environ if environment is None else environment
-        given = renamed({name: value for name, value in overrides.items() if value is not None})
-        unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
-        if unknown:
-            raise BadRequest(
-                f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}."
-            )
-        settings = renamed(_from_variables(env, but=given)) | given
-        torchrun = torchrun_place(env)
-        if torchrun and not settings.keys() & {"worker_id", "worker_index", "worker_count"}:
-            settings["worker_index"], settings["worker_count"] = torchrun
-            # Several torchruns may train in one run, and each counts from 0.
-            settings["worker_id"] = _default_worker_id(None)
-        if not settings.get("run_id"):
-            settings["run_id"] = torchrun_run(env)
-        settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
-        if "token" not in given:
-            file = token_file or env.get("PYPS_TOKEN_FILE") or None
-            settings["token"], settings["token_file"] = read_token(file, env), os.fspath(file or "")
-        return cls(**settings)
+    def with_(self, **settings: Any) -> Launch:
+        """Return a copy with other settings; variables are not read again."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in self._names()}
+        return Launch(**(own | settings), environment={})
 
 
 def _check_alone(num_processes: int) -> None:
@@ -233,23 +262,6 @@ def check_types(settings: Any) -> None:
             said = repr(value) if each.repr else f"of type {type(value).__name__}"
             expected = ", or ".join(_TYPES[kind][1] if kind in _TYPES else f"a {kind.__name__}" for kind in kinds)
             raise BadRequest(f"{each.name} is {said}; expected {expected}.")
-
-
-def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by the names that they have now, for some by older ones; those that are None were not given."""
-    named = {name: value for name, value in settings.items() if name not in OLD_NAMES}
-    for old, name in OLD_NAMES.items():
-        value = settings.get(old)
-        if value is None:
-            continue
-        if named.get(name) not in (None, value):
-            raise BadRequest(
-                f"{old} is the old name of {name}, and they were given as {value!r} and {named[name]!r}: leave out "
-                "the old one."
-            )
-        named[name] = value
-        _tell_of_new_name(old, name)
-    return named
 
 
 def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
@@ -296,6 +308,14 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
     return parsed
 
 
+def _plain(value: Any) -> Any:
+    """Return a path as text, and torch's type as its name."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    # The client may be without torch.
+    return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
+
+
 def _default_worker_id(worker_index: int | None) -> str:
     return f"worker-{worker_index}" if worker_index is not None else f"{socket.gethostname()}-{os.getpid()}"
 
@@ -306,18 +326,13 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
     for name, (read, kind) in _READERS.items():
         variable = f"PYPS_{name.upper()}"
         text = env.get(variable, "").strip()
-        if not text or OLD_NAMES.get(name, name) in but:
+        if not text or name in but:
             continue
         try:
             settings[name] = read(text)
         except ValueError:
             raise BadRequest(f"{variable} is {text!r}; expected {kind}.") from None
     return settings
-
-
-@functools.cache
-def _tell_of_new_name(old: str, name: str) -> None:
-    logger.warning("%s is called %s now (PYPS_%s); the old name still does", old, name, name.upper())
 
 
 @functools.cache
@@ -345,11 +360,11 @@ def _choice(names: Sequence[str]) -> tuple[Callable[[str], Any], str]:
 # How each variable's text is read, and what to expect of it.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("run_id", "worker_id"), (str, "a name")),
-    **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), (str, "a path")),
+    **dict.fromkeys(("token_file", "tls_ca", "tls_cert", "tls_key"), (str, "a path")),
     "worker_key": (str, "a line of text"),
-    **dict.fromkeys(("worker_index", "worker_count", "parts"), (int, "a whole number")),
+    **dict.fromkeys(("worker_index", "worker_count", "parts", "shard_size"), (int, "a whole number")),
     **dict.fromkeys(_WAITS, (float, "a number of seconds")),
     "use_proxy": (_flag, "yes or no"),
-    **dict.fromkeys(("gradient_codec", "parameter_codec", "codec", "pull_codec"), _choice(codec_names())),
+    **dict.fromkeys(("gradient_codec", "parameter_codec"), _choice(codec_names())),
     "transport": _choice(TRANSPORTS),
 }

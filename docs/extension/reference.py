@@ -15,7 +15,6 @@ from sphinx.ext.autodoc.mock import mock
 from sphinx.util.docutils import SphinxDirective
 
 from pyps_client.launch import Launch
-from pyps_client.torch.options import Options
 from pyps_wire import errors
 
 # Public names, each told where it comes first.
@@ -34,7 +33,7 @@ def names() -> str:
         parts.append(f"## {module.__name__}\n\n{module.__doc__}")
         for name in module.__all__:
             value = getattr(module, name)
-            if name == "__version__" or _is_error(value) or value in (Launch, Options) or id(value) in seen:
+            if name == "__version__" or _is_error(value) or value is Launch or id(value) in seen:
                 continue
             seen.add(id(value))
             kind = "class" if inspect.isclass(value) else "function"

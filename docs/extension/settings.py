@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import inspect
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import typer
 
 from pyps.cli.main import app
 from pyps_client.launch import Launch
-from pyps_client.torch import Options, RemoteOptimizer
+from pyps_client.torch import RemoteOptimizer
 
 # Wrong in turn, until one is refused: most texts may be any word, few may be this sign.
 _WORDS = ("nonsense", "?")
@@ -84,10 +85,12 @@ def launch() -> str:
 
     def refused(name: str, value: Any) -> str:
         variables = {"PYPS_SERVERS": "127.0.0.1", f"PYPS_{name.upper()}": value}
-        return refusals.of_call(lambda: Launch.from_environment(environment=variables))
+        return refusals.of_call(lambda: Launch(environment=variables))
 
+    defaults = {each.name: each.default for each in dataclasses.fields(Launch) if each.init}
     return _entries(
-        Launch,
+        Launch.__doc__ or "",
+        defaults,
         refused,
         variable=lambda name: f"variable: PYPS_{name.upper()}",
         given=lambda name, wrong: f"PYPS_{name.upper()}={wrong}",
@@ -95,7 +98,7 @@ def launch() -> str:
 
 
 def options() -> str:
-    """An entry a keyword of RemoteOptimizer beside those that its constructor shows."""
+    """An entry a keyword of RemoteOptimizer, after the model and its optimizer."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -104,39 +107,46 @@ def options() -> str:
         keywords: Any = {name: value}
         return refusals.of_call(lambda: RemoteOptimizer(model, sgd, "127.0.0.1:7610", **keywords))
 
-    return _entries(Options, refused, variable=lambda _: "", given=lambda name, wrong: f"{name}={wrong!r}")
+    made = RemoteOptimizer.__init__
+    keywords = list(inspect.signature(made).parameters.values())[3:]
+    defaults = {each.name: each.default for each in keywords}
+    return _entries(
+        made.__doc__ or "", defaults, refused, variable=lambda _: "", given=lambda name, wrong: f"{name}={wrong!r}"
+    )
 
 
 def _entries(
-    kind: Any,
+    explained: str,
+    defaults: dict[str, Any],
     refused: Callable[[str, Any], str],
     *,
     variable: Callable[[str], str],
     given: Callable[[str, str], str],
 ) -> str:
-    """The fields of a dataclass in the order of its docstring, whose paragraphs tell what they mean."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    """Settings in the order of the docstring that explains them."""
     paragraphs = [
         told.partition(": ")
-        for told in re.findall(r"^ *((?:`\w+`(?:, )?)+: .*(?:\n +(?!`\w+`[,:])\S.*)*)", kind.__doc__, re.M)
+        for told in re.findall(r"^ *((?:`\w+`(?:, )?)+: .*(?:\n +(?!`\w+`[,:])\S.*)*)", explained, re.M)
     ]
     leading = {name for names, _, _ in paragraphs for name in re.findall(r"`(\w+)`", names)}
     parts = []
     for heading, _, meaning in paragraphs:
         # Some are explained in another's paragraph.
-        beside = [name for name in re.findall(r"`(\w+)`", meaning) if name in fields.keys() - leading]
+        beside = [name for name in re.findall(r"`(\w+)`", meaning) if name in defaults.keys() - leading]
         names = [*re.findall(r"`(\w+)`", heading), *beside]
         lines = [re.sub(r"\s+", " ", meaning)]
         for name in names:
-            default = fields[name].default
-            facts = ["required" if default is dataclasses.MISSING else f"default: {_shown(default)}", variable(name)]
+            facts = [
+                "required" if defaults[name] is dataclasses.MISSING else f"default: {_shown(defaults[name])}",
+                variable(name),
+            ]
             wrong, sentence = next(((given(name, w), s) for w in _WORDS if (s := refused(name, w))), ("", ""))
             lines.append(f"\n`{name}` [{'; '.join(filter(None, facts))}]\n{_when_wrong(wrong, sentence)}")
-            fields.pop(name)
+            defaults.pop(name)
         parts.append(
             "{}\n: {}".format(", ".join(f"`{name}`" for name in names), "\n".join(lines).replace("\n", "\n  "))
         )
-    assert not fields, f"{kind.__name__} does not explain {', '.join(fields)}"
+    assert not defaults, f"no word explains {', '.join(defaults)}"
     return "\n\n".join(parts)
 
 

@@ -15,7 +15,7 @@ from pyps import __version__
 from pyps.units import counted
 from pyps_client import Observer, credentials
 from pyps_client.credentials import Credentials
-from pyps_client.launch import parse_servers
+from pyps_client.launch import Launch, parse_servers
 from pyps_client.places import address_of
 from pyps_client.transport.grpc import metadata_of, open_channel
 from pyps_wire import inspector_pb2 as pb
@@ -230,12 +230,12 @@ def call_all(
 
 def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_seconds: float) -> Observer:
     """Connect a reader of the run; raise NotInitialized where it has no parameters in time."""
-    waits = {"start_wait_seconds": start_wait_seconds, "loss_wait_seconds": loss_wait_seconds}
+    launch = Launch(servers, token=token, start_wait_seconds=start_wait_seconds, loss_wait_seconds=loss_wait_seconds)
     try:
         try:
-            return Observer(servers, token=token, **waits)
+            return Observer(launch=launch)
         except ProtocolMismatch:
-            return Observer(data_addresses(servers, token), token=token, **waits)
+            return Observer(launch=launch.with_(servers=data_addresses(servers, token)))
     except WaitTimedOut:
         raise NotInitialized(
             f"no worker has initialised the run yet: start one (PYPS_SERVERS={servers}), "

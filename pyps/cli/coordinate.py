@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from typing import Annotated, Any
@@ -37,7 +36,7 @@ def coordinate(
     """
     settings = CoordinationSettings(**coordination)
     token = read_token(token_file)
-    launch = Launch.from_environment(
+    launch = Launch(
         parse_servers(servers),
         token=token,
         run_id=run_id or None,
@@ -51,7 +50,7 @@ def coordinate(
             addresses = data_addresses(servers, token)
             if addresses == launch.servers:
                 raise
-            coordinate_run(dataclasses.replace(launch, servers=addresses), settings, as_json=as_json)
+            coordinate_run(launch.with_(servers=addresses), settings, as_json=as_json)
     except RunFinished as finished:
         typer.echo(f"pyps: {finished}", err=True)
     except Superseded as superseded:

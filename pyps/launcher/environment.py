@@ -201,7 +201,7 @@ def check_workers(num_workers: int) -> None:
         control_addresses=["127.0.0.1:2"],
         run_id="",
     )
-    Launch.from_environment(environment=environment)
+    Launch(environment=environment)
 
 
 def spelled(settings: Mapping[str, str | bool | None], config: Path | None = None) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ print(google.protobuf.__version__)
 WORKER = """
 import sys
 import numpy as np
-from pyps_client import Client, Observer
+from pyps_client import Client, Launch, Observer
 
 model = {"w": np.zeros(4, np.float32)}, ("sgd", {"learning_rate": 0.5})
 with Client(*model, servers=sys.argv[1]) as client:
@@ -77,7 +77,7 @@ with Client(*model, servers=sys.argv[1]) as client:
 with Observer(servers=sys.argv[1]) as observer:
     print(observer.snapshot()["w"].tolist())
 
-with Client(*model, servers=sys.argv[1], run_id=run_id, transport="grpc") as client:
+with Client(*model, launch=Launch(sys.argv[1], run_id=run_id, transport="grpc")) as client:
     before = client.pull()["w"]
     for step in range(3):
         after = client.exchange({"w": np.ones(4, np.float32)})["w"]

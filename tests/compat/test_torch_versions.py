@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.compat, pytest.mark.timeout(600)
 PROGRAM = """
 import sys
 import torch
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, RemoteOptimizer
 
 def network():
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def network():
 for transport, servers in zip(("grpc", "shm"), sys.argv[1:]):
     model, twin = network(), network()
     adam, its = (torch.optim.AdamW(of.parameters(), lr=0.01, weight_decay=0.1) for of in (model, twin))
-    with RemoteOptimizer(model, adam, servers, transport=transport, buffers="average") as optimizer:
+    with RemoteOptimizer(model, adam, launch=Launch(servers, transport=transport), buffers="average") as optimizer:
         pairs = [
             (of, by, torch.optim.lr_scheduler.StepLR(by, 2, 0.5)) for of, by in ((model, optimizer), (twin, its))
         ]

@@ -45,14 +45,14 @@ import json, sys
 from pathlib import Path
 import numpy
 from pyps.certificates import Authority
-from pyps_client import Client, PypsError
+from pyps_client import Client, Launch, PypsError
 Authority(Path("/tmp/other"), create=True).make_worker("worker", days=1)
 digits = {"0.weight": (64, 64), "0.bias": 64, "2.weight": (10, 64), "2.bias": 10}
 model = {name: numpy.zeros(shape, "float32") for name, shape in digits.items()}
 for shown in json.loads(sys.argv[1]):
     given = {"servers": "server-0:7610,server-1:7610", "run_id": "digits", "start_wait_seconds": 0} | shown
     try:
-        Client(model, ("adagrad", {"learning_rate": 0.05}), **given)
+        Client(model, ("adagrad", {"learning_rate": 0.05}), launch=Launch(**given))
         print("joined")
     except PypsError as error:
         print(" ".join(str(error).split()))

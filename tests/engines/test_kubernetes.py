@@ -187,7 +187,7 @@ def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone:
         for probe in (pod.container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")):
             assert probe["exec"]["command"] == ["pyps", "health", "--servers", f"127.0.0.1:{ports['data']}"]
     for index, pod in enumerate(workers):
-        launch = Launch.from_environment(environment=environment(objects, pod) | {"PYPS_TOKEN_FILE": ""})
+        launch = Launch(environment=environment(objects, pod) | {"PYPS_TOKEN_FILE": ""})
         assert (launch.worker_index, launch.worker_count, launch.run_id) == (index, len(workers), config.run_id)
         assert [*unknown_variables(environment(objects, pod))] == []
     for one in objects:

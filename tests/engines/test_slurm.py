@@ -26,7 +26,7 @@ TRAIN, LOG, STATUS, SAVE, EXPORT, CANCEL, RESUME, SUBMIT, _PRINT, QUEUE = COMMAN
 WORKER = """
 import os, pathlib, time, numpy, pyps_client
 end = pathlib.Path("end")
-with pyps_client.Client({"w": numpy.zeros(32, numpy.float32)}, shard_size=16) as client:
+with pyps_client.Client({"w": numpy.zeros(32, numpy.float32)}, launch=pyps_client.Launch(shard_size=16)) as client:
     print("gpu", os.environ.get("CUDA_VISIBLE_DEVICES"), "of", os.uname().nodename)
     print("begins at", client.global_step, flush=True)
     while not end.exists():

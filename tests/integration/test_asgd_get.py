@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from client_support import SGD, addresses
-from pyps_client import Client, RemoteOptimizer
+from pyps_client import Client, Launch
 from pyps_client.data import Portions
 from pyps_client.data.queue import RemoteQueue
 from pyps_wire.errors import BadRequest
@@ -21,6 +21,7 @@ from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
 from support import ServerThread, inspect
+from training import joined
 
 StartServer = Callable[..., ServerThread]
 
@@ -31,7 +32,7 @@ EPOCHS = 2
 
 
 def client(server: ServerThread, name: str) -> Client:
-    return Client(TENSORS, SGD, shard_size=96, servers=addresses([server]), run_id="get", worker_id=name)
+    return Client(TENSORS, SGD, launch=Launch(addresses([server]), shard_size=96, run_id="get", worker_id=name))
 
 
 def delivered(server: ServerThread) -> dict[int, list[int]]:
@@ -84,7 +85,7 @@ def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_giv
     dataset = torch.utils.data.TensorDataset(torch.randn(12, 4))
     models = [torch.nn.Linear(4, 1, bias=False) for _ in range(2)]
     optimizers = [
-        RemoteOptimizer(
+        joined(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             servers=addresses([server]),

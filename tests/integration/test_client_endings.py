@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, lease, leave
+from pyps_client import Observer, ServerUnavailable, lease, leave
 from pyps_client import worker as session
 from support import AnyServer, PythonProcess, checksums, child_environment, wait_until, workers_of
+from training import joined
 
 Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
@@ -42,12 +43,13 @@ print("done", flush=True)
 
 OVERLAPPED = """
 import sys, torch
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, RemoteOptimizer
 
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 2)
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = RemoteOptimizer(model, sgd, sys.argv[1], worker_id="ends", run_id="shared", overlap="step")
+optimizer = RemoteOptimizer(model, sgd, launch=Launch(sys.argv[1], worker_id="ends", run_id="shared"), overlap="step")
+optimizer.join()
 print("joined", flush=True)
 while True:
     optimizer.zero_grad()
@@ -58,9 +60,9 @@ while True:
 WRONG_SHAPE = """\
 import sys
 import numpy as np
-from pyps_client import Client
+from pyps_client import Client, Launch
 
-client = Client({"w": np.zeros(3, np.float32)}, servers=sys.argv[1], worker_id="w")
+client = Client({"w": np.zeros(3, np.float32)}, launch=Launch(sys.argv[1], worker_id="w"))
 
 def train():
     client.push({"w": np.zeros(4, np.float32)})
@@ -80,7 +82,7 @@ UNNAMED = {
     "client": 'import numpy as np\nfrom pyps_client import Client\nClient({"w": np.zeros(3, np.float32)})\n',
     "observer": "from pyps_client import Observer\n\nObserver()\n",
     "optimizer": "import torch; from pyps_client import RemoteOptimizer; m = torch.nn.Linear(1, 1)\n\n"
-    "RemoteOptimizer(m, torch.optim.SGD(m.parameters(), lr=0.1))\n",
+    "RemoteOptimizer(m, torch.optim.SGD(m.parameters(), lr=0.1)).join()\n",
 }
 
 
@@ -189,7 +191,7 @@ def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_
     server = start_server()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = RemoteOptimizer(
+    optimizer = joined(
         *(model, sgd, server.data), overlap=overlap, push_every=every, pull_every=every, loss_wait_seconds=60
     )
     server.stop()
@@ -214,9 +216,7 @@ def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and
     server = start_server_process()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = RemoteOptimizer(
-        *(model, sgd, server.data), overlap=overlap, push_every=2, pull_every=2, transport=transport
-    )
+    optimizer = joined(*(model, sgd, server.data), overlap=overlap, push_every=2, pull_every=2, transport=transport)
     server.signal(signal.SIGSTOP)
     for _ in range(3 if overlap == "step" else 1):
         model(torch.ones(1, 4)).sum().backward()
@@ -261,9 +261,7 @@ def test_an_optimizer_that_nobody_holds_pushes_what_has_gathered_leaves_the_run_
     server = start_server()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = RemoteOptimizer(
-        *(model, sgd, server.data), worker_id="left", overlap=overlap, push_every=2, pull_every=2
-    )
+    optimizer = joined(*(model, sgd, server.data), worker_id="left", overlap=overlap, push_every=2, pull_every=2)
     its_session = weakref.ref(optimizer._session)
     # A scheduler and its optimizer hold each other.
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -288,7 +286,7 @@ def test_an_optimizer_that_its_own_model_holds_ends_with_the_model(start_server:
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     # As a trainer's module does, or part of one.
-    model[0].optimizer = RemoteOptimizer(model, sgd, server.data, worker_id="left", buffers="average")
+    model[0].optimizer = joined(model, sgd, server.data, worker_id="left", buffers="average")
     its_optimizer = weakref.ref(model[0].optimizer)
     model(torch.eye(4)).sum().backward()
     model[0].optimizer.step()
@@ -398,7 +396,8 @@ import logging, signal, sys
 before = sys.excepthook, sys.exit, signal.getsignal(signal.SIGTERM), logging.getLogger("pyps.client").handlers[:]
 import pyps_client
 {call}
-client = pyps_client.Client({{"w": __import__("numpy").zeros(3, "f4")}}, servers=sys.argv[1], worker_id="w")
+tensors = {{"w": __import__("numpy").zeros(3, "f4")}}
+client = pyps_client.Client(tensors, launch=pyps_client.Launch(sys.argv[1], worker_id="w"))
 after = sys.excepthook, sys.exit, signal.getsignal(signal.SIGTERM), logging.getLogger("pyps.client").handlers[:]
 print([one == other for one, other in zip(before, after)])
 raise {error}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import BadRequest, Observer
+from pyps_client import BadRequest, Launch, Observer
 from support import ServerThread, server_port, shell, wait_until
 
 Start = Callable[..., ServerThread]
@@ -63,7 +63,7 @@ def test_the_figures_go_on_after_a_server_came_back_and_end_with_the_run(start_s
 
 def test_the_figures_end_where_a_server_stays_away(start_server: Start) -> None:
     server = start_server()
-    with make_client(server.data), Observer(server.data, loss_wait_seconds=0.2) as observer:
+    with make_client(server.data), Observer(launch=Launch(server.data, loss_wait_seconds=0.2)) as observer:
         figures = observer.figures(every_seconds=0)
         next(figures)
         server.stop()

@@ -87,10 +87,11 @@ def interrupt_an_exchange(servers: list[ServerProcess], transport: str, slow: in
 INTERRUPTED = """
 import sys
 import numpy as np
-from pyps_client import Client
+from pyps_client import Client, Launch
 
 tensors = {"w": np.zeros(200_000, np.float32)}
-client = Client(tensors, ("sgd", {"learning_rate": 1.0}), servers=sys.argv[1], worker_id="w", transport=sys.argv[2])
+launch = Launch(sys.argv[1], worker_id="w", transport=sys.argv[2])
+client = Client(tensors, ("sgd", {"learning_rate": 1.0}), launch=launch)
 client.exchange({"w": np.ones(200_000, np.float32)})
 print("training", flush=True)
 while True:

@@ -26,6 +26,7 @@ from client_support import (
     start_servers,
 )
 from pyps_client import (
+    Launch,
     LimitExceeded,
     ModelMismatch,
     NotAuthenticated,
@@ -183,7 +184,7 @@ def test_a_host_without_a_name_is_told_so() -> None:
 
 def test_a_run_that_nobody_initialises_is_told_so(start_server: Start) -> None:
     with pytest.raises(WaitTimedOut, match=r"for the first parameters on server 0 .*no worker has finished"):
-        Observer(start_server().data, start_wait_seconds=0.3)
+        Observer(launch=Launch(start_server().data, start_wait_seconds=0.3))
 
 
 def test_the_control_port_is_recognised(start_server: Start) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pyps_client import RemoteOptimizer
 from support import ServerThread, status_of
-from training import backward, batches, gradients_of, mlp, parameters_of
+from training import backward, batches, gradients_of, joined, mlp, parameters_of
 
 StartServer = Callable[..., ServerThread]
 
@@ -29,7 +28,7 @@ def test_a_worker_of_the_papers_loop_pushes_its_first_gradient_alone_and_steps_a
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     pace = {"push_every": 2, "pull_every": 3, "local_learning_rate": 0.05, "compat": "paper"}
-    with RemoteOptimizer(model, sgd, server.data, **pace) as optimizer:
+    with joined(model, sgd, server.data, **pace) as optimizer:
         for batch in batches(2):
             before = parameters_of(model)
             backward(model, batch)
@@ -44,7 +43,7 @@ def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: StartServer) -> None:
         server = start_server()
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        with RemoteOptimizer(model, sgd, server.data, push_every=n_push, pull_every=n_fetch) as optimizer:
+        with joined(model, sgd, server.data, push_every=n_push, pull_every=n_fetch) as optimizer:
             for count, batch in enumerate(batches(FIRST_STEPS + STEPS)):
                 if count == FIRST_STEPS:
                     before = status_of(server)

@@ -16,8 +16,9 @@ import torch
 from safetensors.numpy import load_file
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, RemoteOptimizer
 from support import ROOT, PythonProcess, ServerThread, shell, status_of
+from training import joined
 
 Start = Callable[..., PythonProcess]
 
@@ -109,9 +110,7 @@ def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(
     x, y = torch.randn(8, 4), torch.randn(8, 2)
     model, losses = torch.nn.Linear(4, 2), []
     names = {"torch": torch, "model": model, "twin": torch.nn.Linear(4, 2), "first": True}
-    names["optimizer"] = RemoteOptimizer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), servers=start_server().data
-    )
+    names["optimizer"] = joined(model, torch.optim.SGD(model.parameters(), lr=0.1), servers=start_server().data)
     names["four_batches"] = lambda: [(x, y)] * 4
     names["evaluate"] = lambda twin: losses.append(float((twin(x) - y).square().mean().detach()))
     with contextlib.closing(names["optimizer"]):
@@ -125,7 +124,7 @@ def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Callable
     servers = {name: start_server("--run-id", name) for name in ("maker", "judge")}
     for server, port in zip(servers.values(), (7610, 7620), strict=True):
         loop = loop.replace(f"127.0.0.1:{port}", server.data)
-    names = {"torch": torch, "RemoteOptimizer": RemoteOptimizer, "loader": [torch.randn(8, 4)] * 3}
+    names = {"torch": torch, "RemoteOptimizer": RemoteOptimizer, "Launch": Launch, "loader": [torch.randn(8, 4)] * 3}
     names |= {"maker": torch.nn.Linear(3, 4), "judge": torch.nn.Linear(4, 1), "noise": lambda: torch.randn(8, 3)}
     names |= {"ones": torch.ones(8, 1), "zeros": torch.zeros(8, 1)}
     names["bce"] = torch.nn.functional.binary_cross_entropy_with_logits

@@ -40,21 +40,21 @@ def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch: pytest.Mo
 def test_who_is_not_alone_is_told_to_start_a_server() -> None:
     for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
         with pytest.raises(BadRequest, match="several processes are to share it: start `pyps serve`"):
-            Launch.from_environment("local", environment={}, **others)
+            Launch("local", **others)
 
 
 def test_a_server_in_the_process_is_reached_by_no_port() -> None:
     before = set(SERVERS)
     for transport in ("grpc", "shm"):
         with pytest.raises(BadRequest, match=f"transport is '{transport}', but servers is 'local'"):
-            Launch.from_environment("local", environment={}, transport=transport)
+            Launch("local", transport=transport)
     wait_until(lambda: set(SERVERS) <= before, what="no server more")
 
 
 def test_what_is_refused_leaves_no_server() -> None:
     before = set(SERVERS)
     with pytest.raises(BadRequest, match="wait_seconds"):
-        Client(ones(1), SGD, servers="local", wait_seconds=-1)
+        Client(ones(1), SGD, launch=Launch("local", wait_seconds=-1))
     with pytest.raises(UnsupportedOptimizer):
         Client(ones(1), ("no such rule", {}), servers="local")
     wait_until(lambda: set(SERVERS) <= before, what="the end of a server that nobody trains at")
@@ -62,7 +62,7 @@ def test_what_is_refused_leaves_no_server() -> None:
 
 def test_a_replica_of_several_processes_is_told_to_start_a_server() -> None:
     with pytest.raises(BadRequest, match="several processes are to share it: start `pyps serve`"):
-        Launch.from_environment("local", environment={}).begun(2)
+        Launch("local").begun(2)
 
 
 def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyps", None)
     with pytest.raises(BadRequest, match="needs the package pyps"):
-        Launch.from_environment("local", environment={}).begun(1)
+        Launch("local").begun(1)
 
 
 WITHOUT_A_WORD = """
@@ -116,6 +116,7 @@ from pyps_wire.in_process import SERVERS
 model = torch.nn.Linear(3, 1)
 atexit.register(lambda: print("updates:", run.content.shards[0].version))
 optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), servers="local", push_every=2)
+optimizer.join()
 [server] = SERVERS.values()
 run = server._host.run
 

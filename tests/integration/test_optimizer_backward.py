@@ -12,7 +12,7 @@ from pyps_client.departures import Departures
 from pyps_client.replica.group import Group
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from support import inspect, status_of, wait_until, workers_of
-from training import backward, batches, gradients_of, mlp, parameters_of
+from training import backward, batches, gradients_of, joined, mlp, parameters_of
 
 
 class Unused(torch.nn.Sequential):
@@ -31,7 +31,7 @@ class Unused(torch.nn.Sequential):
 def remote(model: torch.nn.Module, servers: str, **options) -> RemoteOptimizer:
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     how = {"overlap": "backward", "transport": "grpc", "shard_size": 256} | options
-    return RemoteOptimizer(model, adam, servers, **how)
+    return joined(model, adam, servers, **how)
 
 
 # Over these a shard leaves by itself.
@@ -183,7 +183,7 @@ def test_zero_grad_ends_a_pass_that_broke_off_and_what_had_left_counts_once(
 ) -> None:
     server, model = start_server("--staleness", "none"), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RemoteOptimizer(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:
+    with joined(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:
         expected, num_first = parameters_of(model), sum(each.numel() for each in model[0].parameters())
         # A shard that the first layer has part of does not leave.
         starts = [shard.offset for shard in optimizer._session.partition.shards]

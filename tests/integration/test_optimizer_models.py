@@ -8,18 +8,19 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_state_dict
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, RemoteOptimizer
 from pyps_client.data import count_examples
-from pyps_wire.errors import BadRequest
-from support import status_of, workers_of
-from training import backward, batches, flat, gradients_of, mlp, parameters_of
+from pyps_wire.errors import BadRequest, ServerUnavailable
+from support import server_port, status_of, workers_of
+from training import backward, batches, flat, gradients_of, joined, mlp, parameters_of
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
-    return RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=lr), server.data, **options)
+    return joined(model, torch.optim.SGD(model.parameters(), lr=lr), server.data, **options)
 
 
 def normed(seed: int = 0) -> torch.nn.Sequential:
@@ -72,9 +73,7 @@ def test_frozen_parameters_stay_as_they_are_and_thaw(start_server) -> None:
     server = start_server()
     model, twin = mlp(), mlp()
     local = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    optimizer = RemoteOptimizer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), server.data
-    )
+    optimizer = joined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), server.data)
     first = model[0].weight.detach().clone()
     for step, batch in enumerate(batches(10)):
         for module, its in ((model, optimizer), (twin, local)):
@@ -92,7 +91,7 @@ def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_serve
     model = mlp()
     model[0].requires_grad_(False)
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with RemoteOptimizer(model, sgd, server.data) as optimizer, caplog.at_level(logging.WARNING):
+    with joined(model, sgd, server.data) as optimizer, caplog.at_level(logging.WARNING):
         snapshot = optimizer.snapshot()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
@@ -148,7 +147,7 @@ def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_exa
     model, twin = mlp(), mlp()
     local = torch.optim.Adam(twin.parameters())
     data = list(batches(12))
-    with RemoteOptimizer(model, torch.optim.Adam(model.parameters()), server.data) as optimizer:
+    with joined(model, torch.optim.Adam(model.parameters()), server.data) as optimizer:
         for number, (inputs, classes) in enumerate(count_examples(data, optimizer), start=1):
             for module, its in ((model, optimizer), (twin, local)):
                 (functional.cross_entropy(module(inputs), classes) / 4).backward()
@@ -231,6 +230,75 @@ def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_betwee
     told = [record.getMessage() for record in caplog.records if "were written between two steps" in record.getMessage()]
     assert len(told) == 1
     assert "(2.weight)" in told[0]
+
+
+@pytest.mark.parametrize("loads", ["torch", "checkpoint"])
+def test_model_and_optimizer_are_made_first_and_loaded_then(start_server, loads, caplog) -> None:
+    source = mlp(seed=1)
+    with remote(source, start_server(), lr=0.2) as optimizer:
+        backward(source, next(batches(1)))
+        optimizer.step()
+        saved = {"model": source.state_dict(), "optimizer": copy.deepcopy(optimizer.state_dict())}
+
+    model, server = mlp(seed=2), start_server()
+    with RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data) as optimizer:
+        if loads == "torch":
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        else:
+            of_optimizer = get_optimizer_state_dict(model, optimizer)
+            of_optimizer["param_groups"][0]["lr"] = 0.2
+            set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=of_optimizer)
+        assert status_of(server).num_shards == 0, "nobody has joined"
+        optimizer.zero_grad()
+        for name, values in optimizer.snapshot().items():
+            torch.testing.assert_close(values, saved["model"][name])
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert optimizer.receipts[0].rate == pytest.approx(0.2)
+    assert "were written" not in caplog.text
+
+
+def test_a_worker_joins_at_its_first_zero_grad_forward_pass_or_step(start_server, caplog) -> None:
+    server, batch = start_server(), next(batches(1))
+    first = mlp(seed=1)
+    with remote(first, server, run_id="r", worker_id="first"):
+        for number, begin in enumerate(("zero_grad", "forward", "step")):
+            model = mlp(seed=2)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            launch = Launch(server.data, run_id="r", worker_id=f"later-{number}")
+            with RemoteOptimizer(model, sgd, launch=launch) as optimizer:
+                twin = copy.deepcopy(model)
+                twin(batch[0])
+                assert f"later-{number}" not in workers_of(server.control)
+                if begin == "zero_grad":
+                    optimizer.zero_grad()
+                elif begin == "forward":
+                    model(batch[0])
+                else:
+                    model[0].weight.grad = torch.ones_like(model[0].weight)
+                    optimizer.step()
+                np.testing.assert_array_equal(parameters_of(model), parameters_of(first))
+                assert not model._forward_pre_hooks
+                assert status_of(server).version_max == 0
+    # Its gradients were of other parameters than the run's.
+    assert caplog.text.count("the worker joined at its first step: that minibatch") == 1
+
+
+def test_a_worker_that_could_not_join_tries_again(start_server) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    port = server_port()
+    with RemoteOptimizer(model, sgd, launch=Launch(f"127.0.0.1:{port}", start_wait_seconds=0)) as optimizer:
+        for _ in range(2):
+            with pytest.raises(ServerUnavailable):
+                optimizer.join()
+        start_server("--port", str(port))
+        optimizer.zero_grad()
+        assert optimizer.run_id
+    with pytest.raises(BadRequest, match="was closed"):
+        optimizer.join()
+    RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), "127.0.0.1:1").close()
 
 
 @pytest.mark.parametrize("init_sync", [False, True])

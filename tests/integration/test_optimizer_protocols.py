@@ -10,7 +10,7 @@ from pyps_client import RemoteOptimizer
 from pyps_client.torch.rules import translate
 from pyps_wire import inspector_pb2 as pb
 from support import ServerThread, inspect, status_of, wait_until, workers_of
-from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of
+from training import SerialRule, backward, batches, gradients_of, joined, mlp, parameters_of
 
 ALONE = [
     "async",
@@ -33,7 +33,7 @@ def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server) -
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         serial = SerialRule(translate(sgd), parameters_of(model))
-        with RemoteOptimizer(model, sgd, addresses(servers)) as optimizer:
+        with joined(model, sgd, addresses(servers)) as optimizer:
             for batch in batches(20):
                 backward(model, batch)
                 serial.step(gradients_of(model), 0.1)
@@ -48,7 +48,7 @@ def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_ser
     def train(server: ServerThread, worker_id: str) -> float:
         model = mlp()
         adagrad = torch.optim.Adagrad(model.parameters(), lr=0.03)
-        with RemoteOptimizer(model, adagrad, server.data, run_id="together", worker_id=worker_id) as optimizer:
+        with joined(model, adagrad, server.data, run_id="together", worker_id=worker_id) as optimizer:
             for _ in range(20):
                 backward(model, batch)
                 optimizer.step(examples=16)
@@ -81,7 +81,7 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
     server = start_server("--protocol", "hardsync", "--heartbeat-seconds", "0.1")
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RemoteOptimizer(model, sgd, server.data, overlap="step") as optimizer:
+    with joined(model, sgd, server.data, overlap="step") as optimizer:
         session = optimizer._session
         for protocol in ("hardsync", "async", "backup:b=0"):
             if protocol != "hardsync":

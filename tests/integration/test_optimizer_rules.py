@@ -15,7 +15,7 @@ from pyps_client import RemoteOptimizer
 from pyps_client.torch.rules import translate
 from pyps_wire.errors import ScheduleOwned, SettingsChanged
 from support import status_of
-from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of
+from training import SerialRule, backward, batches, gradients_of, joined, mlp, parameters_of
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -51,7 +51,7 @@ def test_one_worker_equals_the_rule_alone_bit_for_bit_and_torch_to_1e_6(start_se
         model, twin = mlp(), mlp()
         remote, local = make(model.parameters()), make(twin.parameters())
         serial = SerialRule(translate(remote), parameters_of(model))
-        with RemoteOptimizer(model, remote, addresses(servers)) as optimizer:
+        with joined(model, remote, addresses(servers)) as optimizer:
             for batch in batches(50):
                 backward(model, batch)
                 serial.step(gradients_of(model), serial.hyperparameters["learning_rate"])
@@ -74,7 +74,7 @@ def test_a_scheduler_moves_the_servers_rate_as_it_moves_torchs(start_server) -> 
         local_scheduler = SCHEDULERS[name](local)
         before = SCHEDULERS[name](remote) if made == "on the torch optimizer before" else None
         serial = SerialRule(translate(remote), parameters_of(model))
-        with RemoteOptimizer(model, remote, start_server().data) as optimizer:
+        with joined(model, remote, start_server().data) as optimizer:
             scheduler = before or SCHEDULERS[name](optimizer if made == "on ours" else remote)
             for batch in batches(50):
                 backward(model, batch)
@@ -134,7 +134,7 @@ def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server)
         local_scheduler = schedule(local)
         early = schedule(remote) if before else None
         server = start_server("--protocol", protocol)
-        with RemoteOptimizer(model, remote, server.data, transport=transport) as optimizer:
+        with joined(model, remote, server.data, transport=transport) as optimizer:
             scheduler = early or schedule(optimizer)
             train_alike(30, (model, optimizer, scheduler), (twin, local, local_scheduler))
         assert_close(model, twin, f"{name} {schedule.__name__} {protocol} {transport}")
@@ -156,7 +156,7 @@ def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owne
         local = optimizer_of(twin)
         local_scheduler = schedule(local)
         server = start_server("--protocol", "async")
-        with RemoteOptimizer(
+        with joined(
             model,
             optimizer_of(model),
             server.data,
@@ -169,7 +169,7 @@ def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owne
             train_alike(10, (model, optimizer, scheduler), (twin, local, local_scheduler))
             assert_close(model, twin, f"{name} {transport}")
             owned = mlp()
-            with RemoteOptimizer(owned, optimizer_of(owned), server.data, run_id="r", worker_id="w0") as owner:
+            with joined(owned, optimizer_of(owned), server.data, run_id="r", worker_id="w0") as owner:
                 owners_schedule = schedule(owner)
                 [batch] = batches(1)
                 backward(owned, batch)
@@ -193,7 +193,7 @@ def test_each_group_has_its_own_schedule(start_server) -> None:
 
     local = adam(twin)
     local_scheduler = scheduler_of(local)
-    with RemoteOptimizer(model, adam(model), server.data) as optimizer:
+    with joined(model, adam(model), server.data) as optimizer:
         scheduler = scheduler_of(optimizer)
         for batch in batches(30):
             for module, its, moved in ((model, optimizer, scheduler), (twin, local, local_scheduler)):
@@ -208,7 +208,7 @@ def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
     server = start_server()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RemoteOptimizer(model, sgd, server.data) as optimizer:
+    with joined(model, sgd, server.data) as optimizer:
         saved = copy.deepcopy(optimizer.state_dict())
         assert saved["param_groups"][0]["lr"] == 0.1
         saved["param_groups"][0]["lr"] = 0.2
@@ -224,7 +224,7 @@ def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
 def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_server) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.001)
-    with RemoteOptimizer(model, sgd, start_server().data, overlap="backward", transport="grpc") as optimizer:
+    with joined(model, sgd, start_server().data, overlap="backward", transport="grpc") as optimizer:
         saved = copy.deepcopy(optimizer.state_dict())
         saved["param_groups"][0].update(lr=9.0, weight_decay=1.0)
         with pytest.raises(SettingsChanged, match="weight_decay"):
@@ -250,7 +250,7 @@ def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first
     def worker(name: str, **options) -> tuple[torch.nn.Module, RemoteOptimizer]:
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = RemoteOptimizer(model, sgd, server.data, run_id="r", worker_id=name, **options)
+        optimizer = joined(model, sgd, server.data, run_id="r", worker_id=name, **options)
         lr_scheduler.ConstantLR(optimizer, factor=0.5)
         return model, optimizer
 

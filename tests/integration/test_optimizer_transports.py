@@ -13,13 +13,13 @@ from pyps_client.pull import Intake
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import NotFinite, ServerUnavailable
 from support import inspect, status_of
-from training import backward, batches, gradients_of, mlp, parameters_of
+from training import backward, batches, gradients_of, joined, mlp, parameters_of
 
 TRANSPORTS = ["grpc", "tcp", "shm"]
 
 
 def remote(model: torch.nn.Module, servers: str, *, lr: float = 0.1, **options) -> RemoteOptimizer:
-    return RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=lr), servers, **options)
+    return joined(model, torch.optim.SGD(model.parameters(), lr=lr), servers, **options)
 
 
 def backward_in_place(model: torch.nn.Module, optimizer: RemoteOptimizer, batch) -> None:

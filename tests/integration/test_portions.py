@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from client_support import SGD, addresses, start_servers
-from pyps_client import Client
+from pyps_client import Client, Launch
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
@@ -59,8 +59,8 @@ def test_a_worker_for_which_nothing_is_left_begins_the_next_epoch_while_another_
 ) -> None:
     server, tensors = start_server(), {"w": np.zeros(3, np.float32)}
     with (
-        Client(tensors, SGD, servers=server.data, worker_id="slow") as slow,
-        Client(tensors, SGD, servers=server.data, worker_id="quick") as quick,
+        Client(tensors, SGD, launch=Launch(server.data, worker_id="slow")) as slow,
+        Client(tensors, SGD, launch=Launch(server.data, worker_id="quick")) as quick,
     ):
         portions = {
             client: Portions(range(40), client, batch_size=4, portion_batches=5, epochs=2) for client in (slow, quick)
@@ -108,7 +108,7 @@ def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(start_se
 
 def test_a_client_without_torch_draws_its_indices(start_server: StartServer) -> None:
     server = start_server()
-    with Client({"w": np.zeros(3, np.float32)}, SGD, servers=server.data, worker_id="a") as client:
+    with Client({"w": np.zeros(3, np.float32)}, SGD, launch=Launch(server.data, worker_id="a")) as client:
         portions = Portions(range(50), client, batch_size=4, portion_batches=3)
         for _ in range(2):
             seen: list[int] = []

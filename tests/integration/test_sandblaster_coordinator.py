@@ -255,7 +255,7 @@ def test_a_coordinator_of_servers_under_another_protocol_is_refused(
     start_server: StartServer, start_python: StartPython
 ) -> None:
     server = start_server("--run-id", "other")
-    with Client({"w": np.ones(4, np.float32)}, servers=server.data, run_id="other") as client:
+    with Client({"w": np.ones(4, np.float32)}, launch=Launch(server.data, run_id="other")) as client:
         client.pull()
 
     coordinator = start_python("-m", "pyps", "coordinate", "--servers", server.data)

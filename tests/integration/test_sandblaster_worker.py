@@ -21,7 +21,7 @@ from torch.nn import functional
 import pyps_client
 from client_support import CuttingProxy, addresses, start_servers
 from pyps.core.arrays import Floats
-from pyps_client import Observer, SandblasterResult
+from pyps_client import Launch, Observer, SandblasterResult
 from pyps_client.lbfgs import worker as coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
@@ -122,7 +122,7 @@ class Conductor:
 
     def parameters(self) -> dict[str, Floats]:
         """The servers' parameters by name."""
-        with Observer(self.servers, run_id=self.sender.run_id) as observer:
+        with Observer(launch=Launch(self.servers, run_id=self.sender.run_id)) as observer:
             return observer.snapshot()
 
     def end(self) -> None:
@@ -150,13 +150,18 @@ class Job:
 
     def hire(self, count: int = 1, *, loss: Any = functional.cross_entropy, **options: Any) -> None:
         """Starts workers; the first of all is waited for until it has opened the data set."""
-        settings = {"servers": addresses(self.servers), "run_id": "blast", "shard_size": 32, "batch_size": 4} | options
+        names = options.keys() & Launch.__dataclass_fields__.keys()
+        settings = {"servers": addresses(self.servers), "run_id": "blast", "shard_size": 32} | {
+            name: options.pop(name) for name in names
+        }
         for _ in range(count):
             model = make_model()
-            worker_id = f"worker-{len(self.models)}"
+            launch = Launch(worker_id=f"worker-{len(self.models)}", **settings)
             self.models.append(model)
             worker = self._pool.submit(
-                pyps_client.sandblaster, model, loss, make_dataset(), worker_id=worker_id, **settings
+                *(pyps_client.sandblaster, model, loss, make_dataset()),
+                **({"batch_size": 4} | options),
+                launch=launch,
             )
             self._workers.append(worker)
         if self._workers and self.conductor.epoch == 0:
@@ -254,12 +259,8 @@ def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Job])
 
 def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Job]) -> None:
     _, gradient = mean_loss_and_gradient(make_model())
-    for setting, codec, transport, tolerance in (
-        ("gradient_codec", "float16", "grpc", 1e-3),
-        # By its old name.
-        ("gradient_dtype", "bfloat16", "shm", 8e-3),
-    ):
-        job = hire(1, **{setting: codec}, parameter_codec="float32", transport=transport)
+    for codec, transport, tolerance in (("float16", "grpc", 1e-3), ("bfloat16", "shm", 8e-3)):
+        job = hire(1, gradient_codec=codec, parameter_codec="float32", transport=transport)
         before = flat(job.conductor.parameters())
         job.conductor.run_pass(portions=5)
         job.conductor.step(1.0)
@@ -435,7 +436,6 @@ def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
         ({"batch_size": 0}, r"^batch_size is 0; expected 1 or more\.$"),
         ({"threads": 0}, r"^threads is 0; expected 1 or more, or None\.$"),
         ({"loss": None}, r"^Neither of loss and loss_of were given"),
-        ({"gradient_codec": "float16", "gradient_dtype": "bfloat16"}, "^gradient_dtype is the old name of "),
     ):
         with pytest.raises(BadRequest, match=words):
             pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")
@@ -486,8 +486,8 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 
 pyps_client.sandblaster(
-    make_model(), loss, make_dataset(), servers=sys.argv[1], run_id="blast", worker_id="apart", shard_size=32,
-    batch_size=4,
+    make_model(), loss, make_dataset(), batch_size=4,
+    launch=pyps_client.Launch(sys.argv[1], run_id="blast", worker_id="apart", shard_size=32),
 )
 """
 

@@ -17,7 +17,7 @@ from client_support import make_client
 from pyps.certificates import Authority
 from pyps.config import flag_name, variable_name
 from pyps.service.roles import PORTS, Role
-from pyps_client import NotAllowed, Observer
+from pyps_client import Launch, NotAllowed, Observer
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import METHODS
@@ -218,7 +218,7 @@ def test_an_observer_reads_all_and_changes_nothing(start_server: Start, holders:
         words = r"Hello as a worker is for the role worker, and .* is observer: show .*--token-file \(PYPS_TOKEN_FILE\)"
         with pytest.raises(NotAllowed, match=words):
             make_client(server.data, token=observer, run_id="run-1")
-        with Observer(server.data, token=observer) as reader:
+        with Observer(launch=Launch(server.data, token=observer)) as reader:
             assert set(reader.snapshot()["layer.bias"]) == {-1.0}
 
 

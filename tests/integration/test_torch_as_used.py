@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 from torch.optim import swa_utils
 
-from pyps_client import RemoteOptimizer
 from replicas import ReplicaJob, serve
-from training import batches, mlp, parameters_of
+from training import batches, joined, mlp, parameters_of
 
 Loop = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
 
@@ -37,7 +36,7 @@ def assert_trains_as_torch(
     """Runs the same loop with torch's own optimizer and with servers'."""
     model, twin = mlp(), mlp()
     loop(twin, make_optimizer(twin))
-    with RemoteOptimizer(model, make_optimizer(model), start_server().data, **options) as optimizer:
+    with joined(model, make_optimizer(model), start_server().data, **options) as optimizer:
         loop(model, optimizer)
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
@@ -168,7 +167,7 @@ def test_two_networks_against_each_other_each_on_a_server_of_its_own(start_serve
     for transport in ("grpc", "shm"):
         players = networks()
         of_generator, of_critic = (
-            RemoteOptimizer(network, adam(network), start_server().data, transport=transport) for network in players
+            joined(network, adam(network), start_server().data, transport=transport) for network in players
         )
         with of_generator, of_critic:
             found = loop(players, (of_generator, of_critic))

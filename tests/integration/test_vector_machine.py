@@ -16,7 +16,7 @@ import pytest
 
 from client_support import SGD
 from pyps.core.arrays import Floats
-from pyps_client import Client
+from pyps_client import Client, Launch
 from pyps_client.lbfgs.worker import Staging
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
@@ -272,7 +272,7 @@ def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_serv
     # For 70 parameters: 11 stages, and no vectors.
     server = start_server("--protocol", "sandblaster", "--max-vector-bytes", str(4 * SIZE * 11))
     model = {"weight": np.zeros(SIZE, np.float32)}
-    with Client(model, SGD, shard_size=16, servers=server.data, run_id="run-1", loss_wait_seconds=20) as worker:
+    with Client(model, SGD, launch=Launch(server.data, shard_size=16, run_id="run-1", loss_wait_seconds=20)) as worker:
         with grpc.insecure_channel(server.data) as channel:
             coordinator = WireCoordinator(SimpleNamespace(channel=channel))
             coordinator.attach(history_pairs=0, vectors=0, stages=2)

@@ -14,12 +14,11 @@ from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLo
 from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult, joined
 from pyps_client.log import logger
 from pyps_client.torch.layout import Layout, plan, several, shareable_buffers, tell_narrowed
-from pyps_client.torch.memory import TorchConverter, dtype_name
+from pyps_client.torch.memory import TorchConverter
 from pyps_client.torch.parameters import initial_values
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import BadRequest
-from pyps_wire.partition import DEFAULT_SHARD_SIZE
 from pyps_wire.work_pb2 import DataSpec
 
 # Steps are the coordinator's; servers want to know a rule all the same.
@@ -37,16 +36,7 @@ def sandblaster(
     on_pass: Callable[[int], object] | None = None,
     threads: int | None = 1,
     servers: str | Sequence[str] | None = None,
-    run_id: str | None = None,
-    worker_id: str | None = None,
-    token_file: str | None = None,
-    gradient_codec: str | torch.dtype | None = None,
-    parameter_codec: str | torch.dtype | None = None,
-    transport: str | None = None,
-    shard_size: int = DEFAULT_SHARD_SIZE,
-    # The two by their old names.
-    gradient_dtype: str | torch.dtype | None = None,
-    parameter_dtype: str | torch.dtype | None = None,
+    launch: Launch | None = None,
 ) -> SandblasterResult:
     """Computes portions of the data set for a coordinator (`pyps sandblaster`) until it ends the work; brings the last
     parameters into the model.
@@ -64,11 +54,12 @@ def sandblaster(
     `on_pass(number)` is called with the parameters of each new pass in the model; it must leave them as they are.
     `threads`: torch's threads, on which the last bits of a sum may depend; None leaves them as they are. More workers
     use more processors.
-    The rest is as for RemoteOptimizer and its Options. What the loss raises ends this worker; others compute its
+    `servers` and `launch` are as for RemoteOptimizer. What the loss raises ends this worker; others compute its
     portions. Raises a ConfigurationError for a call that is wrong, or servers that run no Sandblaster, and a
     ConnectionFailed where servers were waited for in vain.
     """
     leave.install_where_asked()
+    launch = Launch.of(servers, launch)
     compute_loss = loss_function(model, loss, loss_of)
     num_examples = checked_length(dataset)
     if batch_size < 1:
@@ -80,21 +71,10 @@ def sandblaster(
         raise BadRequest(
             f"The model ({type(model).__name__}) has no parameters that require a gradient: there is nothing to train."
         )
-    layout = plan(model, [{"params": trained}], shard_size=shard_size)
+    layout = plan(model, [{"params": trained}], shard_size=launch.shard_size)
     _warn_of_modes(model)
     _tell_left_alone(model, layout)
     tell_narrowed(layout)
-    launch = Launch.from_environment(
-        servers,
-        token_file=token_file,
-        run_id=run_id,
-        worker_id=worker_id,
-        gradient_codec=dtype_name(gradient_codec),
-        parameter_codec=dtype_name(parameter_codec),
-        gradient_dtype=dtype_name(gradient_dtype),
-        parameter_dtype=dtype_name(parameter_dtype),
-        transport=transport,
-    )
     launch.require_one_process("sandblaster()")
     session = Worker(
         layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices

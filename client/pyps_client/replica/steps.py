@@ -71,14 +71,8 @@ class ReplicaSteps(Steps):
         The other processes need not call it.
         """
         launch = self.session.launch
-        with Observer(
-            launch.servers,
-            run_id=self.session.run_id,
-            token=launch.token,
-            use_proxy=launch.use_proxy,
-            start_wait_seconds=launch.loss_wait_seconds,
-            loss_wait_seconds=launch.loss_wait_seconds,
-        ) as observer:
+        launch = launch.with_(run_id=self.session.run_id, start_wait_seconds=launch.loss_wait_seconds)
+        with Observer(launch=launch) as observer:
             return {name: torch.from_numpy(values) for name, values in observer.snapshot().items()}
 
     def _step(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:

@@ -7,14 +7,12 @@ if TYPE_CHECKING:
     from pyps_client.lbfgs.run import sandblaster
     from pyps_client.lbfgs.worker import SandblasterResult
     from pyps_client.replica.processes import Block, Replica
-    from pyps_client.torch.options import Options
     from pyps_client.torch.remote_optimizer import RemoteOptimizer
 
-__all__ = ["Block", "Options", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
+__all__ = ["Block", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
 
 _LATER = {
     "Block": "pyps_client.replica.processes",
-    "Options": "pyps_client.torch.options",
     "RemoteOptimizer": "pyps_client.torch.remote_optimizer",
     "Replica": "pyps_client.replica.processes",
     "SandblasterResult": "pyps_client.lbfgs.worker",

@@ -6,20 +6,19 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyps_client.join import model_of_run
-from pyps_client.launch import Launch
+from pyps_client.launch import Launch, check_types
 from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import MODES, shared_buffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
-from pyps_client.torch.memory import dtype_name
-from pyps_client.torch.options import Options
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import Translation, translate, translation_of
@@ -53,17 +52,39 @@ class Joined:
         return None if self.cut is None else self.cut.arrangement.own_param_groups
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A RemoteOptimizer's settings, which its constructor explains."""
+
+    overlap: str
+    push_every: int | None
+    pull_every: int | None
+    local_learning_rate: float | None
+    read_my_writes: bool
+    compat: str | None
+    buffers: str
+    owns_schedule: bool | None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.buffers not in MODES:
+            raise BadRequest(f"buffers is {self.buffers!r}; expected one of {', '.join(MODES)}.")
+        rate = self.local_learning_rate
+        if rate is not None and not 0 <= rate < math.inf:
+            raise BadRequest(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
+
+
 @dataclass(frozen=True)
 class Joining:
-    """One worker's, or one process's, way into a run: what its settings come to."""
+    """How one worker, or one process of a replica, joins a run."""
 
     module: torch.nn.Module
     param_groups: Sequence[Mapping[str, Any]]
     replica: Group
-    options: Options
-    # How the optimizer's rule is called on the servers.
+    settings: Settings
+    # The servers' name of the optimizer's rule.
     translation: Translation
-    settings: OptimizerSettings
+    optimizer: OptimizerSettings
     pace: Pace
     launch: Launch
 
@@ -72,58 +93,44 @@ class Joining:
         cls,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        servers: str | Sequence[str] | None,
-        options: Options,
+        launch: Launch,
+        settings: Settings,
         replica: Group,
-        *,
-        run_id: str | None,
-        worker_id: str | None,
-        overlap: str,
     ) -> Joining:
-        """What the settings come to for this optimizer; raises a ConfigurationError for what cannot be."""
-        if options.buffers not in MODES:
-            raise BadRequest(f"buffers is {options.buffers!r}; expected one of {', '.join(MODES)}.")
-        translation, local_rate = translation_of(optimizer), options.local_learning_rate
-        if local_rate is not None and not 0 <= local_rate < math.inf:
-            raise BadRequest(f"local_learning_rate is {local_rate!r}; expected 0 (no local steps) or more.")
+        """Check what can be checked without servers; raises a ConfigurationError."""
+        translation, local_rate = translation_of(optimizer), settings.local_learning_rate
         pace = Pace(
-            push_every=options.push_every,
-            pull_every=options.pull_every,
-            overlap=overlap,
-            compat=options.compat,
+            push_every=settings.push_every,
+            pull_every=settings.pull_every,
+            overlap=settings.overlap,
+            compat=settings.compat,
             local_rate_known=local_rate is not None or not translation.stateful,
         )
-        if options.read_my_writes and (local_rate == 0 or (local_rate is None and translation.stateful)):
+        if settings.read_my_writes and (local_rate == 0 or (local_rate is None and translation.stateful)):
             raise BadRequest(
-                "read_my_writes takes the worker's own steps on what was pulled, but there are no local steps: pass "
-                "local_learning_rate, the size of a plain SGD step."
+                "read_my_writes repeats the worker's own steps on pulled parameters, but there are no local steps: "
+                "pass local_learning_rate, the size of a plain SGD step."
             )
         if replica is not ALONE:
             for name, possible in (("buffers", "local"), ("read_my_writes", False)):
-                if (value := getattr(options, name)) != possible:
+                if (value := getattr(settings, name)) != possible:
                     raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
-        if overlap == "backward" and (replica is not ALONE or options.buffers != "local"):
-            what = "a replica's processes take" if replica is not ALONE else f"buffers={options.buffers!r} takes"
+        if settings.overlap == "backward" and (replica is not ALONE or settings.buffers != "local"):
+            what = "a replica's processes take" if replica is not ALONE else f"buffers={settings.buffers!r} takes"
             raise BadRequest(f"overlap is 'backward', but {what} a push as a whole: use overlap='step' or 'off'.")
-        settings = translate(optimizer)
-        launch = Launch.from_environment(
-            servers,
-            token_file=options.token_file,
-            run_id=run_id,
-            worker_id=worker_id,
-            gradient_codec=dtype_name(options.gradient_codec),
-            parameter_codec=dtype_name(options.parameter_codec),
-            transport=options.transport,
-            start_wait_seconds=options.start_wait_seconds,
-            loss_wait_seconds=options.loss_wait_seconds,
-            wait_seconds=options.wait_seconds,
-        )
         if replica is ALONE and launch.parts > 1:
             raise BadRequest(
                 f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
                 "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
             )
-        return cls(module, optimizer.param_groups, replica, options, translation, settings, pace, launch)
+        joining = cls(
+            module, optimizer.param_groups, replica, settings, translation, translate(optimizer), pace, launch
+        )
+        if replica is ALONE:
+            joining._layout()
+        else:
+            named_groups(module, optimizer.param_groups)
+        return joining
 
     @property
     def is_first(self) -> bool:
@@ -133,22 +140,22 @@ class Joining:
     def join(self) -> Joined:
         """Joins the run; all processes of a replica call it, and raise the same error or none."""
         if self.replica is not ALONE:
-            return self._as_a_replica()
+            return self._of_one_name()._as_a_replica()
         try:
             return self._whole()
         except ModelMismatch:
             run = self._run()
-            if run is None or run.num_parts == 1 or self.options.buffers != "local":
+            if run is None or run.num_parts == 1 or self.settings.buffers != "local":
                 raise
         return self._cut(run)
 
-    def rates(self, joined: Joined) -> Rates:
-        """What the worker's pushes say of learning rates."""
+    def rates(self) -> Rates:
+        """Return the learning rates that the worker's pushes carry."""
+        owns_schedule = self.settings.owns_schedule
         return Rates(
-            *(self.translation, self.param_groups, self.settings),
-            owns_schedule=self.is_first if self.options.owns_schedule is None else self.options.owns_schedule,
-            local_rate=self.options.local_learning_rate,
-            groups_of_vectors=joined.groups_of_vectors,
+            *(self.translation, self.param_groups, self.optimizer),
+            owns_schedule=self.is_first if owns_schedule is None else owns_schedule,
+            local_rate=self.settings.local_learning_rate,
         )
 
     def steps(self, joined: Joined, rates: Rates) -> Steps:
@@ -172,32 +179,42 @@ class Joining:
         else:
             buffers = shared_buffers(
                 *(self.module, joined.layout),
-                mode=self.options.buffers,
+                mode=self.settings.buffers,
                 is_first=self.is_first,
                 overlaps=self.pace.overlap == "step",
             )
-            common |= {"buffers": buffers, "read_my_writes": self.options.read_my_writes}
+            common |= {"buffers": buffers, "read_my_writes": self.settings.read_my_writes}
             steps = Steps(session, joined.layout, **common)
-        steps.examples_in_batch = self.options.examples_in_batch
         return steps
 
-    def _whole(self) -> Joined:
-        layout = plan(
+    def _layout(self) -> Layout:
+        return plan(
             *(self.module, self.param_groups),
-            shard_size=self.options.shard_size,
-            with_buffers=self.options.buffers != "local",
+            shard_size=self.launch.shard_size,
+            with_buffers=self.settings.buffers != "local",
         )
+
+    def _whole(self) -> Joined:
+        layout = self._layout()
         # With a group for buffers, where they are shared.
         settings = OptimizerSettings()
-        settings.CopyFrom(self.settings)
+        settings.CopyFrom(self.optimizer)
         while len(settings.groups) < layout.model.num_groups:
             settings.groups.add(kind=PAYLOAD_KIND_BUFFER)
         trained = layout.parameters[: layout.first_buffer]
         session = self._connected(layout, layout.model, settings)
         return Joined(session, layout, lambda: list(map(_gradient, trained)))
 
+    def _of_one_name(self) -> Joining:
+        """Take over the leader's name and place on processes where nobody chose one, as under torchrun."""
+        own = self.launch
+        name, index, count = led(self.replica, lambda: (own.worker_id, own.worker_index, own.worker_count))
+        if own.named:
+            return self
+        return replace(self, launch=own.with_(worker_id=name, worker_index=index, worker_count=count))
+
     def _as_a_replica(self) -> Joined:
-        """Initialises the run, or takes over its cut; once more where another did so meanwhile in another cut."""
+        """Initialize the run, or take over its cut; again where another worker initialized it meanwhile."""
         self.replica.name = self.launch.worker_id
         agreed(self.replica, self._check_common)
         before = led(self.replica, self._run)
@@ -218,10 +235,10 @@ class Joining:
         groups = agreed(replica, lambda: named_groups(self.module, self.param_groups))
         claimed = claims_of(groups, replica)
         claims = replica.all_gather(claimed.claims)
-        cut = ModelCut(arrange(claims, replica.index, run=run, shard_size=self.options.shard_size), claimed)
+        cut = ModelCut(arrange(claims, replica.index, run=run, shard_size=self.launch.shard_size), claimed)
         layout, model = cut.layout(), cut.arrangement.model
         parts = cut.arrangement.parts if model.num_parts > 1 else ()
-        session = self._connected(layout, model, cut.settings(self.settings), parts=parts, peers=replica)
+        session = self._connected(layout, model, cut.settings(self.optimizer), parts=parts, peers=replica)
         return Joined(session, layout, cut.gradients, cut)
 
     def _run(self) -> Model | None:
@@ -235,18 +252,18 @@ class Joining:
         return session
 
     def _check_common(self) -> None:
-        groups = [dict(sorted(group.hyperparameters.items())) for group in self.settings.groups]
+        groups = [dict(sorted(group.hyperparameters.items())) for group in self.optimizer.groups]
         common = {
-            "The optimizer's rule": self.settings.rule,
+            "The optimizer's rule": self.optimizer.rule,
             **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
             "push_every": self.pace.push_every,
             "pull_every": self.pace.pull_every,
             "overlap": self.pace.overlap,
             "compat": self.pace.compat,
-            "local_learning_rate": self.options.local_learning_rate,
+            "local_learning_rate": self.settings.local_learning_rate,
             "gradient_codec": self.launch.gradient_codec,
             "parameter_codec": self.launch.parameter_codec,
-            "shard_size": self.options.shard_size,
+            "shard_size": self.launch.shard_size,
             "The list of servers": ",".join(self.launch.servers),
             "PYPS_WORKER_ID": self.launch.worker_id,
             "PYPS_WORKER_INDEX": self.launch.worker_index,
@@ -259,6 +276,12 @@ class Joining:
                         f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process "
                         f"{process}: give all processes of a replica the same."
                     )
+
+
+def check_examples(count: object) -> None:
+    """Refuse what is no number of examples; None is allowed."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
+        raise BadRequest(f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more.")
 
 
 class OwnModel:
@@ -299,7 +322,7 @@ class OwnModel:
             raise BadRequest(
                 f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
                 "RemoteOptimizer was made, by load_state_dict(..., assign=True) or a new layer, and no step would "
-                "train them. Load and change the model before the torch optimizer and RemoteOptimizer are made."
+                "train them. Change the model, and load it so, before the torch optimizer is made."
             )
         self._places = _places_in(self._module)
 

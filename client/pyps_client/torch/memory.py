@@ -160,11 +160,6 @@ def torch_dtype(codec: Codec) -> torch.dtype | None:
     return None if codec.dtype is None else getattr(torch, codec.name, None)
 
 
-def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    """The name under which a codec is asked for, of torch's type too."""
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
 class TorchConverter(Converter):
     """A session's converter: the same bits as numpy's in a part of the time, where torch has the type."""
 

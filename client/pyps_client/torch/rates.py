@@ -38,19 +38,16 @@ class Rates:
         *,
         owns_schedule: bool,
         local_rate: float | None = None,
-        groups_of_vectors: Sequence[int] | None = None,
     ) -> None:
-        """`local_rate`: the size of the worker's own steps between pulls, if it was asked for.
-
-        `groups_of_vectors`: the group of each of the worker's vectors, where a cut model has more or fewer of them.
-        """
+        """`local_rate`: the configured size of the worker's own steps between pulls."""
         self._translation = translation
         # The optimizer's own list, so that its groups always hold the present rates.
         self._param_groups = param_groups
         self._joined_with = joined_with
         self._owns_schedule = owns_schedule
         self._local_rate = local_rate
-        self._groups = groups_of_vectors
+        # The group of each of the worker's vectors, where a model in parts has more or fewer of them.
+        self.groups_of_vectors: Sequence[int] | None = None
         self._torch_momentum: TorchName = translation.hyperparameters.get(translation.momentum, "")
         names = (self._torch_momentum,) if isinstance(self._torch_momentum, str) else self._torch_momentum
         # How a group's momentum is reached, if the rule has one.
@@ -112,9 +109,9 @@ class Rates:
         }
         self._moved = True
         self._told = now
-        if self._groups is None:
+        if self.groups_of_vectors is None:
             return changes
-        return {vector: changes[group] for vector, group in enumerate(self._groups) if group in changes}
+        return {vector: changes[group] for vector, group in enumerate(self.groups_of_vectors) if group in changes}
 
     def sizes(self, told: Mapping[int, float]) -> Sequence[float]:
         """The sizes of the worker's own step now, one a vector; none where it takes no such steps.
@@ -124,7 +121,7 @@ class Rates:
         if not self.takes_local_steps:
             return ()
         now = self._now()
-        own = [now[group][0] for group in (self._groups or range(len(now)))]
+        own = [now[group][0] for group in (self.groups_of_vectors or range(len(now)))]
         if self._local_rate is not None:
             return [self._local_rate] * len(own)
         if self._owns_schedule and (self._moved or now != self._told):

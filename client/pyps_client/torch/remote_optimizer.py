@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -16,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
-from pyps_client.launch import Launch
+from pyps_client.launch import LOCAL, Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, Group, agreed
-from pyps_client.torch.joining import Joining, OwnModel, unwrapped
+from pyps_client.torch.joining import Joining, OwnModel, Settings, check_examples, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
-from pyps_client.torch.options import Options, Settings, check_examples
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.allocator import give_back_free_memory
@@ -57,21 +56,20 @@ class _OnServers(defaultdict[torch.Tensor, Any]):
 class RemoteOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose update rule runs on parameter servers: `zero_grad`, `backward` and `step` as ever.
 
-    It is made from a model and a fresh torch optimizer over its parameters, whose rule and settings the servers
-    take over:
+    Make it from a model and a fresh torch optimizer over its parameters; the servers take over rule and settings:
 
         optimizer = RemoteOptimizer(model, torch.optim.Adam(model.parameters(), lr=0.001), servers="host:7610")
 
-    The constructor joins the run and brings its parameters into the model; from then on parameters change
-    inside `step` only. Change none yourself: what is written before the first step is refused, what is written later
-    is overwritten, and what is written through `.data`, which torch does not notice, stays where a shard gets no newer
-    version. The learning rate and the momentum (Adam's betas[0]) may be moved, by torch's schedulers or by hand, on the
-    worker that owns the schedule; nothing else of the settings may. Parameters that are not the optimizer's are not
-    trained, and stay each worker's own.
+    The worker joins the run at its first `zero_grad`, forward pass or `step`, or where a property of the run is read;
+    `join` does so at once. Until then the model may be loaded or initialized: the first worker's parameters become
+    those of a new run. From then on the model has the run's parameters, and only `step` may change them: the first step
+    refuses parameters that were written since, and later writes are overwritten, with a warning.
 
-    Its errors are PypsErrors of `pyps_client`, whose classes say what to do: after a ConfigurationError, a ValueError
-    too, change the program or its settings; after a ConnectionFailed see to the servers; after a RunEnded leave the
-    loop.
+    Learning rate and momentum (Adam's betas[0]) may be moved, by torch's schedulers or by hand, on the worker that owns
+    the schedule; no other setting may. Parameters that are not the optimizer's stay each worker's own.
+
+    Errors are PypsErrors: after a ConfigurationError (a ValueError too) change the program or its settings; after a
+    ConnectionFailed see to the servers; after a RunEnded leave the loop.
     """
 
     def __init__(
@@ -80,47 +78,64 @@ class RemoteOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         servers: str | Sequence[str] | None = None,
         *,
-        run_id: str | None = None,
-        worker_id: str | None = None,
+        launch: Launch | None = None,
         overlap: str = "off",
         replica: Replica | None = None,
-        options: Options | None = None,
-        **settings: Unpack[Settings],
+        push_every: int | None = None,
+        pull_every: int | None = None,
+        local_learning_rate: float | None = None,
+        read_my_writes: bool = False,
+        compat: str | None = None,
+        buffers: str = "local",
+        owns_schedule: bool | None = None,
     ) -> None:
-        """Joins the run on `servers`: "host:port,host:port", or "local" for one in this process (else PYPS_SERVERS).
+        """Check model, optimizer and settings; the servers are called when the worker joins.
 
-        `run_id`, `worker_id`: PYPS_RUN_ID and PYPS_WORKER_ID by default; "" is for none, whatever these say.
-        `overlap`: "off", or "step" for pushes and pulls beside the computation, at the price of about one
-        more version of staleness: where a push takes longer than a minibatch, those meanwhile are summed in the next
-        push, so that there are fewer updates. Under protocols that take gradients of the present version only, or that
-        grant steps one by one, they are waited for as with "off". "backward": a shard leaves as soon as the backward
-        pass has computed its gradients, and its new parameters arrive meanwhile; `step` waits for the rest, and the
-        result is that of "off". It is for gRPC and lanes: through shared memory, and under protocols that take a
-        push whole or grant steps one by one, a push leaves in its step, and a line says why. One backward pass a step:
-        BadRequest where gradients, the rate or `examples` change between `backward` and `step`, which but for writes
-        through `.data` to few numbers is noticed. After a NaN no shard leaves any more, and those that had left count.
+        `servers`: "host:port", several with commas between, or "local" for a server in this process; PYPS_SERVERS by
+        default. `launch`: a Launch, with the servers and everything else about the connection, instead of `servers`.
+        `overlap`: "off" waits for each push and pull. "step" makes them in parallel to the computation, which costs
+        about one version of staleness; minibatches that end meanwhile are summed in the next push. "backward" sends a
+        shard as soon as the backward pass has its gradients, and `step` waits for the rest: the result is that of
+        "off". It takes one backward pass a step, and refuses gradients, a rate or `examples` that change before `step`.
+        Where the protocol or the transport does not allow overlap, the worker waits, and logs why.
         `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
-        a RemoteOptimizer over what they hold, and take the same steps.
-        `options`, or by themselves as `settings`: the rest, such as `push_every`, `transport`, `buffers` and how long
-        to wait; `Options` tells what each means.
+        a RemoteOptimizer, and take the same steps.
+        `push_every`, `pull_every`: minibatches in a push, and from pull to pull; by default what the protocol wants
+        (asgd:accumulate=), or else 1.
+        `local_learning_rate`: the size of the worker's own steps between pulls. By default the servers' present rate
+        under plain SGD, and no local steps under other rules.
+        `read_my_writes`: True repeats the worker's own steps on pulled parameters that may lack them.
+        `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
+        `buffers`: batch norm's statistics and the like stay with each worker ("local"), are averaged over the workers
+        ("average"), or are those of the first worker ("first"); the same for all workers.
+        `owns_schedule`: whether this worker's changes of learning rate and momentum apply to the run. By default worker
+        0's do, or those of a worker without an index; until it has pushed, each worker's scheduler does.
 
-        Raises a ConfigurationError for a model, an optimizer or a setting that this run cannot have, ServerUnavailable
-        or WaitTimedOut where the run could not be joined in time, and TypeError for a keyword that is no setting.
+        Raises a ConfigurationError for a model, an optimizer or a setting that no run can have.
         """
         leave.install_where_asked()
         if replica is not None and not isinstance(replica, Group):
             raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
         peers = replica or ALONE
 
-        def settled() -> Joining:
-            how: dict[str, Any] = {"run_id": run_id, "worker_id": worker_id, "overlap": overlap}
+        def checked() -> Joining:
             whole = unwrapped(model, peers)
-            joining = Joining.of(whole, optimizer, servers, Options.of(options, settings), peers, **how)
+            settings = Settings(
+                overlap=overlap,
+                push_every=push_every,
+                pull_every=pull_every,
+                local_learning_rate=local_learning_rate,
+                read_my_writes=read_my_writes,
+                compat=compat,
+                buffers=buffers,
+                owns_schedule=owns_schedule,
+            )
+            joining = Joining.of(whole, optimizer, Launch.of(servers, launch), settings, peers)
             _require_first(joining.launch, optimizer)
             return joining
 
-        # What one process of a replica was told wrong all of them refuse.
-        joining = agreed(peers, settled)
+        # A replica's processes raise one error together.
+        self._joining = joining = agreed(peers, checked)
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._groups_are_fixed = True
@@ -129,41 +144,67 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
         self._model = joining.module
-        self._finish_seen = self._told_of_state = False
+        self._rates = joining.rates()
+        self._own_model = OwnModel(self._model, self.param_groups, peers)
+        self._is_joined = self._brought_others = self._finish_seen = self._told_of_state = False
+        self._examples_in_batch: int | None = None
+        # The update at which a state dict was saved that was loaded before the worker joined.
+        self._loaded_update: int | None = None
         # The thread that takes a step now, or 0.
         self._stepping = 0
         self._guard = ForkGuard()
+        self._ending = Ending()
+        self._ending.hooks.append(optimizer.register_step_pre_hook(partial(_refuse_step, self._guard)))
+        self._forward_hook: RemovableHandle | None = None
+        if peers is ALONE and not isinstance(self._model, torch.jit.ScriptModule):
+            # Not in a replica, one of whose processes may wait for another's output before its own forward pass.
+            self._forward_hook = self._model.register_forward_pre_hook(_JoinFirst(self))
+            self._ending.hooks.append(self._forward_hook)
+
+    def join(self) -> None:
+        """Join the run now, wait for its servers, and bring its parameters into the model; once joined, do nothing.
+
+        Raises a ConfigurationError for a model or settings that differ from the run's, and ServerUnavailable or
+        WaitTimedOut where the run could not be joined in time; another call tries again.
+        """
+        if self._is_joined:
+            return
+        self._guard.check()
+        if self._ending.begun.locked():
+            raise BadRequest(_CLOSED)
+        joining, optimizer = self._joining, self._wrapped
+        _require_first(joining.launch, optimizer)
+        self._own_model.check(True)
         joined = joining.join()
-        self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
-        self._rates = joining.rates(joined)
-        member: Worker | RemoteOptimizer = joined.session
+        session = joined.session
         try:
-            # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
-            # what comes now.
+            self._session, self._layout, self._gradients = session, joined.layout, joined.gradients
+            # The servers hold the optimizer's state: this makes room for the worker's vectors.
             optimizer.state.clear()
             give_back_free_memory()
-            # They may depend on what the servers said when the run was joined.
-            self._steps = joining.steps(joined, self._rates)
-            self._own_model = OwnModel(self._model, self.param_groups, peers)
+            self._rates.groups_of_vectors = joined.groups_of_vectors
+            self._steps = steps = joining.steps(joined, self._rates)
+            steps.examples_in_batch = self._examples_in_batch
             # Weakly: `leave` holds the steps, and the model may hold the optimizer.
-            self._steps.check_before = weakref.WeakMethod(self._check)
-            self._ending = Ending(self._session, self._steps)
-            launch = self._session.launch
-            _made[self] = (launch.servers, launch.worker_id)
-            member = self
-            # The session is not to close by itself: what has gathered goes before.
-            leave.forget(self._session)
-            leave.expect(self._ending, of=self)
-            # The run's parameters come into the model.
+            steps.check_before = weakref.WeakMethod(self._check)
             had = _first_values(self._layout.parameters)
-            self._steps.start()
-            self._brought_others = had != _first_values(self._layout.parameters)
-            self._ending.watched = optimizer.register_step_pre_hook(partial(_refuse_step, self._guard))
+            steps.start()
+            brought = float(had != _first_values(self._layout.parameters))
+            self._brought_others = joining.replica.all_reduce([brought])[0] > 0
         except BaseException as error:
-            member.close(*leave.cause_of(error))
+            session.close(*leave.cause_of(error))
             raise
+        # The session must not close by itself: what has gathered is pushed before.
+        leave.forget(session)
+        self._ending.attach(session, steps)
+        leave.expect(self._ending, of=self)
+        _made[self] = (session.launch.servers, session.launch.worker_id)
+        self._is_joined = True
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         tell_unshared(self._model, self._layout)
         tell_narrowed(self._layout)
+        self._warn_of_update()
         # The memory that the parameters lay in, where they lie in the session's now.
         give_back_free_memory()
 
@@ -205,6 +246,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         kept one from its server is raised, as `step` would have.
         """
         if not (self._ending.begun.locked() or self._guard.in_child):
+            if not self._is_joined:
+                self.join()
             self._steps.give_up_backward()
             if not set_to_none:
                 self._steps.hand_out_gradients()
@@ -213,6 +256,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     @property
     def finished(self) -> bool:
         """True when the run is over: leave the loop."""
+        self.join()
         return self._steps.finished
 
     def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
@@ -223,60 +267,69 @@ class RemoteOptimizer(torch.optim.Optimizer):
     @property
     def global_step(self) -> int:
         """Updates of the whole run, by all workers: the step to log figures under."""
+        self.join()
         return self._session.global_step
 
     @property
     def steps(self) -> int:
         """Minibatches that this worker has handed in."""
-        return self._steps.steps
+        return self._steps.steps if self._is_joined else 0
 
     @property
     def batch_size(self) -> int:
         """Examples that the servers' schedule (batch_growth) wants in a minibatch now; 0 where it leaves it open."""
+        self.join()
         return self._session.batch_size
 
     @property
     def run_id(self) -> str:
         """The run's name."""
+        self.join()
         return self._session.run_id
 
     @property
     def transport(self) -> str:
         """The way of gradients and parameters: "shm" (shared memory), "tcp", "grpc", "in_process" or "mixed"."""
+        self.join()
         return self._session.transport
 
     @property
     def num_workers(self) -> int:
         """Live workers of the run, as the servers last said."""
+        self.join()
         return self._session.num_workers
 
     @property
     def receipts(self) -> Sequence[Receipt]:
         """The servers' answers to the newest push that was answered, one a shard."""
-        return self._steps.receipts
+        return self._steps.receipts if self._is_joined else ()
 
     @property
     def skipped(self) -> int:
         """Gradients of this worker that were not sent because they held NaN or infinity."""
-        return self._steps.skipped
+        return self._steps.skipped if self._is_joined else 0
 
     @property
     def examples_in_batch(self) -> int | None:
         """Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it."""
-        return self._steps.examples_in_batch
+        return self._steps.examples_in_batch if self._is_joined else self._examples_in_batch
 
     @examples_in_batch.setter
     def examples_in_batch(self, count: int | None) -> None:
         check_examples(count)
-        self._steps.examples_in_batch = count
+        self._examples_in_batch = count
+        if self._is_joined:
+            self._steps.examples_in_batch = count
 
     @property
     def stepper(self) -> Steps:
         """What `pyps_client.data.Portions` asks of it."""
+        self.join()
         return self._steps
 
     def report(self, **scalars: float) -> None:
         """Hands figures of this worker, such as loss=0.3, to its next heartbeat, for `pyps status`."""
+        self.join()
         self._session.report(**scalars)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
@@ -286,6 +339,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         shards may be of different ones. What servers do not hold is this worker's own. Float32, on the CPU,
         by the model's original names. One process of a replica gets the whole model too, and may call it alone.
         """
+        self.join()
         return whole_state(self._model, self._layout, self._steps.snapshot())
 
     def close(self, cause: str = "finished", message: str = "") -> None:
@@ -323,7 +377,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 "optimizer has gathered, are on the servers. Keep them there with --checkpoint-dir, of `pyps serve` or "
                 "`pyps run`, and go on from them with --resume; optimizer.snapshot() is the model alone."
             )
-        return super().state_dict() | {_UPDATE: self.global_step}
+        return super().state_dict() | ({_UPDATE: self.global_step} if self._is_joined else {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuses copies, by copy, deepcopy or pickle."""
@@ -355,8 +409,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         for group, of_file in zip(groups, loaded, strict=True):
             group.clear()
             group.update(of_file)
-        update = state_dict.get(_UPDATE, self.global_step)
-        if update != self.global_step and self._brought_others:
+        self._loaded_update = state_dict.get(_UPDATE)
+        if self._is_joined:
+            self._warn_of_update()
+
+    def _warn_of_update(self) -> None:
+        update, self._loaded_update = self._loaded_update, None
+        if update not in (None, self.global_step) and self._brought_others:
             logger.warning(
                 "a state dict of update %d was loaded in a run that is at update %d: the model's parameters are the "
                 "run's, not those that this worker came with. To begin with a checkpoint's, load it in every worker of "
@@ -373,7 +432,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._guard.generation != fork.generation:
             self._guard.check()
         if self._ending.begun.locked():
-            raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
+            raise BadRequest(_CLOSED)
+        joins = not self._is_joined
+        if joins:
+            self.join()
         self._rates.check(self.param_groups, follow=True)
         if examples is not None:
             check_examples(examples)
@@ -397,7 +459,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         try:
             steps = self._steps
             self._own_model.check(steps.steps == 0)
-            steps.step(self._gradients(), example_count=examples)
+            gradients = self._gradients()
+            if joins and self._brought_others:
+                logger.warning(_BEFORE_JOINING)
+                gradients = [None] * len(gradients)
+            steps.step(gradients, example_count=examples)
             self._finish_seen = steps.finished
         finally:
             self._stepping = 0
@@ -405,16 +471,20 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
 
 class Ending:
-    """What an optimizer leaves its run by. It does not hold the optimizer, and can leave when that one is gone."""
+    """Leaves the run for an optimizer, which it does not hold: it works when the optimizer is gone."""
 
-    def __init__(self, session: Worker, steps: Steps) -> None:
-        self._session = session
-        self._steps = steps
+    def __init__(self) -> None:
+        self._session: Worker | None = None
+        self._steps: Steps | None = None
         self._guard = ForkGuard()
-        # The refusal of the torch optimizer's own steps, which last until then.
-        self.watched: RemovableHandle | None = None
+        # Hooks on the torch optimizer and the model.
+        self.hooks: list[RemovableHandle] = []
         # Held from the first `close` on.
         self.begun = threading.Lock()
+
+    def attach(self, session: Worker, steps: Steps) -> None:
+        """Take over what is to be closed."""
+        self._session, self._steps = session, steps
 
     def close(self, cause: str = "finished", message: str = "", *, separate: bool = False) -> None:
         """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
@@ -425,8 +495,10 @@ class Ending:
         if self._guard.in_child or not self.begun.acquire(blocking=False):
             return
         leave.forget(self)
-        if self.watched is not None:
-            self.watched.remove()
+        for hook in self.hooks:
+            hook.remove()
+        if self._session is None or self._steps is None:
+            return
         try:
             if cause == "finished":
                 self._session.hurry()
@@ -440,6 +512,28 @@ class Ending:
             finally:
                 self._session.close(cause, message)
 
+
+class _JoinFirst:
+    """A hook on the model that joins before its first forward pass. A copy of the model gets an idle one."""
+
+    def __init__(self, optimizer: RemoteOptimizer | None = None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    @_uncompiled
+    def __call__(self, *_: object) -> None:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None and not optimizer._guard.in_child:
+            optimizer.join()
+
+    def __reduce__(self) -> tuple[type[_JoinFirst], tuple[()]]:
+        return _JoinFirst, ()
+
+
+_CLOSED = "This RemoteOptimizer was closed: make a new one to go on training."
+_BEFORE_JOINING = (
+    "the worker joined at its first step: that minibatch was computed on the worker's own parameters, not the run's, "
+    "and is left out. Call zero_grad() or join() before the first forward pass."
+)
 
 # Under which a state dict has the update at which it was made.
 _UPDATE = "pyps_update"
@@ -459,7 +553,7 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
             f"Another RemoteOptimizer was made of this {type(optimizer).__name__} and is open: close() it before, or "
             "give each its own parameters."
         )
-    if worker in others.values():
+    if launch.servers != (LOCAL,) and worker in others.values():
         raise BadRequest(
             f"This program has an open RemoteOptimizer on {', '.join(launch.servers)} already, as worker "
             f"{launch.worker_id!r}. To make it again, as where a notebook's cell is run twice, close() the first. "

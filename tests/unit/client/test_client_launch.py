@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
         "PYPS_USE_PROXY": "yes",
     }
 
-    launch = Launch.from_environment(environment=environment)
+    launch = Launch(environment=environment)
 
     assert launch == Launch(
         servers=("a:1", "b:2"),
@@ -67,29 +68,30 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "tls_key": ("mine", "theirs"),
     "token": ("mine", "gehe\u00efm"),
     "worker_key": ("mine, which is long", "short"),
+    "shard_size": (7, "large"),
 }
 
 
 def test_every_argument_goes_before_its_variable_which_is_not_even_read_unless_it_is_none() -> None:
     theirs = {"PYPS_SERVERS": "a:1", "PYPS_RUN_ID": "theirs", "PYPS_WORKER_ID": "w"}
-    launch = Launch.from_environment("b:2", environment=theirs, run_id="mine", worker_id=None)
+    launch = Launch("b:2", environment=theirs, run_id="mine", worker_id=None)
     assert (launch.servers, launch.run_id, launch.worker_id) == (("b:2",), "mine", "w")
     environment = {f"PYPS_{name.upper()}": theirs for name, (_, theirs) in ARGUMENTS.items()}
     environment |= {"PYPS_SERVERS": "no address", "PYPS_TOKEN_FILE": "/nowhere/token"}
     arguments = {name: mine for name, (mine, _) in ARGUMENTS.items()}
 
-    launch = Launch.from_environment("b:2", environment=environment, **arguments)
+    launch = Launch("b:2", environment=environment, **arguments)
 
     assert launch.servers == ("b:2",)
     assert {name: getattr(launch, name) for name in arguments} == arguments
-    assert set(Launch.__dataclass_fields__) == {"servers", "token_file", *ARGUMENTS}, "every setting is tried"
+    assert {each.name for each in fields(Launch) if each.init} == {"servers", "token_file", *ARGUMENTS}
 
 
 def test_a_token_file_that_is_named_goes_before_both_variables(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("mine\nformer\n", encoding="utf-8")
     environment = {"PYPS_TOKEN_FILE": "/nowhere/token", "PYPS_TOKEN": "theirs"}
-    assert Launch.from_environment("b:2", token_file=path, environment=environment).token == "mine"
+    assert Launch("b:2", token_file=path, environment=environment).token == "mine"
 
 
 def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_named_the_worker() -> None:
@@ -103,21 +105,23 @@ def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_nam
         (torchrun | {"PYPS_WORKER_ID": "replica"}, (None, None)),
         (torchrun | {"PYPS_WORKER_INDEX": "0", "PYPS_WORKER_COUNT": "2"}, (0, 2)),
     ):
-        launch = Launch.from_environment(environment=environment)
+        launch = Launch(environment=environment)
         assert (launch.worker_index, launch.worker_count) == place, environment
     # Several torchruns may train in one run.
-    assert Launch.from_environment(environment=torchrun).worker_id == Launch(servers=("a:1",)).worker_id
+    assert Launch(environment=torchrun).worker_id == Launch(servers=("a:1",)).worker_id
 
 
 def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog: pytest.LogCaptureFixture) -> None:
     environment = {"PYPS_SERVERS": "a:1", "TORCHELASTIC_RUN_ID": "digits"}
-    assert Launch.from_environment(environment=environment).run_id == "digits"
-    assert Launch.from_environment(environment=environment | {"PYPS_RUN_ID": "mine"}).run_id == "mine"
-    assert Launch.from_environment(environment=environment, run_id="ours").run_id == "ours"
+    assert Launch(environment=environment).run_id == "digits"
+    assert Launch(environment=environment | {"PYPS_RUN_ID": "mine"}).run_id == "mine"
+    assert Launch(environment=environment, run_id="ours").run_id == "ours"
+    # An empty name is a choice too.
+    assert Launch(environment=environment | {"PYPS_RUN_ID": "mine"}, run_id="").run_id == ""
     assert not caplog.messages
     launch._tell_of_no_name.cache_clear()
     for _ in range(2):
-        assert Launch.from_environment(environment=environment | {"TORCHELASTIC_RUN_ID": "none"}).run_id == ""
+        assert Launch(environment=environment | {"TORCHELASTIC_RUN_ID": "none"}).run_id == ""
     assert "give torchrun --rdzv-id NAME, or set PYPS_RUN_ID" in caplog.text
     assert len(caplog.messages) == 1
 
@@ -157,8 +161,7 @@ WRONG = [
     ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
     ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
     ("PYPS_GRADIENT_CODEC", "float8", "PYPS_GRADIENT_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
-    ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
-    ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
+    ("PYPS_SHARD_SIZE", "0", r"shard_size \(PYPS_SHARD_SIZE\) is 0; expected 1 or more"),
     ("PYPS_TRANSPORT", "shmem", f"PYPS_TRANSPORT is 'shmem'; expected one of {', '.join(launch.TRANSPORTS)}"),
 ]
 
@@ -166,7 +169,6 @@ WRONG = [
 def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
     for given, complaint in (
         ({"loss_wait_seconds": "x"}, "loss_wait_seconds is 'x'; expected a number"),
-        ({"wait_seconds": None}, "wait_seconds is None; expected a number"),
         ({"start_wait_seconds": True}, "start_wait_seconds is True; expected a number"),
         ({"worker_id": 5}, "worker_id is 5; expected a string"),
         ({"run_id": 3}, "run_id is 3; expected a string"),
@@ -174,11 +176,16 @@ def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
         ({"parts": 1.5}, "parts is 1.5; expected a whole number"),
         ({"use_proxy": "no"}, "use_proxy is 'no'; expected True or False"),
         ({"transport": 5}, "transport is 5; expected a string"),
+        ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, tcp, grpc"),
+        ({"gradient_codec": 5}, "gradient_codec is 5; expected a string"),
+        ({"parameter_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
+        ({"shard_size": "x"}, "shard_size is 'x'; expected a whole number"),
+        ({"token_file": 5}, "token_file is 5; expected a string"),
         # Which is not printed.
         ({"worker_key": "a" * 15}, r"worker_key \(PYPS_WORKER_KEY\) has 15 characters; expected 16 to 64"),
         ({"token": 7}, "token is of type int; expected a string"),
         ({"token": "first\nsecond"}, "token does not hold one line of printable ASCII"),
-        *(({"servers": wrong}, "expected 'host:port,host:port', or a list of") for wrong in (5, [5], None, b"a:1")),
+        *(({"servers": wrong}, "expected 'host:port,host:port', or a list of") for wrong in (5, [5], b"a:1")),
     ):
         with pytest.raises(BadRequest, match=complaint):
             Launch(**{"servers": "a:1"} | given)
@@ -188,41 +195,18 @@ def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
 
 def test_an_empty_name_goes_before_its_variable_and_leaves_the_worker_unnamed() -> None:
     theirs = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_ID": "w", "PYPS_WORKER_INDEX": "3"}
-    assert Launch.from_environment(environment=theirs, worker_id="").worker_id == "worker-3"
+    assert Launch(environment=theirs, worker_id="").worker_id == "worker-3"
 
 
 def test_a_wrong_variable_is_refused_by_name() -> None:
     for variable, text, complaint in WRONG:
         environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
         with pytest.raises(BadRequest, match=complaint):
-            Launch.from_environment(environment=environment)
-
-
-def test_the_old_names_of_codecs_still_do_and_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    launch._tell_of_new_name.cache_clear()
-    for old, new in (("codec", "gradient_codec"), ("pull_codec", "parameter_codec")):
-        for environment, given in (
-            ({f"PYPS_{old.upper()}": "float16"}, {}),
-            ({}, {old: "float16"}),
-            ({f"PYPS_{old.upper()}": "bfloat16"}, {new: "float16"}),
-            ({f"PYPS_{new.upper()}": "bfloat16"}, {old: "float16"}),
-            ({f"PYPS_{old.upper()}": "float16", f"PYPS_{new.upper()}": "float16"}, {}),
-        ):
-            made = Launch.from_environment("a:1", environment=environment, **given)
-            assert getattr(made, old) == getattr(made, new) == "float16"
-        with pytest.raises(BadRequest, match=f"{old} is the old name of {new}, and they were given as"):
-            Launch.from_environment("a:1", environment={}, **{old: "float16", new: "bfloat16"})
-    assert len(caplog.messages) == 2
-    assert "codec is called gradient_codec now (PYPS_GRADIENT_CODEC)" in caplog.messages[0]
+            Launch(environment=environment)
 
 
 def test_a_worker_may_choose_each_transport_that_servers_have() -> None:
     assert {transport.name for transport in server.TRANSPORTS} == set(launch.TRANSPORTS) - {"auto"}
-
-
-def test_an_unknown_setting_is_refused_by_name() -> None:
-    with pytest.raises(BadRequest, match="no launch setting 'runid'"):
-        Launch.from_environment("a:1", environment={}, runid="x")
 
 
 def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
@@ -230,7 +214,7 @@ def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
     for text in ("gehe\u00efm", "a\x1bb"):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(BadRequest, match="one line of printable ASCII"):
-            Launch.from_environment("localhost", token_file=path, environment={})
+            Launch("localhost", token_file=path, environment={})
 
 
 def test_the_client_tells_servers_the_version_that_it_is_released_under() -> None:

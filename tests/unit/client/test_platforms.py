@@ -46,7 +46,7 @@ from pyps_client.transport.lent import Memory
 Memory(4096)
 
 model = torch.nn.Linear(3, 1, bias=False)
-optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), sys.argv[1], run_id="r")
+optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), launch=Launch(sys.argv[1], run_id="r"))
 for _ in range(3):
     optimizer.zero_grad()
     model(torch.ones(1, 3)).sum().backward()

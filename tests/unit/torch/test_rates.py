@@ -116,7 +116,8 @@ def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it() -> N
 
 def test_rates_of_a_cut_model_are_told_of_each_vector() -> None:
     optimizer = sgd()
-    rates = rates_of(optimizer, groups_of_vectors=[1, 0, 1])
+    rates = rates_of(optimizer)
+    rates.groups_of_vectors = [1, 0, 1]
     optimizer.param_groups[1]["lr"] = 0.25
     assert rates.sizes({}) == [0.25, 0.5, 0.25]
     assert rates.changes() == {0: (0.25, None, False), 2: (0.25, None, False)}
