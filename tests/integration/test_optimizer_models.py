@@ -296,9 +296,10 @@ def test_a_worker_that_could_not_join_tries_again(start_server) -> None:
         start_server("--port", str(port))
         optimizer.zero_grad()
         assert optimizer.run_id
+    unused = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), "127.0.0.1:1")
+    unused.close()
     with pytest.raises(BadRequest, match="was closed"):
-        optimizer.join()
-    RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), "127.0.0.1:1").close()
+        unused.join()
 
 
 @pytest.mark.parametrize("init_sync", [False, True])
