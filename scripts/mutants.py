@@ -246,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     problems += [f"there is no mutant {name!r}" for name in sorted(unknown)]
     named = {test for stages in _table()["tests"].values() for stage in stages for test in stage}
     problems += [f"there is no {test}" for test in sorted(named) if not list(ROOT.glob(test))]
-    if problems or options.check:
+    if options.check or (problems and not options.sample):
         print("\n".join(problems) or f"{len(mutants)} mutants can be seeded")
         return 1 if problems else 0
     if _output("git", "status", "--porcelain", "--untracked-files=no"):

@@ -92,7 +92,7 @@ def _case(text: str, *alerts: str, fires: Sequence[Mapping[str, Any]] = ()) -> d
 
 
 def test_the_page_s_commands_run_and_it_tells_of_every_alert() -> None:
-    assert re.findall(r"^\| `(Pyps\w+)` \|", PAGE, re.M) == list(TROUBLES)
+    assert re.findall(r"^\* \*\*`(Pyps\w+)`\*\*:", PAGE, re.M) == list(TROUBLES)
     assert "SUCCESS" in _run(*shlex.split(CHECK))
     # Images cannot be had everywhere; whether compose takes the file and the profile is seen where one is installed.
     arguments = UP.partition("docker compose ")[2].removesuffix(" up --build")

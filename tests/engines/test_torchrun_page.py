@@ -163,7 +163,9 @@ def test_a_worker_of_torchx_that_fails_is_started_again_or_the_job_fails_and_end
     assert "no worker was there for 1 s" in failed.output()
 
 
-@pytest.mark.parametrize("line", ELSEWHERE.splitlines(), ids=lambda line: re.search(r"-s (\w+)", line)[1])
+@pytest.mark.parametrize(
+    "line", ELSEWHERE.replace("\\\n", "").splitlines(), ids=lambda line: re.search(r"-s (\w+)", line)[1]
+)
 def test_torchx_shows_the_job_that_it_would_submit(run: Run, line: str) -> None:
     if " -s kubernetes " in line:
         pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")

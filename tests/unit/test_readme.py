@@ -30,6 +30,19 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGE = PAGES["model-parallel"]
 
 
+# Pages with longer lines; choose.md and performance.md have tables of results.
+LONG_LINES = {
+    "ARCHITECTURE",
+    "CHANGELOG",
+    "README",
+    "choose",
+    "model-parallel",
+    "performance",
+    "portions",
+    "protocols",
+} | {*("quickstart", "sandblaster", "speed", "trainers")}
+
+
 def shown_in(*texts: str) -> str:
     """The blocks of code of these pages."""
     return "".join("".join(text.split("```")[1::2]) for text in texts)
@@ -247,3 +260,13 @@ def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
         for piece in re.split(r"(?<!\w)'[^']*'|\[[^\]]*\]|\([^)]*\)|…|\b\d+\b", message):
             words = piece.strip(" :.,=").split()[:5]
             assert len(words) < 4 or " ".join(words) in spoken, words
+
+
+def test_no_line_of_a_page_is_longer_than_160_characters():
+    long = [
+        f"{page.name}:{number}"
+        for page in DOCUMENTS
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 160 and page.stem not in LONG_LINES
+    ]
+    assert long == []
