@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -79,7 +80,13 @@ def write(results: Results, folder: Path) -> None:
 
 def renewed(page: str, results: Results) -> str:
     """The page with the figures of these results between its comments."""
-    return _RENEWED.sub(lambda match: f"{match[1]} -->\n{PIECES[match[1]](results)}\n", page)
+
+    def piece(match: re.Match[str]) -> str:
+        sentences = PIECES[match[1]](results)
+        wrapped = textwrap.fill(sentences, width=160, break_long_words=False, break_on_hyphens=False)
+        return f"{match[1]} -->\n{wrapped}\n"
+
+    return _RENEWED.sub(piece, page)
 
 
 def machine(results: Results) -> str:

@@ -83,7 +83,7 @@ class Worker:
             if vector.dtype == np.float32:
                 vector[:] = values
             else:
-                vector[:] = np.frombuffer(codec_of(self.session.launch.codec).encode(values), vector.dtype)
+                vector[:] = np.frombuffer(codec_of(self.session.launch.gradient_codec).encode(values), vector.dtype)
         # Now and then a tensor has no gradient.
         present = [seed % 3 != index for index in range(len(self.session.model.tensors))]
         self.session.clock += 1
