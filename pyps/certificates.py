@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pyps.service.roles import Role, role_in
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # The authority's own; after that all certificates are to be made anew.
 AUTHORITY_DAYS = 3650
@@ -56,7 +56,7 @@ class Authority:
     """Signs certificates with the key in its folder, `ca.key`; whoever trusts `ca.crt` trusts them."""
 
     def __init__(self, folder: Path, *, create: bool = False):
-        """Makes the authority where it is missing and `create` says so. BadRequest otherwise."""
+        """Makes the authority where it is missing and `create` says so. InvalidArgument otherwise."""
         self._folder = folder
         self._unwritten: dict[str, Signed] = {}
         if create and not (folder / "ca.crt").exists():
@@ -75,7 +75,7 @@ class Authority:
         try:
             read = load_pem_private_key((folder / "ca.key").read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
-            raise BadRequest(f"the CA's key {folder / 'ca.key'} cannot be read: {error}") from None
+            raise InvalidArgument(f"the CA's key {folder / 'ca.key'} cannot be read: {error}") from None
         assert isinstance(read, ec.EllipticCurvePrivateKey)
         self._key = read
 
@@ -94,13 +94,15 @@ class Authority:
     def make_worker(self, name: str, *, role: str = "worker", days: int) -> Path:
         """Makes `NAME.crt` and `NAME.key` for a caller of that name and role."""
         if not _NAME.fullmatch(name) or name in ("ca", "server"):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the worker's name is {name!r}; expected letters, digits, . _ and -, not 'ca' or 'server'"
             )
         if len(name) > NAME_MAX:
-            raise BadRequest(f"the worker's name has {len(name)} characters, of which a certificate holds {NAME_MAX}")
+            raise InvalidArgument(
+                f"the worker's name has {len(name)} characters, of which a certificate holds {NAME_MAX}"
+            )
         if role not in ROLES:
-            raise BadRequest(f"--role is {role!r}; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+            raise InvalidArgument(f"--role is {role!r}; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
         return self._make(name, _named(name, role=role), [ExtendedKeyUsageOID.CLIENT_AUTH], [], days=days)
 
     def _make(
@@ -116,7 +118,7 @@ class Authority:
         # The rest of a day counts as one: a new CA has all of its days.
         days_max = -((now - end) // timedelta(days=1))
         if days > days_max:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"--days is {days}, but the CA is good for {max(days_max, 0)} more, and what it signs for no longer"
             )
         until = min(now + timedelta(days=days), end)
@@ -133,14 +135,14 @@ class Authority:
         return self._folder / f"{stem}.crt"
 
     def _write(self, made: Mapping[str, Signed]) -> None:
-        """Writes both files of each, for their owner alone; BadRequest where one is there already."""
+        """Writes both files of each, for their owner alone; InvalidArgument where one is there already."""
         contents: dict[Path, bytes] = {}
         for stem, (key, certificate) in made.items():
             private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
             contents[self._folder / f"{stem}.key"] = private
             contents[self._folder / f"{stem}.crt"] = certificate.public_bytes(Encoding.PEM)
         if there := [str(path) for path in contents if path.exists()]:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{' and '.join(there)} would be overwritten: move them away first, or name another --folder"
             )
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,11 +151,11 @@ class Authority:
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(content)
             except OSError as error:
-                raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
+                raise InvalidArgument(f"{path} cannot be written: {error.strerror}") from None
 
 
 def describe(path: Path) -> Certificate:
-    """What the certificate in a file says. BadRequest where it holds none."""
+    """What the certificate in a file says. InvalidArgument where it holds none."""
     found = _read(path)
     names = [attribute.value for attribute in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     role, kinds = (
@@ -199,7 +201,7 @@ def _host(host: str) -> x509.GeneralName:
     with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     if not _NAME.fullmatch(host):
-        raise BadRequest(f"--host is {host!r}; expected the name or the address of a server, without a port")
+        raise InvalidArgument(f"--host is {host!r}; expected the name or the address of a server, without a port")
     return x509.DNSName(host)
 
 
@@ -208,4 +210,4 @@ def _read(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it holds no certificate in PEM"
-        raise BadRequest(f"the certificate {path} cannot be read: {reason}") from None
+        raise InvalidArgument(f"the certificate {path} cannot be read: {reason}") from None

@@ -23,7 +23,7 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, LANE_PORT, METRICS_PORT
-from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.errors import InvalidArgument, PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
 # What workers, commands and kernels read; a server finds them too where one shell starts everything.
@@ -191,7 +191,7 @@ class ServerConfig:
 
     @property
     def behaviour(self) -> Behaviour:
-        """What happens to gradients, from `protocol`, `staleness` and their like; BadRequest where malformed."""
+        """What happens to gradients, from `protocol`, `staleness` and their like; InvalidArgument where malformed."""
         return Behaviour.parse(
             protocol=self.protocol,
             warmup=self.warmup,
@@ -416,7 +416,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     str: ("a text", lambda raw: _of(raw, str)),
     Path: ("a path", lambda raw: Path(_of(raw, str)).expanduser()),
 }
-# Texts with a grammar of their own: what reads each, and complains of it by BadRequest or ValueError.
+# Texts with a grammar of their own: what reads each, and complains of it by InvalidArgument or ValueError.
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "lane_port": lambda config: _check_lane_port(config.lane_port),
     "stop_after": lambda config: config.stop_condition,
@@ -435,7 +435,7 @@ _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
 
 def _check_lane_port(port: str) -> None:
     if port not in ("auto", "off") and not (port.isdecimal() and int(port) <= 65535):
-        raise BadRequest(f"it is {port!r}; expected auto, off, or a port from 0 to 65535")
+        raise InvalidArgument(f"it is {port!r}; expected auto, off, or a port from 0 to 65535")
 
 
 def _check_bounds(config: ServerConfig) -> None:

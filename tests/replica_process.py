@@ -25,7 +25,7 @@ from pyps_client.replica.arrangement import arrange
 from pyps_client.replica.dtensor import claims_of
 from pyps_client.replica.processes import Block, Replica, translated
 from pyps_wire.blocks import place
-from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
+from pyps_wire.errors import InvalidArgument, PypsError, ReplicaLost
 from replicas import CUT, SGD, vectors_of, whole_tensors
 
 SHARD_SIZE = 1024
@@ -180,7 +180,7 @@ def errors(replica):
         "of torch": lost,
         "wrapped": wrapped,
         "the user's": RuntimeError("shapes differ"),
-        "ours": BadRequest("no"),
+        "ours": InvalidArgument("no"),
     }
     return {what: str(translated(error)) for what, error in kinds.items()}
 

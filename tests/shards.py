@@ -37,7 +37,7 @@ from pyps.run_header import RunHeader, Snapshot
 from pyps.storage.folder import CheckpointFolder
 from pyps.work import DataSpec, WorkQueue
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.errors import InvalidArgument, PypsError
 from pyps_wire.partition import Model, Tensor, partition
 from support import DEADLINE_SECONDS
 
@@ -156,7 +156,7 @@ def pull(shard: Shard, worker_id: str | None = None) -> tuple[int, Floats]:
     return version, parameters
 
 
-def refusal(call: Callable[..., object], *arguments: Any, error: type[PypsError] = BadRequest, **more: Any) -> str:
+def refusal(call: Callable[..., object], *arguments: Any, error: type[PypsError] = InvalidArgument, **more: Any) -> str:
     """Returns the words with which a call is refused; fails with its arguments where it is not."""
     try:
         call(*arguments, **more)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pyps_client import RemoteOptimizer
 from pyps_client.data import worker_sampler
 from pyps_client.torch import Replica
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 how, servers = sys.argv[1:]
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ else:
     for given in (model, model.module, model.module[0]):
         try:
             RemoteOptimizer(given, sgd, servers)
-        except BadRequest as refusal:
+        except InvalidArgument as refusal:
             print("refused:", refusal, flush=True)
     optimizer = RemoteOptimizer(model, sgd, servers, replica=Replica())
     sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)

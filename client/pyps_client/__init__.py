@@ -10,10 +10,10 @@ from pyps_client.leave import install_process_hooks
 from pyps_client.version import VERSION as __version__
 from pyps_client.worker import Worker as Session
 from pyps_wire.errors import (
-    BadRequest,
     ConfigurationError,
     ConnectionFailed,
     ForkedClient,
+    InvalidArgument,
     LimitExceeded,
     ModelMismatch,
     NameHeld,
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from pyps_client.torch import RemoteOptimizer, SandblasterResult, sandblaster
 
 __all__ = [
-    "BadRequest",
     "Client",
     "ConfigurationError",
     "ConnectionFailed",
     "ForkedClient",
+    "InvalidArgument",
     "Launch",
     "LimitExceeded",
     "ModelMismatch",

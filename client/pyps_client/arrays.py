@@ -27,7 +27,7 @@ from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
-from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ModelMismatch, RunFinished, ServerUnavailable
 from pyps_wire.partition import Model, Tensor, partition
 from pyps_wire.work_pb2 import LeaseReply
 
@@ -184,7 +184,7 @@ class Client:
         self._check(gradients)
         thread = threading.get_ident()
         if self._stepping and self._stepping != thread:
-            raise BadRequest(ONE_THREAD)
+            raise InvalidArgument(ONE_THREAD)
         self._stepping = thread
         try:
             self._enter_step()
@@ -344,7 +344,9 @@ class Observer:
         docs/trackers.md. Beside `snapshot`, use one thread.
         """
         if not 0.0 <= every_seconds < threading.TIMEOUT_MAX:
-            raise BadRequest(f"every_seconds is {every_seconds}; expected the seconds between two looks, 0 or more.")
+            raise InvalidArgument(
+                f"every_seconds is {every_seconds}; expected the seconds between two looks, 0 or more."
+            )
         return self._figures(every_seconds)
 
     def _figures(self, every_seconds: float) -> Iterator[tuple[int, dict[str, float]]]:
@@ -416,7 +418,7 @@ def _settings_of(optimizer: Optimizer) -> OptimizerSettings:
         rule, hyperparameters = optimizer
         return OptimizerSettings(rule=rule, groups=[GroupSettings(hyperparameters=hyperparameters)])
     except (TypeError, ValueError):
-        raise BadRequest(
+        raise InvalidArgument(
             f"optimizer is {optimizer!r}; expected a rule and its settings, as ('sgd', {{'learning_rate': 0.1}})."
         ) from None
 
@@ -427,9 +429,9 @@ def _kind(value: object) -> str:
 
 def _model_of(tensors: Arrays, shard_size: int) -> Model:
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
-        raise BadRequest(f"tensors is {_kind(tensors)}; expected a dictionary of float32 arrays by their names.")
+        raise InvalidArgument(f"tensors is {_kind(tensors)}; expected a dictionary of float32 arrays by their names.")
     if not tensors:
-        raise BadRequest("No tensors were given: pass the model's first parameters by name.")
+        raise InvalidArgument("No tensors were given: pass the model's first parameters by name.")
     for name, tensor in tensors.items():
         if np.asarray(tensor).dtype != np.float32:
             raise ModelMismatch(

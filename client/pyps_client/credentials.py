@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pyps_wire.contract import DATA_PORT
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 _PROBE_SECONDS = 3.0
 # In gRPC's message when a connection was made and ended before a call.
@@ -26,7 +26,7 @@ _NOT_YET, _EXPIRED, _NAMES, _SIGNERS = 9, 10, (62, 64), (18, 19, 20, 21)
 class Credentials:
     """A token, and files with certificates; each empty for none.
 
-    Raises BadRequest for certificates that do not go together.
+    Raises InvalidArgument for certificates that do not go together.
     """
 
     token: str = field(default="", repr=False)
@@ -42,7 +42,7 @@ class Credentials:
         check_token(self.token, "token")
         for name, needed in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_cert", "tls_ca")):
             if getattr(self, name) and not getattr(self, needed):
-                raise BadRequest(
+                raise InvalidArgument(
                     f"{name} is {getattr(self, name)!r}, but {needed} is not given: set it (PYPS_{needed.upper()}) too."
                 )
 
@@ -56,11 +56,11 @@ class Credentials:
         """With the token that its file holds now, or as they are where there is none to be had."""
         try:
             return replace(self, token=read_token(self.token_file)) if self.token_file else self
-        except BadRequest:
+        except InvalidArgument:
             return self
 
     def context(self) -> ssl.SSLContext:
-        """For connections that are none of gRPC's, by the same rules. Raises BadRequest for a file of no use."""
+        """For connections that are none of gRPC's, by the same rules. Raises InvalidArgument for a file of no use."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         what = ""
         try:
@@ -78,7 +78,7 @@ class Credentials:
             reason = getattr(error, "reason", None) or error.strerror
             if isinstance(error, ssl.SSLError) and error.reason in (None, _NO_PEM):
                 reason = "no PEM certificate or key is there, or one with a password"
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{what}, which cannot be used ({reason}); expected PEM files, as `pyps certs` makes them."
             ) from None
         return context
@@ -123,7 +123,7 @@ class Credentials:
 
 
 def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:
-    """The first line of a file, or else PYPS_TOKEN; empty for none. Raises BadRequest for what cannot be sent."""
+    """The first line of a file, or else PYPS_TOKEN; empty for none. Raises InvalidArgument for what cannot be sent."""
     if token_file is None:
         token = (os.environ if environment is None else environment).get("PYPS_TOKEN", "").strip()
         source = "PYPS_TOKEN"
@@ -133,9 +133,9 @@ def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[s
             token = Path(token_file).read_text(encoding="utf-8").strip().partition("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
-            raise BadRequest(f"{source} cannot be read: {reason}") from None
+            raise InvalidArgument(f"{source} cannot be read: {reason}") from None
         if not token:
-            raise BadRequest(f"{source} is empty; expected the servers' shared token")
+            raise InvalidArgument(f"{source} is empty; expected the servers' shared token")
     check_token(token, source)
     return token
 
@@ -143,7 +143,7 @@ def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[s
 def check_token(token: str, source: str) -> None:
     """Refuses a token that cannot be sent, with the name of where it came from."""
     if not (token.isascii() and token.isprintable()):
-        raise BadRequest(f"{source} does not hold one line of printable ASCII characters")
+        raise InvalidArgument(f"{source} does not hold one line of printable ASCII characters")
 
 
 def unverified() -> ssl.SSLContext:

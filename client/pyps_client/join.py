@@ -33,7 +33,7 @@ from pyps_wire.common_pb2 import (
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import (
-    BadRequest,
+    InvalidArgument,
     LimitExceeded,
     NameHeld,
     PypsError,
@@ -139,8 +139,8 @@ class Handshake:
     ) -> HelloReply:
         """Says Hello once, as an observer where it only asks.
 
-        BadRequest where the server does not know how numbers travel, LimitExceeded where it takes no message as long as
-        the model's shards.
+        InvalidArgument where the server does not know how numbers travel, LimitExceeded where it takes no message as
+        long as the model's shards.
         """
         request = self._request(connection.index)
         if asks_only:
@@ -434,7 +434,7 @@ def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec
     for codec, (what, setting) in zip(codecs, settings, strict=True):
         if codec not in theirs:
             shared = ", ".join(mine.name for mine in CODECS.values() if mine in theirs) or "none of them"
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{connection.name} ({reply.software}) does not know codec {codec.name}, in which {what} are to travel "
                 f"({setting}, or the argument for it). This worker knows {', '.join(codec_names())}; the server "
                 f"{shared} of these: choose one that both know, or install one version of pyps on both."

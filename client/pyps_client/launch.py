@@ -18,7 +18,7 @@ from pyps_client.places import places_of
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.contract import DATA_PORT
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.in_process import end_local_server, start_local_server
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
@@ -75,7 +75,7 @@ class Launch:
     gRPC everywhere; "in_process" calls servers in the worker's own process without a socket.
     `shard_size`: the most parameters of a shard; the same for all workers.
 
-    Raises BadRequest for a value that is not allowed.
+    Raises InvalidArgument for a value that is not allowed.
     """
 
     servers: tuple[str, ...]
@@ -161,14 +161,14 @@ class Launch:
         _ = self.credentials
         check_token(self.worker_key, "worker_key (PYPS_WORKER_KEY)")
         if not KEY_LENGTH_MIN <= len(self.worker_key) <= KEY_LENGTH_MAX:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"worker_key (PYPS_WORKER_KEY) has {len(self.worker_key)} characters; expected {KEY_LENGTH_MIN} to "
                 f"{KEY_LENGTH_MAX} that nobody can guess, as `openssl rand -hex 16` makes them."
             )
         if local:
             _check_alone(max(self.parts, self.worker_count or 1))
             if self.transport not in ("auto", "in_process"):
-                raise BadRequest(
+                raise InvalidArgument(
                     f"transport is {self.transport!r}, but servers is 'local', a server in this process without a "
                     "port: leave transport out, or start `pyps serve` and name it."
                 )
@@ -178,16 +178,16 @@ class Launch:
         check_transport(self.transport)
         index, count = self.worker_index, self.worker_count
         if index is not None and count is not None and index >= count:
-            raise BadRequest(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
+            raise InvalidArgument(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
         for name, least in (("worker_index", 0), ("worker_count", 1), ("parts", 1), ("shard_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise BadRequest(f"{name} (PYPS_{name.upper()}) is {value}; expected {least} or more.")
+                raise InvalidArgument(f"{name} (PYPS_{name.upper()}) is {value}; expected {least} or more.")
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
         for name in _WAITS:
             if not getattr(self, name) >= 0:
-                raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
 
     @classmethod
     def of(cls, servers: str | Sequence[str] | None, launch: Launch | None) -> Launch:
@@ -195,15 +195,15 @@ class Launch:
         if launch is None:
             return cls(servers)
         if not isinstance(launch, Launch):
-            raise BadRequest(f"launch is of type {type(launch).__name__}; expected a pyps_client.Launch.")
+            raise InvalidArgument(f"launch is of type {type(launch).__name__}; expected a pyps_client.Launch.")
         if servers is not None:
-            raise BadRequest("servers were given beside launch: name them in launch=Launch(servers, ...).")
+            raise InvalidArgument("servers were given beside launch: name them in launch=Launch(servers, ...).")
         return launch
 
     def require_one_process(self, caller: str) -> None:
-        """Raise BadRequest in a process that holds a part of the model: `caller` needs the whole one."""
+        """Raise InvalidArgument in a process that holds a part of the model: `caller` needs the whole one."""
         if self.parts > 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{caller} needs the whole model in each process, and this process is one of the {self.parts} parts of "
                 f"{self.worker_id} (PYPS_PARTS, which `pyps run --parts` sets): start the workers without --parts."
             )
@@ -244,7 +244,7 @@ class Launch:
 
 def _check_alone(num_processes: int) -> None:
     if num_processes > 1:
-        raise BadRequest(
+        raise InvalidArgument(
             "servers is 'local', a server in this process, but several processes are to share it: start `pyps serve` "
             "and name it, or train with `pyps run`, which names its own where the script names none."
         )
@@ -261,7 +261,7 @@ def check_types(settings: Any) -> None:
         if not isinstance(value, taken) or (isinstance(value, bool) and bool not in kinds):
             said = repr(value) if each.repr else f"of type {type(value).__name__}"
             expected = ", or ".join(_TYPES[kind][1] if kind in _TYPES else f"a {kind.__name__}" for kind in kinds)
-            raise BadRequest(f"{each.name} is {said}; expected {expected}.")
+            raise InvalidArgument(f"{each.name} is {said}; expected {expected}.")
 
 
 def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
@@ -292,19 +292,21 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
     """The servers' places, addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
     listed = servers.split(",") if isinstance(servers, str) else list(servers) if isinstance(servers, Iterable) else [0]
     if not all(isinstance(address, str) for address in listed):
-        raise BadRequest(f"servers is {servers!r}; expected 'host:port,host:port', or a list of such strings.")
+        raise InvalidArgument(f"servers is {servers!r}; expected 'host:port,host:port', or a list of such strings.")
     addresses = [address.strip() for address in listed if address.strip()]
     if not addresses:
-        raise BadRequest("No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610].")
+        raise InvalidArgument(
+            "No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610]."
+        )
     if LOCAL in addresses:
-        raise BadRequest(
+        raise InvalidArgument(
             "servers is 'local', a server within a worker's own process, which nobody else can reach: start `pyps "
             "serve` and name it, as host:port."
         )
     parsed = tuple(place for address in addresses for place in places_of(address, port=port))
     for address in parsed:
         if parsed.count(address) > 1:
-            raise BadRequest(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
+            raise InvalidArgument(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
     return parsed
 
 
@@ -331,7 +333,7 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
         try:
             settings[name] = read(text)
         except ValueError:
-            raise BadRequest(f"{variable} is {text!r}; expected {kind}.") from None
+            raise InvalidArgument(f"{variable} is {text!r}; expected {kind}.") from None
     return settings
 
 

@@ -26,7 +26,7 @@ from pyps_client.fork import ForkGuard, at_fork, kept_alive
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire import allocator
-from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.errors import InvalidArgument, PypsError
 
 # Set to 1, it has the hooks installed by the first client; `pyps run` sets it for its workers.
 VARIABLE = "PYPS_PROCESS_HOOKS"
@@ -108,7 +108,7 @@ def leave_all(error: BaseException | None = None) -> None:
 def check_cause(cause: str) -> None:
     """Refuses another cause than a worker may tell."""
     if cause not in ("finished", "failed"):
-        raise BadRequest(f"cause is {cause!r}; expected 'finished' or 'failed'.")
+        raise InvalidArgument(f"cause is {cause!r}; expected 'finished' or 'failed'.")
 
 
 def translate_with(translator: Translator) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pyps_wire.contract import DATA_PORT
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 FILE, NAME = "file:", "dns:"
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
@@ -24,20 +24,22 @@ _OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]{1,4})")
 
 
 def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
-    """The places of all servers that one text names, in their order. Raises BadRequest for what names none."""
+    """The places of all servers that one text names, in their order. Raises InvalidArgument for what names none."""
     if match := _OF_SEVERAL.fullmatch(servers):
         if servers.startswith(FILE):
             return [servers]
         places, index = places_of(match["all"], port=port), int(match["index"])
         if index >= len(places):
-            raise BadRequest(f"{servers!r} is none of its servers: they are counted from #0 to #{len(places) - 1}.")
+            raise InvalidArgument(
+                f"{servers!r} is none of its servers: they are counted from #0 to #{len(places) - 1}."
+            )
         return [places[index]]
     if servers.startswith(FILE):
         return [f"{servers}#{index}" for index in range(len(_read(servers, port)))]
     if servers.startswith(NAME):
         match = _NAME.fullmatch(servers)
         if match is None:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{servers!r} does not say which servers: expected dns:COUNT@name:port, such as dns:2@pyps:{DATA_PORT} "
                 "for two servers, whose addresses are all that the name stands for."
             )
@@ -51,8 +53,8 @@ def address_of(
 ) -> str:
     """Where the server of a place is at this moment, as host:port.
 
-    `index_at` asks a server at an address for its own index in the run: None while it has none. Raises BadRequest or
-    ServerUnavailable where that cannot be told now.
+    `index_at` asks a server at an address for its own index in the run: None while it has none. Raises InvalidArgument
+    or ServerUnavailable where that cannot be told now.
     """
     match = _OF_SEVERAL.fullmatch(place)
     if match is None:
@@ -67,20 +69,20 @@ def address_of(
 
 
 def parse_address(address: str, default_port: int) -> str:
-    """The address as host:port. Raises BadRequest for what is none."""
+    """The address as host:port. Raises InvalidArgument for what is none."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
         )
     port = str(match["port"] or default_port).lstrip("0")
     # A port of thousands of digits is no number to Python.
     if len(port) > 5 or not 1 <= int(port or 0) <= 65535:
-        raise BadRequest(f"Server address {address!r} has port {port or 0}; expected 1 to 65535.")
+        raise InvalidArgument(f"Server address {address!r} has port {port or 0}; expected 1 to 65535.")
     try:
         match["host"].encode("idna")
     except UnicodeError:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Server address {address!r} has no host: each part of a name, between dots, has 1 to 63 characters."
         ) from None
     return f"{match['host']}:{port}"
@@ -92,18 +94,18 @@ def _read(place: str, port: int) -> list[str]:
     try:
         # What is no file never ends, or never begins.
         if path.exists() and not path.is_file():
-            raise BadRequest(f"{path}, which is to name the servers, is no file.")
+            raise InvalidArgument(f"{path}, which is to name the servers, is no file.")
         with path.open("rb") as file:
             content = file.read(_FILE_BYTES_MAX + 1)
         if len(content) > _FILE_BYTES_MAX:
-            raise BadRequest(f"{path}, which is to name the servers, is larger than 1 MiB: it names none.")
+            raise InvalidArgument(f"{path}, which is to name the servers, is larger than 1 MiB: it names none.")
         lines = content.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise BadRequest(f"{path}, which is to name the servers, cannot be read: {reason}.") from None
+        raise InvalidArgument(f"{path}, which is to name the servers, cannot be read: {reason}.") from None
     addresses = [address for line in lines if (address := line.partition("#")[0].strip())]
     if not addresses:
-        raise BadRequest(f"{path} names no server: expected an address a line, as host:{DATA_PORT}.")
+        raise InvalidArgument(f"{path} names no server: expected an address a line, as host:{DATA_PORT}.")
     return [parse_address(address, port) for address in addresses]
 
 

@@ -24,7 +24,7 @@ from pyps_client.transport.connection import Connection, call_seconds
 from pyps_client.vectors import Encoder, Extents, Vectors, check_vectors, dtype_of, first_non_finite, part_of, values_at
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
-from pyps_wire.errors import BadRequest, PypsError, WrongSize
+from pyps_wire.errors import InvalidArgument, PypsError, WrongSize
 from pyps_wire.framing import join, split
 from pyps_wire.local_pb2 import LocalRequest
 from pyps_wire.parameter_server_pb2 import ExchangeReply, PushRequest
@@ -109,9 +109,11 @@ class LearningRates:
         changed = dict(self.rates)
         for group, (rate, momentum, provisional) in rates.items():
             if not 0 <= group < self._num_groups:
-                raise BadRequest(f"learning_rates names parameter group {group}; expected 0 to {self._num_groups - 1}.")
+                raise InvalidArgument(
+                    f"learning_rates names parameter group {group}; expected 0 to {self._num_groups - 1}."
+                )
             if not 0 <= rate < float("inf"):
-                raise BadRequest(f"The learning rate of group {group} is {rate!r}; expected a number, 0 or more.")
+                raise InvalidArgument(f"The learning rate of group {group} is {rate!r}; expected a number, 0 or more.")
             changed[group] = GroupRate(float(rate), momentum, provisional)
         if changed != self.rates:
             self.rates = changed
@@ -617,7 +619,9 @@ def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[i
     """Refuses a gradient that was computed on nothing."""
     for shard in partition.shards:
         if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
-            raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held.")
+            raise InvalidArgument(
+                f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held."
+            )
 
 
 def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents | None:

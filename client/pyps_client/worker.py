@@ -25,7 +25,7 @@ from pyps_client.transport.lent import Layout, Lent, Sharing
 from pyps_client.vectors import Converter, Encoder, Vector, Vectors
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
-from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.errors import InvalidArgument, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
 from pyps_wire.partition import Model, ShardRange, partition
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
@@ -71,8 +71,8 @@ class Worker:
 
         `parts`: those of the model's that this process holds, all by default. `model` and `optimizer` are of the whole;
         the groups, and all vectors, are those of these parts. `peers`: the processes of this worker's replica, all of
-        which connect, push and proceed in the same order: those calls are collective. BadRequest where several are to
-        hold all of the model, or where a server does not know one of the launch's codecs.
+        which connect, push and proceed in the same order: those calls are collective. InvalidArgument where several are
+        to hold all of the model, or where a server does not know one of the launch's codecs.
         """
         leave.install_where_asked()
         self.whole = partition(model, num_servers=len(launch.servers))
@@ -85,7 +85,7 @@ class Worker:
         self._encoder = Encoder(self._codec)
         self._pull_codec = codec_of(launch.parameter_codec)
         if self._pull_codec.stateful:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"codec {self._pull_codec.name} carries state from push to push: pull in another (parameter_codec)"
             )
         # Not before: what is refused leaves no server.
@@ -481,7 +481,7 @@ class Worker:
         if self._closing.is_set():
             raise RunFinished("The client was closed: make a new one to go on.")
         if self._hello is None:
-            raise BadRequest("The session is not connected: call connect() before pushing or pulling.")
+            raise InvalidArgument("The session is not connected: call connect() before pushing or pulling.")
 
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
         self.view.greeted(connection.index, reply)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 PARTS_MAX = 1024
 # Of one tensor.
@@ -43,20 +43,20 @@ def place_in_words(offset: Sequence[int], shape: Sequence[int]) -> str:
 
 
 def check_block(name: str, shape: Sequence[int], whole_shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Raise BadRequest for a block that is empty or does not lie in its whole."""
+    """Raise InvalidArgument for a block that is empty or does not lie in its whole."""
     if not len(shape) == len(whole_shape) == len(offset):
-        raise BadRequest(
+        raise InvalidArgument(
             f"the block of tensor {name!r} has {len(shape)} sizes and {len(offset)} offsets, the whole of shape "
             f"{tuple(whole_shape)} has {len(whole_shape)}: give as many of each"
         )
     ends = [begin + extent for begin, extent in zip(offset, shape, strict=True)]
     if any(begin < 0 or end > size for begin, end, size in zip(offset, ends, whole_shape, strict=True)):
-        raise BadRequest(
+        raise InvalidArgument(
             f"the block {place_in_words(offset, shape)} of tensor {name!r} reaches beyond the whole, whose shape is "
             f"{tuple(whole_shape)}"
         )
     if 0 in shape:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the block {place_in_words(offset, shape)} of tensor {name!r} of shape {tuple(whole_shape)} is empty: "
             "split no tensor into more parts than it has rows or columns"
         )
@@ -101,7 +101,7 @@ def lack(blocks: Sequence[Placed], whole_shape: Sequence[int]) -> str:
 
 
 def check_whole(tensors: Iterable[Placed]) -> None:
-    """Raise BadRequest where the blocks of a tensor overlap or leave some of it out, with tensor and parts."""
+    """Raise InvalidArgument where the blocks of a tensor overlap or leave some of it out, with tensor and parts."""
     blocks: dict[str, list[Placed]] = {}
     for tensor in tensors:
         if tensor.whole_shape:
@@ -112,19 +112,19 @@ def check_whole(tensors: Iterable[Placed]) -> None:
 
 def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
     if len(blocks) > BLOCKS_MAX:
-        raise BadRequest(f"tensor {name!r} is split into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
+        raise InvalidArgument(f"tensor {name!r} is split into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
     a = blocks[0]
     other = next((b for b in blocks if b.whole_shape != a.whole_shape), None)
     if other is not None:
-        raise BadRequest(
+        raise InvalidArgument(
             f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {other.whole_shape} in part {other.part}"
         )
     pair = first_overlap(blocks)
     if pair is not None:
         a, b = sorted(pair, key=lambda block: block.part)
-        raise BadRequest(
+        raise InvalidArgument(
             f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
             f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
         )
     if words := lack(blocks, a.whole_shape):
-        raise BadRequest(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words} numbers")
+        raise InvalidArgument(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words} numbers")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyps_wire.errors import BadRequest, WrongSize
+from pyps_wire.errors import InvalidArgument, WrongSize
 
 if TYPE_CHECKING:
     from typing import Self
@@ -49,7 +49,7 @@ class Codec(int):
         """Write the numbers of the payload into a contiguous array of as many.
 
         Raises:
-            BadRequest: The bytes are none of so many numbers. Any other error counts as a bug of the server.
+            InvalidArgument: The bytes are none of so many numbers. Any other error counts as a bug of the server.
         """
         raise NotImplementedError
 
@@ -60,9 +60,9 @@ class Codec(int):
         return place
 
     def require_divisible(self) -> None:
-        """Raise BadRequest where a payload cannot be split at any number."""
+        """Raise InvalidArgument where a payload cannot be split at any number."""
         if self.dtype is None:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{self.name} does not write each number by itself, so it can neither be split nor lie in shared "
                 "memory: send it by gRPC or a lane"
             )
@@ -93,7 +93,7 @@ class WordCodec(Codec):
     def encode(self, values: NDArray[np.float32]) -> memoryview:
         """Round to nearest, ties to even. Under float32 the bytes are the array's own, not a copy."""
         if values.dtype != np.float32 or not values.flags.c_contiguous:
-            raise BadRequest(f"encode takes a contiguous float32 array, not {values.dtype} {values.strides}")
+            raise InvalidArgument(f"encode takes a contiguous float32 array, not {values.dtype} {values.strides}")
         return self._words(values).reshape(-1).view(np.uint8).data
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
@@ -150,12 +150,12 @@ def codec_of(name: str) -> Codec:
     for codec in CODECS.values():
         if codec.name == name:
             return codec
-    raise BadRequest(f"there is no codec {name!r}; choose one of {', '.join(codec_names())}")
+    raise InvalidArgument(f"there is no codec {name!r}; choose one of {', '.join(codec_names())}")
 
 
 def codec_numbered(number: int) -> Codec:
     """Return the codec of that number, as it came in a message."""
     if number not in CODECS:
         known = ", ".join(f"{codec.name} ({int(codec)})" for codec in CODECS.values())
-        raise BadRequest(f"codec is {number}; expected {known}")
+        raise InvalidArgument(f"codec is {number}; expected {known}")
     return CODECS[number]

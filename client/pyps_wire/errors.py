@@ -2,7 +2,7 @@
 
     PypsError
     ├── ConfigurationError          FAILED_PRECONDITION  change the program or its settings: another try fails alike
-    │   ├── BadRequest              INVALID_ARGUMENT     the request itself is wrong
+    │   ├── InvalidArgument         INVALID_ARGUMENT     an argument, or a field of a request, is wrong
     │   │   ├── MalformedFrame                           its bytes are no message of the contract
     │   │   └── WrongSize                                its payload has another length than it should
     │   ├── ModelMismatch           FAILED_PRECONDITION  another model than the run's
@@ -53,17 +53,17 @@ class ConfigurationError(PypsError, ValueError):
     status = "FAILED_PRECONDITION"
 
 
-class BadRequest(ConfigurationError):
-    """Raised when a request holds a value outside of its bounds. Correct the caller; a retry fails alike."""
+class InvalidArgument(ConfigurationError):
+    """Raised for an argument, or a field of a request, that is wrong. Correct it; a retry fails alike."""
 
     status = "INVALID_ARGUMENT"
 
 
-class MalformedFrame(BadRequest):
+class MalformedFrame(InvalidArgument):
     """Raised when bytes are no message of the contract. Look for a foreign sender or a rewriting proxy."""
 
 
-class WrongSize(BadRequest):
+class WrongSize(InvalidArgument):
     """Raised when a payload or vector has another length than its shard. Send exactly that length."""
 
 
@@ -205,7 +205,7 @@ _BY_NAME = {error_class.__name__: error_class for error_class in _all_below(Pyps
 
 # For calls that end without a name: in gRPC itself, a proxy, another implementation.
 _BY_STATUS: dict[str, type[PypsError]] = {
-    "INVALID_ARGUMENT": BadRequest,
+    "INVALID_ARGUMENT": InvalidArgument,
     "UNAUTHENTICATED": NotAuthenticated,
     "PERMISSION_DENIED": NotAllowed,
     "RESOURCE_EXHAUSTED": LimitExceeded,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyps_wire.errors import BadRequest, MalformedFrame
+from pyps_wire.errors import InvalidArgument, MalformedFrame
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -31,7 +31,7 @@ def join(header: Message | bytes, payload: Buffer) -> bytes:
         header = header.SerializeToString()
     view = memoryview(payload)
     if not view.c_contiguous:
-        raise BadRequest("a payload must be contiguous in memory; copy it first (numpy.ascontiguousarray)")
+        raise InvalidArgument("a payload must be contiguous in memory; copy it first (numpy.ascontiguousarray)")
     # The length's varint, made here: this is on the path of every push.
     left, length = view.nbytes, bytearray()
     while left >= 0x80:

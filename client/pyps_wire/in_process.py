@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol
 
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.local_pb2 import LocalAttach, LocalReply, LocalRequest
 
 
@@ -49,7 +49,7 @@ def start_local_server() -> str:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "pyps":
             raise
-        raise BadRequest(
+        raise InvalidArgument(
             "servers='local' runs a server in this process, which needs the package pyps: install it from the "
             "folder that this client came from; or name servers."
         ) from None

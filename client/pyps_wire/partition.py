@@ -18,7 +18,7 @@ from itertools import accumulate, groupby
 
 from pyps_wire.blocks import PARTS_MAX, check_block, check_whole, place_in_words
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # Parameters in a shard: just under 4 MiB of float32, which with its header fits gRPC's default message limit.
 DEFAULT_SHARD_SIZE = 1_047_552
@@ -50,14 +50,14 @@ class Tensor:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise BadRequest(f"a tensor of shape {self.shape} has no name; give every tensor one")
+            raise InvalidArgument(f"a tensor of shape {self.shape} has no name; give every tensor one")
         if len(self.shape) > DIMENSIONS_MAX or any(extent < 0 for extent in self.shape):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"tensor {self.name!r} has shape {self.shape}; "
                 f"at most {DIMENSIONS_MAX} sizes are allowed, none of them negative"
             )
         if not 0 <= self.part < PARTS_MAX:
-            raise BadRequest(f"tensor {self.name!r} is of part {self.part}; parts are 0 to {PARTS_MAX - 1}")
+            raise InvalidArgument(f"tensor {self.name!r} is of part {self.part}; parts are 0 to {PARTS_MAX - 1}")
         if self.whole_shape or self.offset:
             check_block(self.name, self.shape, self.whole_shape, self.offset)
 
@@ -76,28 +76,28 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.shard_size < ALIGNMENT or self.shard_size % ALIGNMENT:
-            raise BadRequest(f"shard_size is {self.shard_size}; it must be a positive multiple of {ALIGNMENT}")
+            raise InvalidArgument(f"shard_size is {self.shard_size}; it must be a positive multiple of {ALIGNMENT}")
         keys: set[tuple[str, tuple[int, ...]]] = set()
         whole: dict[str, bool] = {}
         group = part = -1
         for tensor in self.tensors:
             key, is_whole = (tensor.name, tensor.offset), not tensor.whole_shape
             if key in keys or whole.setdefault(tensor.name, is_whole) != is_whole:
-                raise BadRequest(f"two tensors are named {tensor.name!r}; names must be unique in a model")
+                raise InvalidArgument(f"two tensors are named {tensor.name!r}; names must be unique in a model")
             if tensor.group not in (group, group + 1) or tensor.group < 0:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"tensor {tensor.name!r} of group {tensor.group} follows group {group}; "
                     "tensors are ordered by group, and groups count up from 0 without a gap"
                 )
             if tensor.group == group and tensor.part != part:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"tensor {tensor.name!r} is of part {tensor.part}, its group {group} of part {part}; a group's "
                     "tensors are all of one part"
                 )
             keys.add(key)
             group, part = tensor.group, tensor.part
         if self.num_parameters == 0:
-            raise BadRequest("the model holds no parameters; give it at least one tensor that is not empty")
+            raise InvalidArgument("the model holds no parameters; give it at least one tensor that is not empty")
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Model:
 
     @classmethod
     def from_proto(cls, spec: ModelSpec) -> Model:
-        """Reads a model that travelled; BadRequest says what is wrong with it."""
+        """Reads a model that travelled; InvalidArgument says what is wrong with it."""
         # One size too many is refused as a million are, in fewer words.
         sizes = slice(DIMENSIONS_MAX + 1)
         tensors = tuple(
@@ -184,7 +184,7 @@ class Partition:
         """Returns the shard of that number."""
         shard = self._by_id.get(shard_id)
         if shard is None:
-            raise BadRequest(f"there is no shard {shard_id}; the model has {len(self.shards)}, from 0")
+            raise InvalidArgument(f"there is no shard {shard_id}; the model has {len(self.shards)}, from 0")
         return shard
 
     def part_of(self, shard_id: int) -> int:
@@ -195,7 +195,9 @@ class Partition:
         """Returns the shards of those parts, over their tensors alone, whose groups count up from 0 again."""
         missing = sorted(part for part in parts if not 0 <= part < self.model.num_parts)
         if missing or not parts:
-            raise BadRequest(f"there is no part {missing[:1] or 'in ()'}; the model has {self.model.num_parts}, from 0")
+            raise InvalidArgument(
+                f"there is no part {missing[:1] or 'in ()'}; the model has {self.model.num_parts}, from 0"
+            )
         own = [group for group, part in enumerate(self.model.group_parts) if part in parts]
         groups = {group: index for index, group in enumerate(own)}
         tensors = tuple(replace(t, group=groups[t.group]) for t in self.model.tensors if t.group in groups)
@@ -205,7 +207,7 @@ class Partition:
     def of_server(self, server_index: int) -> tuple[ShardRange, ...]:
         """Returns a server's shards in order: none where there are fewer shards than servers."""
         if not 0 <= server_index < self.num_servers:
-            raise BadRequest(f"there is no server {server_index}; there are {self.num_servers}, from 0")
+            raise InvalidArgument(f"there is no server {server_index}; there are {self.num_servers}, from 0")
         return self._by_server[server_index]
 
     def pieces(self, shard_id: int) -> tuple[Piece, ...]:
@@ -256,15 +258,15 @@ class Partition:
 def partition(model: Model, *, num_servers: int) -> Partition:
     """Cuts a model into shards and gives each to a server, so that servers hold about equally much.
 
-    The shards of one part of a model lie on as few servers as that allows. Raises BadRequest for a model whose blocks
-    are not the whole of its tensors.
+    The shards of one part of a model lie on as few servers as that allows. Raises InvalidArgument for a model whose
+    blocks are not the whole of its tensors.
     """
     if not 1 <= num_servers <= SERVERS_MAX:
-        raise BadRequest(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
+        raise InvalidArgument(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
     check_whole(model.tensors)
     absent = set(range(model.num_parts)).difference(model.group_parts)
     if absent:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the model has {model.num_parts} parts, but nothing of part {min(absent)}: number them from 0"
         )
     shard_size = _shard_size(model, num_servers)
@@ -272,7 +274,7 @@ def partition(model: Model, *, num_servers: int) -> Partition:
     over = _servers_of_parts(model, num_servers) if is_cut else [num_servers] * model.num_groups
     counts = [_shards_in(size, shard_size, servers) for size, servers in zip(model.group_sizes, over, strict=True)]
     if sum(counts) > SHARDS_MAX:
-        raise BadRequest(
+        raise InvalidArgument(
             f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
             f"above the limit of {SHARDS_MAX}; raise shard_size"
         )

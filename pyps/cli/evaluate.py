@@ -17,7 +17,7 @@ import typer
 
 from pyps.cli.control import DataServers, ObserverTokenFile, observe, read_token
 from pyps_client.arrays import Observer
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 Parameters = dict[str, npt.NDArray[np.float32]]
 # The score, or several by name.
@@ -54,13 +54,13 @@ def evaluate(
 def load_evaluate(script: Path) -> Evaluate:
     """Run a script as a module, and return its function `evaluate`."""
     if not script.is_file():
-        raise BadRequest(f"There is no script {script}.")
+        raise InvalidArgument(f"There is no script {script}.")
     # The script may import modules from its folder, as with `python script.py`.
     sys.path.insert(0, str(script.resolve().parent))
     with errors_of(script):
         function = runpy.run_path(str(script), run_name="__pyps_eval__").get("evaluate")
     if not callable(function):
-        raise BadRequest(f"{script} defines no function evaluate(parameters).")
+        raise InvalidArgument(f"{script} defines no function evaluate(parameters).")
     return function  # type: ignore[no-any-return]
 
 

@@ -77,7 +77,7 @@ IN_FULL = ("downpour", "asynchronous", "asgd", "ssp")
 def parse(text: str) -> Aggregation:
     """Return the protocol that the text names, such as "softsync:n=4"; "4-softsync" is the same.
 
-    Raises BadRequest that tells which protocols or settings there are.
+    Raises InvalidArgument that tells which protocols or settings there are.
     """
     name, separator, settings = text.strip().partition(":")
     if match := re.fullmatch(r"(\d+)-softsync", name):

@@ -15,7 +15,7 @@ from pyps.core.gradient import Gradient, norm_of
 from pyps.core.schedule import BatchGrowth, Schedule
 from pyps.core.staleness import StalenessPolicy, Weighing
 from pyps.core.warmup import Staged, WarmUp
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 CONSTANT = Schedule()
 
@@ -50,7 +50,7 @@ class Behaviour:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_norm < math.inf:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"clip_norm is {self.clip_norm}; expected the norm that pushes are clipped to, or 0 to clip none"
             )
         growth_factor = self.batch_growth.rate_factor if self.batch_growth else _no_growth
@@ -69,7 +69,7 @@ class Behaviour:
         batch_growth: str = "",
         epoch_examples: int = 0,
     ) -> Behaviour:
-        """Return the behaviour that the texts name; BadRequest says which of them is wrong and why."""
+        """Return the behaviour that the texts name; InvalidArgument says which of them is wrong and why."""
         aggregation = protocols.parse(protocol)
         return cls(
             aggregation=Staged(WarmUp.parse(warmup), aggregation) if warmup else aggregation,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyps.core import rules, spec
 from pyps.core.gradient import EXAMPLES_MAX, Gradient, PayloadKind, norm_of_payload
 from pyps.core.rule_settings import RuleSettings
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,20 @@ class Bounds:
         for name in ("learning_rate_min", "learning_rate_max", "momentum_max", "delta_norm_max", "examples_max"):
             # Written so that NaN fails too.
             if not getattr(self, name) >= 0:
-                raise BadRequest(f"bounds: {name} is {getattr(self, name)}; expected a number of at least 0")
+                raise InvalidArgument(f"bounds: {name} is {getattr(self, name)}; expected a number of at least 0")
         if self.learning_rate_min > self.learning_rate_max:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"bounds: learning_rate_min is {self.learning_rate_min:g}; expected at most learning_rate_max,"
                 f" {self.learning_rate_max:g}"
             )
 
     @classmethod
     def parse(cls, text: str) -> Bounds:
-        """Parse "learning_rate_max=0.5,momentum_max=0.95"; raise BadRequest for other text."""
+        """Parse "learning_rate_max=0.5,momentum_max=0.95"; raise InvalidArgument for other text."""
         return spec.build(cls, text, what="bounds")
 
     def require_settings(self, settings: RuleSettings) -> None:
-        """Raise BadRequest where a group's rate or momentum lies outside."""
+        """Raise InvalidArgument where a group's rate or momentum lies outside."""
         momentum_name = rules.find(settings.rule).momentum_name
         for group in settings.groups:
             self.require_rate(group["learning_rate"])
@@ -49,13 +49,13 @@ class Bounds:
                 self._require(momentum_name, group[momentum_name], "momentum_max")
 
     def require_rate(self, learning_rate: float) -> None:
-        """Raise BadRequest for a base rate that lies outside."""
+        """Raise InvalidArgument for a base rate that lies outside."""
         self._require("learning_rate", learning_rate, "learning_rate_max")
         if learning_rate < self.learning_rate_min:
             self._refuse("learning_rate", learning_rate, "below", "learning_rate_min")
 
     def require_push(self, gradient: Gradient, shard_length: int) -> None:
-        """Raise BadRequest for a push that lies outside, by what it is or by what it sets."""
+        """Raise InvalidArgument for a push that lies outside, by what it is or by what it sets."""
         if gradient.learning_rate is not None:
             self.require_rate(gradient.learning_rate)
         if gradient.momentum is not None:
@@ -69,7 +69,7 @@ class Bounds:
             self._refuse(what, value, "above", bound)
 
     def _refuse(self, what: str, value: float, where: str, bound: str) -> None:
-        raise BadRequest(
+        raise InvalidArgument(
             f"{what} is {value:g}, {where} {bound}={getattr(self, bound):g}, which this server was started with: set it"
             " within, or start the servers with other --bounds"
         )

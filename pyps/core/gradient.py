@@ -12,7 +12,7 @@ import numpy as np
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps_wire.codecs import CODECS, FLOAT32, Codec
-from pyps_wire.errors import BadRequest, WrongSize
+from pyps_wire.errors import InvalidArgument, WrongSize
 
 # The codecs that kernels read and write. Payloads in others become float32 first.
 NATIVE = tuple(CODECS[number] for number in _kernels.CODECS.values())
@@ -116,7 +116,7 @@ FINITE = Finding()
 def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
     """Look for NaN and infinity in a gradient, which takes as long as a small update.
 
-    Raise BadRequest (WrongSize where sizes differ) when the gradient could never be applied to its shard.
+    Raise InvalidArgument (WrongSize where sizes differ) when the gradient could never be applied to its shard.
     """
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
     if gradient.kind == PayloadKind.NOTHING:
@@ -184,19 +184,19 @@ def norm_of_payload(gradient: Gradient, shard_length: int) -> float:
 
 
 def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> None:
-    """Raise BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
+    """Raise InvalidArgument or WrongSize unless the gradient can be applied to a shard of that length."""
     try:
         if gradient.learning_rate is not None:
             require_rate(gradient.learning_rate)
         if gradient.momentum is not None and not 0.0 <= gradient.momentum < 1.0:
-            raise BadRequest(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
+            raise InvalidArgument(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
         if not 0.0 <= gradient.norm < math.inf:
-            raise BadRequest(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
+            raise InvalidArgument(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
         if gradient.example_count > EXAMPLES_MAX:
-            raise BadRequest(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
+            raise InvalidArgument(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
         if gradient.kind == PayloadKind.NOTHING:
             if gradient.extents or len(gradient.payload):
-                raise BadRequest("a push of NOTHING came with a payload or extents; expected none")
+                raise InvalidArgument("a push of NOTHING came with a payload or extents; expected none")
             return
         count = shard_length
         if gradient.extents:
@@ -205,32 +205,32 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         # Compared here first, without a call.
         if len(gradient.payload) != gradient.codec.max_bytes(count):
             gradient.codec.require_count(gradient.payload, count)
-    except BadRequest as error:
+    except InvalidArgument as error:
         where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
         raise type(error)(f"{where}: {error}") from None
 
 
 def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> None:
-    """Raise BadRequest for a push of another kind than the run's first worker declared for the shard's group."""
+    """Raise InvalidArgument for a push of another kind than the run's first worker declared for the shard's group."""
     if gradient.kind not in (kind, PayloadKind.NOTHING):
-        raise BadRequest(
+        raise InvalidArgument(
             f"worker {gradient.worker_id!r} pushed kind {gradient.kind} to shard {shard_id}; this run's first worker"
             f" declared {kind.name} ({int(kind)}) for its parameter group"
         )
 
 
 def require_few_extents(count: int) -> None:
-    """Raise BadRequest for too many extents. Called before they are parsed, which takes long for a million."""
+    """Raise InvalidArgument for too many extents. Called before they are parsed, which takes long for a million."""
     if count > EXTENTS_MAX:
-        raise BadRequest(f"{count} extents; expected at most {EXTENTS_MAX}, adjacent ones as one")
+        raise InvalidArgument(f"{count} extents; expected at most {EXTENTS_MAX}, adjacent ones as one")
 
 
 def require_possible_version(gradient: Gradient, *, shard_id: int, version: int) -> None:
-    """Raise BadRequest for a gradient computed at a version that a shard of its epoch never had."""
+    """Raise InvalidArgument for a gradient computed at a version that a shard of its epoch never had."""
     newest = max(gradient.base_version, gradient.newest_base_version or 0)
     if gradient.base_version < 0 or newest > version:
         wrong = gradient.base_version if gradient.base_version < 0 else newest
-        raise BadRequest(
+        raise InvalidArgument(
             f"worker {gradient.worker_id!r} pushed a gradient computed at version {wrong} of shard {shard_id},"
             f" which is at version {version} of the same epoch; base_version is the version that came with the"
             " pulled parameters"
@@ -238,9 +238,9 @@ def require_possible_version(gradient: Gradient, *, shard_id: int, version: int)
 
 
 def require_rate(learning_rate: float) -> None:
-    """Raise BadRequest unless the learning rate is one that the kernels can take."""
+    """Raise InvalidArgument unless the learning rate is one that the kernels can take."""
     if not 0.0 <= learning_rate <= FLOAT32_MAX:
-        raise BadRequest(f"learning_rate is {learning_rate}; expected a finite float32 of at least 0")
+        raise InvalidArgument(f"learning_rate is {learning_rate}; expected a finite float32 of at least 0")
 
 
 def _require_extents(extents: tuple[Extent, ...], *, shard_length: int) -> None:
@@ -248,9 +248,9 @@ def _require_extents(extents: tuple[Extent, ...], *, shard_length: int) -> None:
     end = 0
     for offset, length in extents:
         if length < 1:
-            raise BadRequest(f"the extent at {offset} is {length} parameters long; expected at least 1")
+            raise InvalidArgument(f"the extent at {offset} is {length} parameters long; expected at least 1")
         if offset < end:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the extent at {offset} begins before {end}, where the one before it ends;"
                 " expected ascending, disjoint extents"
             )

@@ -13,7 +13,7 @@ from pyps.core.effects import NONE, Effects, tell
 from pyps.core.replicas import Lives, failure_in_words, parts_in_words, was_interrupted
 from pyps.core.roster import Entry, Expectation, Roster, whole_roster
 from pyps_wire.errors import (
-    BadRequest,
+    InvalidArgument,
     LimitExceeded,
     NameHeld,
     NotAllowed,
@@ -173,7 +173,7 @@ class Membership:
         Raises:
             Superseded: A later process holds its name or its replica's.
             ReplicaLost: The life of its replica is over.
-            BadRequest: Another process has its parts or its name.
+            InvalidArgument: Another process has its parts or its name.
             LimitExceeded: There are workers_max already.
             NameHeld: A live process with another secret holds its name, or is of its replica.
             NotAllowed: The same, and of this very life.
@@ -506,11 +506,11 @@ class Membership:
             self._lives.require(replica, incarnation)
 
     def require_part(self, worker_id: str, shard_id: int, part: int) -> None:
-        """Raise BadRequest for a worker that did not declare the part of the model that a shard belongs to."""
+        """Raise InvalidArgument for a worker that did not declare the part of the model that a shard belongs to."""
         with self._lock:
             member = self._members.get(worker_id)
             if member is not None and not member.holds(part):
-                raise BadRequest(
+                raise InvalidArgument(
                     f"shard {shard_id} belongs to part {part} of the model, and worker {worker_id!r} declared"
                     f" {parts_in_words(member.parts)} in Hello: push and pull the shards of what it declares alone"
                 )
@@ -557,7 +557,7 @@ class Membership:
             self._lives.require(replica, incarnation)
         for other in others:
             if other.incarnation == incarnation and (not parts or any(other.holds(part) for part in parts)):
-                raise BadRequest(
+                raise InvalidArgument(
                     f"worker {worker_id!r} declares {parts_in_words(parts)} of the model, and {other.worker_id!r} of"
                     f" the same replica {parts_in_words(other.parts)}: give each part to one process of a replica"
                 )
@@ -707,12 +707,12 @@ def _require_latest(known: Member | None, incarnation: int) -> None:
 
 
 def _require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -> None:
-    """Raise BadRequest where a worker of one process and a replica, or one of its processes, share a name."""
+    """Raise InvalidArgument where a worker of one process and a replica, or one of its processes, share a name."""
     name = replica or worker_id
     for other in members:
         if other.alive and other.replica != replica and (other.name == name or other.worker_id == worker_id):
             taken = name if other.name == name else worker_id
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{taken!r} is the name of a worker of one process and of a replica, or of a process of it: give one"
                 " of them another name (worker_id, PYPS_WORKER_ID)"
             )

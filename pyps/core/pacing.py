@@ -19,7 +19,7 @@ from itertools import islice
 
 from pyps.core.effects import NONE, Effects, ParkedCalls, Wake
 from pyps.core.roster import not_joined
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @dataclass(slots=True)
@@ -92,12 +92,12 @@ class Pacer(ABC):
         """Take a worker's question for the step after `clock` finished ones, which ends the step it had before.
 
         Returns the workers that may proceed now and could not before; the asker is among them when it may, also
-        when it asks once more because the answer was lost. Raises BadRequest where its clock went backwards.
+        when it asks once more because the answer was lost. Raises InvalidArgument where its clock went backwards.
         """
         state = self._state
         worker = state.present.get(worker_id)
         if worker is not None and clock < worker.count:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"worker {worker_id!r} asks to go on after {clock} steps, and has said that it finished {worker.count}:"
                 " send a count that never falls, or say Hello as a new incarnation"
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pyps.core import rules
 from pyps.core.gradient import PayloadKind
-from pyps_wire.errors import BadRequest, OptimizerMismatch
+from pyps_wire.errors import InvalidArgument, OptimizerMismatch
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RuleSettings:
         if len(self.groups) == num_groups:
             return self
         if len(self.groups) != 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the optimizer has settings for {len(self.groups)} parameter groups, the model has {num_groups}"
             )
         return RuleSettings(self.rule, self.groups * num_groups, self.kinds * num_groups)
@@ -104,7 +104,7 @@ def settle(
     A worker that asks for something else than what is fixed is refused, never silently overridden.
     """
     if told is None and asked is None:
-        raise BadRequest("no optimizer was given: neither the server (--optimizer) nor the worker names one")
+        raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")
     if asked is not None:
         asked = asked.for_groups(num_groups)
     kinds = asked.kinds if asked is not None and asked.kinds else (PayloadKind.GRADIENT,) * num_groups

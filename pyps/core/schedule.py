@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 from pyps.core import spec
 from pyps.core.gradient import FLOAT32_MAX
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Schedule:
         highest = math.prod(max(1.0, term.curve.highest) for term in self.terms)
         if highest > FLOAT32_MAX:
             # Times 0 it would be no number at all.
-            raise BadRequest(
+            raise InvalidArgument(
                 f"schedule {self.text!r} multiplies the rate by up to {highest:g}; expected at most {FLOAT32_MAX:.3g},"
                 " the largest float32: give its points smaller factors"
             )
@@ -186,7 +186,7 @@ class Piecewise(Curve):
         times = [time for time, _ in self.points]
         usable = all(0 <= number < math.inf for number in numbers) and times == sorted(set(times))
         if not self.points or not usable:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"schedule 'piecewise' has the points {self._spelled()!r}; expected time=factor;time=factor, "
                 "finite, not negative, the times ascending"
             )
@@ -211,7 +211,7 @@ class Piecewise(Curve):
         try:
             points = tuple((float(time), float(factor)) for time, _, factor in pairs)
         except ValueError:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"schedule 'piecewise' has the points {settings!r}; expected time=factor;time=factor"
             ) from None
         return cls(points)
@@ -229,7 +229,7 @@ def parse(text: str, *, epoch_examples: int = 0) -> Schedule:
     """Return the schedule that the text names, as "warmup:length=100+step:every=30,factor=0.1,unit=epochs".
 
     `epoch_examples` is the length of an epoch where the text counts epochs and does not give it.
-    Raises BadRequest for an unknown name, an unknown setting or a value out of range.
+    Raises InvalidArgument for an unknown name, an unknown setting or a value out of range.
     """
     # A plus inside a number (1e+3) is followed by a digit.
     terms = [_parse_term(part.strip(), epoch_examples) for part in re.split(r"\+(?!\d)", text)]
@@ -239,7 +239,7 @@ def parse(text: str, *, epoch_examples: int = 0) -> Schedule:
 def _parse_term(text: str, epoch_examples: int) -> Term:
     name, _, rest = text.partition(":")
     if name not in CURVES:
-        raise BadRequest(f"schedule {name!r} is unknown; expected one of {', '.join(sorted(CURVES))}")
+        raise InvalidArgument(f"schedule {name!r} is unknown; expected one of {', '.join(sorted(CURVES))}")
     items = rest.split(",")
     timing = [item for item in items if item.partition("=")[0].strip() in ("unit", "epoch_examples")]
     curve = CURVES[name].read(",".join(item for item in items if item not in timing))
@@ -278,7 +278,7 @@ class BatchGrowth:
             self.lr_scaling in LR_SCALINGS, "lr_scaling", self.lr_scaling, expected=f"one of {', '.join(LR_SCALINGS)}"
         )
         if self.epoch_examples < 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 "batch_growth counts epochs, but how many examples an epoch has is not known; set --epoch-examples"
             )
 
@@ -287,7 +287,7 @@ class BatchGrowth:
         """Return the growth of "start=8,maximum=64,every=2,lr_scaling=none".
 
         `epoch_examples` is the length of an epoch where the text does not give it.
-        Raises BadRequest for an unknown setting or a value out of range.
+        Raises InvalidArgument for an unknown setting or a value out of range.
         """
         if "epoch_examples" not in text:
             text = f"{text},epoch_examples={epoch_examples}"
@@ -323,10 +323,10 @@ class _Unit:
         _check(self.epoch_examples >= 0, name, "epoch_examples", self.epoch_examples, expected="a number above 0")
         if self.unit == "updates":
             if self.epoch_examples:
-                raise BadRequest(f"schedule {name!r} counts updates; epoch_examples needs unit=epochs")
+                raise InvalidArgument(f"schedule {name!r} counts updates; epoch_examples needs unit=epochs")
             return 0
         if not (self.epoch_examples or epoch_examples):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"schedule {name!r} counts epochs, but how many examples an epoch has is not known;"
                 " set --epoch-examples"
             )
@@ -335,13 +335,13 @@ class _Unit:
 
 def _check(holds: bool, schedule: str, setting: str, value: float | str, *, expected: str) -> None:
     if not holds:
-        raise BadRequest(f"schedule {schedule!r}: {setting} is {value}; expected {expected}")
+        raise InvalidArgument(f"schedule {schedule!r}: {setting} is {value}; expected {expected}")
 
 
 def _check_length(schedule: str, setting: str, value: float) -> None:
     if value == 0.0:
         # Left out, too: the length of a curve has no sensible default.
-        raise BadRequest(f"schedule {schedule!r} needs {setting}=..., a finite number above 0")
+        raise InvalidArgument(f"schedule {schedule!r} needs {setting}=..., a finite number above 0")
     # A smaller one could overflow when a time is divided by it.
     _check(1e-6 <= value < math.inf, schedule, setting, value, expected="a finite number above 0")
 
@@ -352,4 +352,4 @@ def _check_fraction(schedule: str, setting: str, value: float) -> None:
 
 def _check_growth(holds: bool, setting: str, value: float | str, *, expected: str) -> None:
     if not holds:
-        raise BadRequest(f"batch_growth: {setting} is {value}; expected {expected}")
+        raise InvalidArgument(f"batch_growth: {setting} is {value}; expected {expected}")

@@ -23,7 +23,7 @@ from pyps.core.rules import Slots, UpdateRule, validate
 from pyps.core.staleness import WeighingContext
 from pyps.core.store import PendingBudget, Pushed, ShardState
 from pyps.core.update import Update, apply_update
-from pyps_wire.errors import BadRequest, WrongSize
+from pyps_wire.errors import InvalidArgument, WrongSize
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class Shard:
         gradient or the reply lies in such. `finding` is what `scan` said where it has run already, of this gradient or
         of another part of a push that is taken as a whole or not at all.
 
-        Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied here,
+        Raises InvalidArgument (WrongSize where sizes differ) when the gradient could never be applied here,
         ServerUnavailable where `memory` is attached no longer, LimitExceeded where it would wait and there is no room.
         A refused push changes no parameter, no slot and no rate.
         """
@@ -124,7 +124,7 @@ class Shard:
         if gradient.kind != self.kind:
             require_kind(gradient, shard_id=self.shard_id, kind=self.kind)
         if gradient.momentum is not None and not self.rule.momentum_name:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
                 " send the learning rate alone"
             )
@@ -169,7 +169,7 @@ class Shard:
         """Replace the behaviour or the base rate from the next push on; return the updates made.
 
         Gradients that wait for a protocol that goes become one last update under the old behaviour (its
-        `settle`); else they go on waiting, weighed as they were. Raises BadRequest, and changes nothing, for a
+        `settle`); else they go on waiting, weighed as they were. Raises InvalidArgument, and changes nothing, for a
         rate that cannot be or a protocol that cannot work with the roster.
         """
         if learning_rate is not None:
@@ -502,12 +502,12 @@ def _first_slots(
 ) -> Slots:
     """Return what `take` makes of the restored slots, or those of a shard that has had no update.
 
-    Raises BadRequest where they are another rule's, WrongSize where they are another shard's.
+    Raises InvalidArgument where they are another rule's, WrongSize where they are another shard's.
     """
     if restored is None:
         return rule.make_slots(length, hyperparameters)
     if set(restored) != set(rule.slot_names):
-        raise BadRequest(
+        raise InvalidArgument(
             f"shard {shard_id} was given the slots {sorted(restored)}; {rule.name} has {sorted(rule.slot_names)}"
         )
     for name, slot in restored.items():

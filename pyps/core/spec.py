@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -21,10 +21,10 @@ COUNT_MAX = 2**31 - 1
 
 
 def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
-    """Return the object that the text names; BadRequest tells which names and settings there are."""
+    """Return the object that the text names; InvalidArgument tells which names and settings there are."""
     name, _, rest = text.strip().partition(":")
     if name not in registry:
-        raise BadRequest(f"{what} {name!r} is unknown; expected one of {', '.join(sorted(registry))}")
+        raise InvalidArgument(f"{what} {name!r} is unknown; expected one of {', '.join(sorted(registry))}")
     return build(registry[name], rest, what=f"{what} {name!r}")
 
 
@@ -36,9 +36,9 @@ def build(kind: type[T], text: str, *, what: str) -> T:
         name, separator, value = (part.strip() for part in item.partition("="))
         if name not in fields or not separator:
             known = ", ".join(f"{field}=" for field in fields) or "no settings"
-            raise BadRequest(f"{what} has no setting {item.strip()!r}; it has {known}")
+            raise InvalidArgument(f"{what} has no setting {item.strip()!r}; it has {known}")
         if name in settings:
-            raise BadRequest(f"{what}: {name} is given twice")
+            raise InvalidArgument(f"{what}: {name} is given twice")
         settings[name] = _parse(value, fields[name], what=f"{what}: {name}")
     return kind(**settings)
 
@@ -110,12 +110,12 @@ def _parse(text: str, kind: type, *, what: str) -> Any:
         }
         if text.lower() in words:
             return words[text.lower()]
-        raise BadRequest(f"{what} is {text!r}; expected true or false")
+        raise InvalidArgument(f"{what} is {text!r}; expected true or false")
     try:
         return kind(text)
     except ValueError:
         expected = {int: "a whole number", float: "a number"}[kind]
-        raise BadRequest(f"{what} is {text!r}; expected {expected}") from None
+        raise InvalidArgument(f"{what} is {text!r}; expected {expected}") from None
 
 
 def spell_value(value: object) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 from pyps.core import spec
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 class Weighing(NamedTuple):
@@ -54,11 +54,11 @@ class StalenessPolicy(ABC):
     scales_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raise BadRequest unless all settings are finite numbers and none is negative."""
+        """Raise InvalidArgument unless all settings are finite numbers and none is negative."""
         for setting in fields(self):  # type: ignore[arg-type]
             value = getattr(self, setting.name)
             if not 0 <= value < math.inf:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"staleness policy {self.name!r}: {setting.name} is {value:g}; "
                     "expected a finite number that is not negative"
                 )
@@ -217,7 +217,7 @@ ALIASES = {
 def parse(text: str) -> StalenessPolicy:
     """Return the policy that the text names, as "divide" or "hinge:a=10,b=4".
 
-    Raises BadRequest for an unknown name, an unknown setting or a value out of range.
+    Raises InvalidArgument for an unknown name, an unknown setting or a value out of range.
     """
     name, colon, settings = text.strip().partition(":")
     return spec.make(f"{ALIASES.get(name, name)}{colon}{settings}", POLICIES, what="staleness policy")

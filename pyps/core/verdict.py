@@ -85,7 +85,7 @@ def unusable(
 ) -> Refuse | None:
     """Refuse a push that no protocol need be asked about; None for one that may be decided on.
 
-    Raises BadRequest for a gradient of a version that the shard never had.
+    Raises InvalidArgument for a gradient of a version that the shard never had.
     """
     if finished:
         return over(shard_id=shard_id, version=version)

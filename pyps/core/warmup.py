@@ -13,7 +13,7 @@ from pyps.core import aggregation, spec
 from pyps.core.aggregation import Aggregation, Apply, Arrival, Decision, Hardsync, Pending, Serial
 from pyps.core.pacing import Pacer, StagedPacer
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         if self.updates < 1:
-            raise BadRequest(f"warmup's updates is {self.updates}; expected at least 1, as in updates=200")
+            raise InvalidArgument(f"warmup's updates is {self.updates}; expected at least 1, as in updates=200")
         if self.release_every < 0:
-            raise BadRequest(f"warmup's release_every is {self.release_every}; expected updates, or 0 for none")
+            raise InvalidArgument(f"warmup's release_every is {self.release_every}; expected updates, or 0 for none")
         object.__setattr__(self, "stage", aggregation.parse(self.protocol))
         if not isinstance(self.stage, Serial | Hardsync):
-            raise BadRequest(f"warmup's protocol is {self.protocol!r}; expected serial or hardsync")
+            raise InvalidArgument(f"warmup's protocol is {self.protocol!r}; expected serial or hardsync")
 
     @classmethod
     def parse(cls, text: str) -> WarmUp:
@@ -63,11 +63,11 @@ class Staged(Aggregation):
 
     def __post_init__(self) -> None:
         if self.main.coordinated:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"warmup makes a run's first updates from pushes, and under {self.main.text} nobody pushes"
             )
         if self.warm_up.release_every and self.main.barrier:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"warmup's release_every lets the workers in one after the other, and {self.main.text} waits for"
                 " the gradients of the others; leave release_every out"
             )

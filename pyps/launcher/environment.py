@@ -192,7 +192,7 @@ def check_job(
 
 
 def check_workers(num_workers: int) -> None:
-    """Raise ConfigError or BadRequest for variables that all workers of a job would refuse."""
+    """Raise ConfigError or InvalidArgument for variables that all workers of a job would refuse."""
     environment = worker_environment(
         os.environ,
         index=0,

@@ -32,14 +32,14 @@ from pyps.lbfgs.machine import (
     products,
 )
 from pyps.lbfgs.resume import LbfgsState, Pair, resume
-from pyps_wire.errors import BadRequest, NotFinite
+from pyps_wire.errors import InvalidArgument, NotFinite
 
 LINE_SEARCHES = ("armijo", "wolfe")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LbfgsSettings:
-    """Settings of L-BFGS. Raises BadRequest for a value out of range."""
+    """Settings of L-BFGS. Raises InvalidArgument for a value out of range."""
 
     # Pairs of differences that make the direction, m.
     history: int = 10
@@ -80,7 +80,7 @@ class LbfgsSettings:
 
 def _check(holds: bool, setting: str, value: float | str, *, expected: str) -> None:
     if not holds:
-        raise BadRequest(f"{setting} is {value}; expected {expected}")
+        raise InvalidArgument(f"{setting} is {value}; expected {expected}")
 
 
 @dataclass(frozen=True)

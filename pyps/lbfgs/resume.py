@@ -22,7 +22,7 @@ from pyps.lbfgs.machine import (
     move,
     push_history,
 )
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 _FORMAT = 2
 _ADVICE = "start the coordinator in the version that began this run, or restart the servers without --resume"
@@ -86,15 +86,15 @@ class LbfgsState:
 
     @classmethod
     def from_text(cls, text: str) -> LbfgsState:
-        """Parse `to_text`. Raises BadRequest for any other text."""
+        """Parse `to_text`. Raises InvalidArgument for any other text."""
         try:
             plain = json.loads(text)
             found = plain.pop("format")
             if found == _FORMAT:
                 return cls(pairs=tuple(Pair(*pair) for pair in plain.pop("pairs")), **plain)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise BadRequest(f"the coordinator's state on server 0 cannot be read ({error}); {_ADVICE}") from error
-        raise BadRequest(f"the coordinator's state on server 0 has format {found}, expected {_FORMAT}; {_ADVICE}")
+            raise InvalidArgument(f"the coordinator's state on server 0 cannot be read ({error}); {_ADVICE}") from error
+        raise InvalidArgument(f"the coordinator's state on server 0 has format {found}, expected {_FORMAT}; {_ADVICE}")
 
 
 def resume(machine: Machine, servers: Sequence[ServerState], text: str) -> LbfgsState:

@@ -16,7 +16,7 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Store
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run_header import RunHeader
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
@@ -102,10 +102,10 @@ class ReadyContent(Content):
     initializer: Claim | None
 
     def shard(self, shard_id: int) -> Store:
-        """Return the shard of that number; BadRequest when it is not on this server."""
+        """Return the shard of that number; InvalidArgument when it is not on this server."""
         shard = self.shards.get(shard_id)
         if shard is None:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"shard {shard_id} is not on server {self.server_index}, which holds {listed(self.shards)} "
                 f"of the model's {self.partition.num_shards}"
             )

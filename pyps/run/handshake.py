@@ -15,7 +15,7 @@ from pyps.core.bounds import Bounds
 from pyps.core.election import Claim
 from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.contract import PROTOCOL_VERSION
-from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
+from pyps_wire.errors import InvalidArgument, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
 from pyps_wire.partition import Model, Partition, first_difference, partition
 
 if TYPE_CHECKING:
@@ -146,26 +146,26 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
     if greeting.observer:
         return
     if not greeting.worker_id:
-        raise BadRequest("the worker gives no worker_id: every worker of a run needs a name of its own")
+        raise InvalidArgument("the worker gives no worker_id: every worker of a run needs a name of its own")
     if greeting.replica and not greeting.worker_id.startswith(f"{greeting.replica}/"):
-        raise BadRequest(
+        raise InvalidArgument(
             f"the worker calls itself {greeting.worker_id!r}, a process of replica {greeting.replica!r}: the names of "
             f"its processes begin with {greeting.replica + '/'!r}"
         )
     check_secret(greeting.secret)
     if greeting.incarnation == 0:
-        raise BadRequest("the worker gives no incarnation: send its start time in nanoseconds")
+        raise InvalidArgument("the worker gives no incarnation: send its start time in nanoseconds")
     # Later lives of its name have larger ones: nobody could take the name over from a life of the future.
     if greeting.incarnation > now_nanoseconds + CLOCKS_APART_NANOSECONDS:
         days = (greeting.incarnation - now_nanoseconds) / CLOCKS_APART_NANOSECONDS
-        raise BadRequest(
+        raise InvalidArgument(
             f"the worker's incarnation, {greeting.incarnation}, lies {days:.1f} days ahead of this server's clock: send"
             " its start time in nanoseconds since 1970, and set both machines' clocks"
         )
     if greeting.model is None or not greeting.model.tensors:
-        raise BadRequest("the worker names no model: send its tensors in Hello")
+        raise InvalidArgument("the worker names no model: send its tensors in Hello")
     if not greeting.server_index < greeting.num_servers:
-        raise BadRequest(
+        raise InvalidArgument(
             f"server_index is {greeting.server_index}, but must be below num_servers, {greeting.num_servers}"
         )
 
@@ -173,7 +173,7 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
 def check_secret(secret: bytes) -> None:
     """Refuse a worker's or a coordinator's own secret that could be guessed, or is long."""
     if secret and not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the caller's secret has {len(secret)} bytes; expected {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} that "
             "nobody can guess, or none, for one of the server's"
         )
@@ -187,13 +187,13 @@ def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation
     model = model or greeting.model
     assert model is not None
     if any(part >= later for part, later in pairwise(greeting.parts)):
-        raise BadRequest(
+        raise InvalidArgument(
             f"worker {greeting.worker_id!r} declares the parts {', '.join(map(str, greeting.parts))}: name each once, "
             "in ascending order"
         )
     absent = [part for part in greeting.parts if not 0 <= part < model.num_parts]
     if absent:
-        raise BadRequest(
+        raise InvalidArgument(
             f"worker {greeting.worker_id!r} declares part {absent[0]}; the run's model has {model.num_parts}, from 0"
         )
     parts = greeting.parts if len(greeting.parts) < model.num_parts else ()
@@ -204,7 +204,7 @@ def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation
 def check_opening(opening: Opening) -> None:
     """Refuse an initialiser that does not say who it is, or which run it opens."""
     if not opening.run_id or not opening.worker_id:
-        raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
+        raise InvalidArgument("the initialiser must name the run and itself: send run_id and worker_id")
     check_name(opening.run_id, what="run_id")
     check_name(opening.worker_id, what="worker_id")
     check_replica(opening.replica)
@@ -214,9 +214,11 @@ def check_replica(name: str) -> None:
     """Refuse a replica's name that people could not read, or that could be that of another's process."""
     check_name(name, what="replica")
     if name and not name.strip():
-        raise BadRequest(f"the replica's name is {name!r}, blank: give each replica a name of its own (PYPS_WORKER_ID)")
+        raise InvalidArgument(
+            f"the replica's name is {name!r}, blank: give each replica a name of its own (PYPS_WORKER_ID)"
+        )
     if "/" in name:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the replica's name is {name!r}, but what follows a '/' tells the processes of a replica apart: give it "
             "a name without one (PYPS_WORKER_ID)"
         )
@@ -226,7 +228,7 @@ def check_name(name: str, *, what: str) -> None:
     """Refuse a name that people could not read: it goes into logs, tables and metrics as it is."""
     if len(name) > NAME_LENGTH_MAX or not name.isprintable():
         shown = name if len(name) <= NAME_LENGTH_MAX else f"{name[:32]}..."
-        raise BadRequest(
+        raise InvalidArgument(
             f"{what} is {shown!r}, {len(name)} characters long: give a name of at most {NAME_LENGTH_MAX} "
             "printable characters"
         )
@@ -293,7 +295,9 @@ def check_initialization(
     check_model_size(caller.model, parameters_max=config.max_model_parameters)
     unreadable = next((tensor.name for tensor in caller.model.tensors if not tensor.name.isprintable()), None)
     if unreadable is not None:
-        raise BadRequest(f"a tensor is named {unreadable!r}; expected printable characters: people read it in tables")
+        raise InvalidArgument(
+            f"a tensor is named {unreadable!r}; expected printable characters: people read it in tables"
+        )
     protocol.check_servers(caller.num_servers)
     source = "what the server was told at its start (--optimizer)"
     settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)

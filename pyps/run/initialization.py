@@ -25,7 +25,7 @@ from pyps.run.content import ReadyContent, listed
 from pyps.run.handshake import Opening
 from pyps.run_header import RestoredRun
 from pyps_wire.codecs import Codec
-from pyps_wire.errors import BadRequest, Superseded, WrongSize
+from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
 from pyps_wire.partition import Partition, first_difference, partition
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Initialization:
         self._abandoned, self._received = True, {}
 
     def join(self, opening: Opening, partition: Partition, settings: RuleSettings) -> None:
-        """Let another process of the same replica in; BadRequest where it sends another model or optimizer."""
+        """Let another process of the same replica in; InvalidArgument where it sends another model or optimizer."""
         mine = f"replica {opening.replica!r} so far"
         difference = first_difference(
             self.partition.model, partition.model, mine_name=mine, theirs_name=f"process {opening.worker_id!r}"
@@ -70,7 +70,7 @@ class Initialization:
         if difference is None and self.settings != settings:
             difference = f"the optimizer is {self.settings} in {mine}, but {settings} in process {opening.worker_id!r}"
         if difference is not None:
-            raise BadRequest(f"the processes of a replica initialise one model: {difference}")
+            raise InvalidArgument(f"the processes of a replica initialise one model: {difference}")
 
     def length(self, shard_id: int) -> int:
         """Return how many parameters a shard of this server has, 0 for another."""
@@ -81,7 +81,7 @@ class Initialization:
         """Take one shard's parameters, decoded; a shard sent again replaces what was there."""
         shard = self._expected.get(shard_id)
         if shard is None:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"shard {shard_id} does not belong on server {self.opening.server_index}, which holds "
                 f"{listed(self._expected)}"
             )
@@ -90,7 +90,7 @@ class Initialization:
         except WrongSize as error:
             raise WrongSize(f"shard {shard_id}: {error}") from None
         if index >= 0:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the first parameters hold NaN or infinity, in {self._tensor_at(shard_id, index)}: "
                 "initialise the model with finite numbers"
             )
@@ -103,13 +103,13 @@ class Initialization:
     def take(self) -> dict[int, Floats] | None:
         """Hand over all shards, to the first that asks; None while other processes of the replica have yet to send.
 
-        BadRequest names those that never came from a worker of one process.
+        InvalidArgument names those that never came from a worker of one process.
         """
         missing = [shard_id for shard_id in self._expected if shard_id not in self._received]
         if self._taken or (missing and self.opening.replica):
             return None
         if missing:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the initialisation ended without {listed(missing)}: {len(self._received)} of "
                 f"{len(self._expected)} shards came; start it again from the first message"
             )

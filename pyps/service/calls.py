@@ -16,7 +16,7 @@ from pyps.service.limits import ByteBudget
 from pyps.service.roles import Role, needed_for
 from pyps.service.security import Access, abort, subject_of, text_of
 from pyps_wire import local_pb2 as local
-from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
 
 # A reply that nobody takes for so long ends its call.
 WRITE_SECONDS = 120.0
@@ -304,9 +304,9 @@ async def _only_message(call: Call, *, seconds: float) -> bytes:
     except TimeoutError:
         raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None
     if message is grpc.aio.EOF:
-        raise BadRequest("the call came without its message: send one")
+        raise InvalidArgument("the call came without its message: send one")
     if more:
-        raise BadRequest("the call came with more than one message: send one")
+        raise InvalidArgument("the call came with more than one message: send one")
     return message  # type: ignore[no-any-return]
 
 

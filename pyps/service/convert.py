@@ -22,7 +22,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_numbered
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
-from pyps_wire.errors import BadRequest, MalformedFrame
+from pyps_wire.errors import InvalidArgument, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD
 from pyps_wire.partition import Model
 
@@ -77,7 +77,7 @@ def parse(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) ->
     if kind in _MODEL_BEARING:
         _require_few(kind, message)
     elif len(message) > bytes_max:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the {kind.__name__} has {len(message)} bytes beside its payload; expected {bytes_max} at most: "
             "list less in it"
         )
@@ -95,9 +95,11 @@ def _require_few(kind: type[Message], message: bytes) -> None:
         raise MalformedFrame(f"the {len(message)} bytes received are no valid {kind.__name__} message") from None
     for name, count in zip(names, counts, strict=True):
         if name in _FEW and count > TENSORS_MAX:
-            raise BadRequest(f"the {kind.__name__} lists {count} {name}; expected {TENSORS_MAX} at most")
+            raise InvalidArgument(f"the {kind.__name__} lists {count} {name}; expected {TENSORS_MAX} at most")
     if num_fields > FIELDS_MAX:
-        raise BadRequest(f"the {kind.__name__} has {num_fields} fields; expected {FIELDS_MAX} at most: list less in it")
+        raise InvalidArgument(
+            f"the {kind.__name__} has {num_fields} fields; expected {FIELDS_MAX} at most: list less in it"
+        )
 
 
 def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> tuple[M, memoryview]:
@@ -142,7 +144,7 @@ def greeting_from(request: wire.HelloRequest) -> Greeting:
 def opening_from(request: wire.InitializeRequest) -> Opening:
     """What an initialiser says before its first shard."""
     if not request.HasField("model"):
-        raise BadRequest("the first message of Initialize must name the model: send it before the shards")
+        raise InvalidArgument("the first message of Initialize must name the model: send it before the shards")
     return Opening(
         run_id=request.sender.run_id,
         worker_id=request.sender.worker_id,
@@ -289,7 +291,7 @@ def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
     groups = tuple(dict(group.hyperparameters) for group in message.groups)
     unknown = next((group.kind for group in message.groups if group.kind not in _PUSHED_KINDS), None)
     if unknown is not None:
-        raise BadRequest(f"a parameter group has kind {unknown}; expected GRADIENT (1), DELTA (2) or BUFFER (4)")
+        raise InvalidArgument(f"a parameter group has kind {unknown}; expected GRADIENT (1), DELTA (2) or BUFFER (4)")
     kinds = tuple(PayloadKind(group.kind or PayloadKind.GRADIENT) for group in message.groups)
     return RuleSettings.make(message.rule, groups or ({},), kinds or (PayloadKind.GRADIENT,))
 

@@ -27,7 +27,7 @@ from pyps.service.transport import Host, Transport, name_of
 from pyps.service.work_queue import progress_to
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
-from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
 
 # How many answers of a kind may be made at once; the rest wait in line. Those that read every parameter, or wait for a
 # checkpoint, take long and hold up only their like.
@@ -124,7 +124,7 @@ class Inspector:
     def GetStaleness(self, request: pb.GetStalenessRequest, context: Context) -> pb.StalenessHistogram:
         """How stale the gradients were: everybody's, one worker's or one shard's."""
         if request.worker_id and request.HasField("shard_id"):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"worker_id is {request.worker_id!r} and shard_id {request.shard_id}; expected one of them, or none"
             )
         statistics = self._run.statistics
@@ -181,7 +181,7 @@ class Inspector:
         expects = request.HasField("expected_workers")
         trains = bool(request.protocol or request.staleness or request.schedule or learning_rate is not None)
         if not (trains or expects):
-            raise BadRequest(
+            raise InvalidArgument(
                 "nothing to configure: name a protocol, staleness, learning_rate, schedule or expected_workers"
             )
         run, settled = self._run, Settled(0, 0)
@@ -245,6 +245,6 @@ def _page_start(page_token: str) -> int:
     try:
         return int(page_token or 0)
     except ValueError:
-        raise BadRequest(
+        raise InvalidArgument(
             f"page_token is {page_token!r}; expected next_page_token of the reply before, or nothing"
         ) from None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from pyps_wire.errors import BadRequest, LimitExceeded
+from pyps_wire.errors import InvalidArgument, LimitExceeded
 
 if TYPE_CHECKING:
     from pyps.run.run import Run
@@ -50,7 +50,7 @@ class ByteBudget:
     def take(self, num_bytes: int, account: Account) -> None:
         """Counts bytes of a call; for accounts, and raises as `Account.hold`."""
         if num_bytes > self.bytes_max:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{num_bytes} bytes have to be held at once for this, and this server holds {self.bytes_max} at "
                 "the most: raise its --max-in-flight-bytes, or make shards smaller (shard_size)"
             )
@@ -115,7 +115,7 @@ class Account:
     def hold(self, num_bytes: int) -> None:
         """Counts `num_bytes` until they are released.
 
-        Raises LimitExceeded where the budget or the caller's share has no room for them now, BadRequest where the
+        Raises LimitExceeded where the budget or the caller's share has no room for them now, InvalidArgument where the
         budget never has.
         """
         self.budget.take(num_bytes, self)

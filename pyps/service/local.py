@@ -19,7 +19,7 @@ from pyps.config import ServerConfig
 from pyps.service.in_process import InProcess
 from pyps.service.report import Addresses
 from pyps.service.server import Server
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # How long a server's end waits for calls, and the program's end for what the servers are amid.
 END_SECONDS = 2.0
@@ -33,12 +33,12 @@ _servers: dict[str, LocalServer] = {}
 def start() -> str:
     """Starts a server with a run of its own and returns its address; it ends when its last worker has left.
 
-    Raises BadRequest where PYPS_ISA names none of this machine's instruction sets.
+    Raises InvalidArgument where PYPS_ISA names none of this machine's instruction sets.
     """
     try:
         instruction_set = _kernels.isa()
     except ValueError as error:
-        raise BadRequest(f"PYPS_ISA in the environment cannot be used: {error}") from None
+        raise InvalidArgument(f"PYPS_ISA in the environment cannot be used: {error}") from None
     ready: Future[str] = Future()
     ended = asyncio.run_coroutine_threadsafe(_serve(ready, instruction_set), _loop())
     ended.add_done_callback(functools.partial(_give_up, ready))

@@ -29,7 +29,7 @@ from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import PARAMETER_SERVER
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # Figures of its own that a worker may report.
 SCALARS_MAX = 256
@@ -120,7 +120,7 @@ class ParameterServer:
             # Nothing of it is held while the next is waited for.
             del message, request, payload
         if not begun:
-            raise BadRequest("Initialize came without a message: the model comes first, then each shard")
+            raise InvalidArgument("Initialize came without a message: the model comes first, then each shard")
         return False
 
     def push(self, _: object, call: Call) -> Awaitable[None]:
@@ -181,7 +181,7 @@ class ParameterServer:
         """Renews a lease and tells what the server wants."""
         request = convert.parse(wire.HeartbeatRequest, message)
         if len(request.scalars) > SCALARS_MAX:
-            raise BadRequest(f"a heartbeat carries {len(request.scalars)} scalars; report {SCALARS_MAX} at most")
+            raise InvalidArgument(f"a heartbeat carries {len(request.scalars)} scalars; report {SCALARS_MAX} at most")
         for name in request.scalars:
             check_name(name, what="a scalar's name")
         sender = request.sender

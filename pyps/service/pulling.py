@@ -19,7 +19,7 @@ from pyps.service.work_queue import Ask, LeaseCall, lease_reply
 from pyps.work import LeaseAnswer, Leased
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # Shards of one call in memory: one is framed while another is sent.
 FRAMES_MAX = 2
@@ -136,7 +136,7 @@ class PullStream:
         """Refuses a portion to whom could not deliver it."""
         portion, request = self._request.portion, self._request
         if self._observes or portion.sender != request.sender:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{request.sender.worker_id!r} pulls {'as an observer ' if self._observes else ''}and wants a portion "
                 f"as {portion.sender.worker_id!r}: ask as the worker that pulls"
             )

@@ -18,7 +18,7 @@ from pyps.service.responses import ALL_SHARDS, OrderedResponses
 from pyps.service.serializations import ReplyFrame
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import CODECS
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # Messages of one stream that wait for their replies: one is received while another is applied and a third answered.
 # They wait for processors and for their sender, never for another worker.
@@ -133,7 +133,7 @@ class Staging:
         first = self.parts[0]
         if len(self.parts) < first.num_shards:
             gradient = first.plan.gradient
-            raise BadRequest(
+            raise InvalidArgument(
                 f"push {gradient.sequence} of worker {gradient.worker_id!r} ended after {len(self.parts)} of its"
                 f" {first.num_shards} messages, and nothing of it was applied: send them all in one stream"
             )
@@ -239,6 +239,6 @@ def _require_possible(parts: Sequence[Message], *, num_shards: int) -> None:
     """Refuses parts that cannot become one push: its memory would be held for what never comes."""
     last = parts[-1]
     if last.num_shards > num_shards:
-        raise BadRequest(f"a push has num_shards {last.num_shards}, and this server holds {num_shards} shards")
+        raise InvalidArgument(f"a push has num_shards {last.num_shards}, and this server holds {num_shards} shards")
     if any(part.plan.shard_id == last.plan.shard_id for part in parts[:-1]):
-        raise BadRequest(f"a push holds shard {last.plan.shard_id} twice: send each shard once in a push")
+        raise InvalidArgument(f"a push holds shard {last.plan.shard_id} twice: send each shard once in a push")

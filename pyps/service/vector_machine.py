@@ -26,7 +26,7 @@ from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE
-from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable
 
 # A restored server does not know of the coordinators that came after its checkpoint, in the same epoch of the run: they
 # are fewer than this.
@@ -62,17 +62,19 @@ class VectorMachineService:
         request = parse(wire.AttachRequest, message)
         run, machine = self._run, self._coordinated(request.sender)
         if not request.coordinator_epoch and run.content.server_index:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"this is server {run.content.server_index}, and a coordinator's life is counted by server 0: attach "
                 "there first, and here with the coordinator_epoch of its reply"
             )
         if not run.content.server_index and request.coordinator_epoch not in (0, machine.coordinator_epoch):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"there was no coordinator's life {request.coordinator_epoch}; expected 0, which takes the next, or "
                 f"the present one, {machine.coordinator_epoch}"
             )
         if request.coordinator_epoch >= LIVES_END:
-            raise BadRequest(f"a coordinator's life is {request.coordinator_epoch}; expected that of server 0's reply")
+            raise InvalidArgument(
+                f"a coordinator's life is {request.coordinator_epoch}; expected that of server 0's reply"
+            )
         plan = Plan(
             history_pairs=request.history_pairs,
             vectors=request.vectors,
@@ -126,16 +128,16 @@ class VectorMachineService:
                 machine = self._machine()
                 former, part = part, _stage_part(request, payload)
                 if former is not None and (former.pass_, former.stage_id) != (part.pass_, part.stage_id):
-                    raise BadRequest(
+                    raise InvalidArgument(
                         f"a stream holds stage {former.stage_id} of pass {former.pass_} and stage {part.stage_id} of "
                         f"pass {part.pass_}: send one stage in a stream"
                     )
                 shard = self._run.content.shards.get(part.shard_id)
                 complete = await self._work.compute(shard.length if shard else 0, partial(machine.stage, part))
         if part is None:
-            raise BadRequest("Stage has no message: send one for each shard of the stage")
+            raise InvalidArgument("Stage has no message: send one for each shard of the stage")
         if not complete:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"stage {part.stage_id} ended before each of its {part.num_shards} shards arrived: send them all in "
                 "one stream"
             )
@@ -151,7 +153,7 @@ class VectorMachineService:
         if run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
         if not run.rounds.behaviour.aggregation.coordinated:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the protocol in force is {run.rounds.behaviour.aggregation.name}, under which workers push gradients:"
                 " start the servers with --protocol sandblaster for a coordinator"
             )
@@ -173,18 +175,18 @@ def _require_few(instructions: Sequence[wire.Instruction]) -> None:
     """Refuse a program beyond its bounds before it is converted."""
     listed = (len(i.names) + len(i.others) + len(i.scalars) + len(i.stage_ids) for i in instructions)
     if len(instructions) > INSTRUCTIONS_MAX or sum(listed) > LISTED_MAX:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the program has {len(instructions)} instructions; expected {INSTRUCTIONS_MAX} at most, and {LISTED_MAX} "
             "names, stages and scalars in them: send it in parts"
         )
 
 
 def instruction_from(plain: wire.Instruction, number: int = 1) -> Instruction:
-    """Return a message as an instruction. BadRequest names its number where the operation is unknown."""
+    """Return a message as an instruction. InvalidArgument names its number where the operation is unknown."""
     try:
         operation = Operation(plain.operation)
     except ValueError:
-        raise BadRequest(
+        raise InvalidArgument(
             f"instruction {number} has the operation {plain.operation}; expected {min(Operation):d} to "
             f"{max(Operation):d}, as in vector_machine.proto"
         ) from None

@@ -13,7 +13,7 @@ from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable, WaitTimedOut
 
 NAMES_MAX = 8
 
@@ -78,7 +78,7 @@ class VersionWait:
         self._run = run
         self._shards = run.content.shards
         if self._shards and len(request.wants) > len(self._shards):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"a pull names {len(request.wants)} shards, and this server holds {len(self._shards)}: name each once"
             )
         # Whose lease and figures it counts for; an observer's counts for nobody.

@@ -33,7 +33,7 @@ from pyps.work import (
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import WORK_QUEUE
-from pyps_wire.errors import BadRequest, NotInitialized, RunFinished, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, NotInitialized, RunFinished, ServerUnavailable, WaitTimedOut
 
 # Leases that a message may name.
 LEASES_MAX = 100_000
@@ -101,7 +101,7 @@ class WorkQueueService:
         _require_few(len(request.lease_ids))
         sender, queue = request.sender, _queue_of(self._run, request.sender)
         if request.stage_id and request.stage_id not in request.lease_ids:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"worker {sender.worker_id!r} delivers stage {request.stage_id}, which is none of its leases: a stage "
                 "goes by the first lease whose gradient is in it"
             )
@@ -122,7 +122,7 @@ class WorkQueueService:
         """Begin a pass."""
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
-            raise BadRequest(f"a pass has {len(request.scalars)} scalars; expected {SCALARS_MAX} at most")
+            raise InvalidArgument(f"a pass has {len(request.scalars)} scalars; expected {SCALARS_MAX} at most")
         for name in request.scalars:
             check_name(name, what="a scalar's name")
         queue = self._coordinated_by(request.sender)
@@ -277,7 +277,7 @@ def _queue_of(run: Run, sender: Sender) -> WorkQueue:
 
 def _queue_on_first(run: Run) -> WorkQueue:
     if run.content.server_index != 0:
-        raise BadRequest(f"this is server {run.content.server_index}: ask server 0, which hands out the data set")
+        raise InvalidArgument(f"this is server {run.content.server_index}: ask server 0, which hands out the data set")
     return run.work
 
 
@@ -291,7 +291,7 @@ def _refuse_when_replaced(run: Run, queue: WorkQueue) -> None:
 
 def _require_few(leases: int) -> None:
     if leases > LEASES_MAX:
-        raise BadRequest(f"a message names {leases} leases; expected {LEASES_MAX} at most")
+        raise InvalidArgument(f"a message names {leases} leases; expected {LEASES_MAX} at most")
 
 
 # Between the queue's values and messages.

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # Every portion of a pass is kept until the pass ends.
 PORTIONS_MAX = 1_000_000
@@ -15,7 +15,7 @@ NAME_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """A data set, and its division. BadRequest for a value out of range."""
+    """A data set, and its division. InvalidArgument for a value out of range."""
 
     # For users: "train".
     name: str = ""
@@ -32,24 +32,24 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         if len(self.name) > NAME_LENGTH_MAX:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the data set's name has {len(self.name)} characters; expected {NAME_LENGTH_MAX} at most: shorten it"
             )
         if self.num_examples < 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the data set {self.name!r} has {self.num_examples} examples; expected 1 at least:"
                 " check how it is loaded"
             )
         for name in ("portion_examples", "batch_size", "seed"):
             if getattr(self, name) < 0:
-                raise BadRequest(f"{name} is {getattr(self, name)}; expected 0 or more")
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; expected 0 or more")
 
     def require_same(self, other: DataSpec, *, worker_id: str) -> None:
-        """Raise BadRequest, naming the first field in which `other`, which a worker gave, differs."""
+        """Raise InvalidArgument, naming the first field in which `other`, which a worker gave, differs."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             if ours != theirs:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"worker {worker_id!r} says {field.name} {theirs!r} of the data set, but the run's has {ours!r}:"
                     " give all workers one data set and the same settings, or start another run"
                 )
@@ -80,7 +80,7 @@ class Division:
 
     def __post_init__(self) -> None:
         if self.num_portions > PORTIONS_MAX:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{self.num_examples} examples make {self.num_portions} portions; expected {PORTIONS_MAX} at most:"
                 " take larger portions"
             )

@@ -33,7 +33,7 @@ from pyps.work.answers import (
 from pyps.work.passes import Lease, WorkerProgress, WorkPass
 from pyps.work.portions import DataSpec, Division, Portion
 from pyps.work.waiting import WaitingCalls, Wake
-from pyps_wire.errors import BadRequest, StateLost, Superseded
+from pyps_wire.errors import InvalidArgument, StateLost, Superseded
 
 # A worker is stuck after this many times the time that its own speed predicts.
 SLACK = 3.0
@@ -119,7 +119,7 @@ class WorkQueue:
     # For workers.
 
     def open(self, spec: DataSpec, *, worker_id: str) -> None:
-        """Set the data set. BadRequest names the first field in which a later call differs from the first."""
+        """Set the data set. InvalidArgument names the first field in which a later call differs from the first."""
         with self._calls.settled():
             if self.spec is not None:
                 self.spec.require_same(spec, worker_id=worker_id)
@@ -229,7 +229,7 @@ class WorkQueue:
             self._require_open()
             worker = self._enter(worker_id, incarnation)
             if not lease_ids or len(set(lease_ids)) < len(lease_ids):
-                raise BadRequest(
+                raise InvalidArgument(
                     f"worker {worker_id!r} delivers the leases {list(lease_ids)}; expected one or more, each once"
                 )
             if all(self._delivered_before(worker, lease_id, stage_id=stage_id) for lease_id in lease_ids):
@@ -250,7 +250,7 @@ class WorkQueue:
                 return Verdict(False, reasons[0])
             expected = sum(lease.portion.num_examples for lease in leases)
             if example_count != expected:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"worker {worker_id!r} delivers {example_count} examples, but its portions have {expected}:"
                     " deliver whole portions"
                 )
@@ -262,7 +262,7 @@ class WorkQueue:
                 self._passes[0].stage(leases, stage_id=stage_id, loss_sum=loss_sum)
                 worker.gave_at = now
             else:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"worker {worker_id!r} delivers a finite loss without a stage: stage the gradients first"
                 )
             self._take_in(worker, leases)
@@ -301,7 +301,7 @@ class WorkQueue:
     ) -> None:
         """Begin a pass in place of the current one, whose leases end. A repeated call has no effect.
 
-        BadRequest for a pass that does not come after those before.
+        InvalidArgument for a pass that does not come after those before.
         """
         self._require_coordinated()
         with self._calls.settled():
@@ -309,15 +309,19 @@ class WorkQueue:
             sizes = {"num_portions": num_portions, "copies_max": copies_max, "portions_per_stage": portions_per_stage}
             for name, value in {"pass": pass_, **sizes}.items():
                 if value < 1:
-                    raise BadRequest(f"{name} is {value}; expected 1 at least")
+                    raise InvalidArgument(f"{name} is {value}; expected 1 at least")
             is_new = self._require_latest(coordinator_epoch)
             if self._end_reason is not None and not is_new:
-                raise BadRequest(f"pass {pass_} cannot begin: the coordinator has ended the work ({self._end_reason})")
+                raise InvalidArgument(
+                    f"pass {pass_} cannot begin: the coordinator has ended the work ({self._end_reason})"
+                )
             if self._passes and (self.pass_, self._begun_by) == (pass_, coordinator_epoch):
                 return
             # A worker that has parameters of a pass of that number would compute on them.
             if pass_ <= self.pass_:
-                raise BadRequest(f"pass {pass_} cannot begin: pass {self.pass_} has begun before; take a higher one")
+                raise InvalidArgument(
+                    f"pass {pass_} cannot begin: pass {self.pass_} has begun before; take a higher one"
+                )
             division = Division.by_number(spec.num_examples, num_portions)
             self._coordinator_epoch = self._begun_by = coordinator_epoch
             self._end_reason, self._scalars = None, dict(scalars)
@@ -332,7 +336,7 @@ class WorkQueue:
         Pass 0 never begins: a wake function for it is called when the data set is opened.
 
         Raises:
-            BadRequest: It is not the current pass.
+            InvalidArgument: It is not the current pass.
             StateLost: It was incomplete when the server's checkpoint was written.
         """
         self._require_coordinated()
@@ -341,7 +345,7 @@ class WorkQueue:
             outcome = PassOutcome(complete=False)
             if pass_:
                 if pass_ != self.pass_:
-                    raise BadRequest(f"pass {pass_} is awaited, but the present one is {self.pass_}: await that")
+                    raise InvalidArgument(f"pass {pass_} is awaited, but the present one is {self.pass_}: await that")
                 if not self._passes:
                     raise StateLost(
                         f"pass {pass_} is not under way: the server came back from a checkpoint, and what was staged"
@@ -457,14 +461,14 @@ class WorkQueue:
             }
 
     def restore(self, plain: Mapping[str, Any]) -> None:
-        """Continue from `state()`, before any other call. BadRequest if it cannot be read."""
+        """Continue from `state()`, before any other call. InvalidArgument if it cannot be read."""
         with self._calls.lock:
             try:
                 self._restore(plain)
-            except BadRequest:
+            except InvalidArgument:
                 raise
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"the checkpoint's work queue cannot be read ({type(error).__name__}: {error}):"
                     " take another checkpoint"
                 ) from None
@@ -498,14 +502,14 @@ class WorkQueue:
     def _require_coordinated(self) -> None:
         spec = self.spec
         if spec is not None and not spec.coordinated:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the workers opened the data set {spec.name!r} for passes without a coordinator: have them"
                 " call pyps_client.sandblaster"
             )
 
     def _require_open(self) -> DataSpec:
         if self.spec is None:
-            raise BadRequest("no worker has said what the data set is: let one open it first")
+            raise InvalidArgument("no worker has said what the data set is: let one open it first")
         return self.spec
 
     def _require_latest(self, coordinator_epoch: int) -> bool:
@@ -543,11 +547,11 @@ class WorkQueue:
             self._calls.note("portions of a lost worker go to others", warning=True, **facts)
 
     def _epoch(self, spec: DataSpec, number: int) -> WorkPass:
-        """Return a new epoch, divided by the server's current settings; BadRequest if portions have no size."""
+        """Return a new epoch, divided by the server's current settings; InvalidArgument if portions have no size."""
         batch_size = self._batch_size_of(number) or spec.batch_size
         portion_examples = spec.portion_examples or batch_size * max(1, self._accumulate())
         if not portion_examples:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the size of the portions of the data set {spec.name!r} is unknown: give portion_examples or"
                 " batch_size, or start the servers with --batch-growth"
             )
@@ -635,9 +639,11 @@ class WorkQueue:
         )
 
     def _find(self, worker: WorkerProgress, lease_id: int) -> tuple[Lease | None, str]:
-        """Return a worker's lease or, if it has none by that number, the reason. BadRequest for one that never was."""
+        """Return a worker's lease or, if it has none by that number, the reason. InvalidArgument for an unknown one."""
         if not 0 < lease_id < self._next_lease:
-            raise BadRequest(f"lease {lease_id} was never given out: send the lease_id of the portion that was leased")
+            raise InvalidArgument(
+                f"lease {lease_id} was never given out: send the lease_id of the portion that was leased"
+            )
         if lease_id in worker.leases:
             return worker.leases[lease_id], ""
         if delivered := self._deliveries.get(lease_id):

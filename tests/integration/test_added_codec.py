@@ -10,7 +10,7 @@ import pytest
 from client_support import CuttingProxy, make_client
 from pyps.core.arrays import Floats
 from pyps.core.gradient import made_native
-from pyps_client import BadRequest, ServerUnavailable
+from pyps_client import InvalidArgument, ServerUnavailable
 from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, Codec
 from pyps_wire.partition import Partition
@@ -35,7 +35,7 @@ class ScaledBytes(Codec):
         scales = np.frombuffer(payload, np.float32, num_scales)
         numbers = np.frombuffer(payload, np.int8, offset=4 * num_scales)
         if numbers.size != 64 * np.count_nonzero(scales):
-            raise BadRequest(f"{numbers.size} bytes for {np.count_nonzero(scales)} blocks of 64")
+            raise InvalidArgument(f"{numbers.size} bytes for {np.count_nonzero(scales)} blocks of 64")
         blocks = np.zeros((num_scales, 64), np.float32)
         blocks[scales != 0] = numbers.reshape(-1, 64) * scales[scales != 0, None]
         place[:] = blocks.reshape(-1)[: place.size]
@@ -96,7 +96,7 @@ def test_a_payload_of_another_size_than_its_numbers_take_is_refused() -> None:
     payload = bytes(CODEC.encode(np.ones(100, np.float32)))
     for wrong, words in ((payload + bytes(100), "at most 136 bytes"), (payload[:-1], "127 bytes for 2 blocks")):
         wrong_push = make_gradient([], codec=CODEC, payload=wrong)
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             made_native(wrong_push, shard_id=0, shard_length=100)
 
 
@@ -118,7 +118,7 @@ def test_a_server_that_does_not_know_it_is_refused_with_what_both_know(
     start_server_process: Start, setting: str
 ) -> None:
     others = {"gradient_codec": "float32", "parameter_codec": "float32", setting: CODEC.name}
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(InvalidArgument) as refused:
         make_client(start_server_process().data, **options(**others))
     what = {"gradient_codec": "gradients", "parameter_codec": "parameters"}[setting]
     refused.match(rf"does not know codec scaled_bytes, in which {what} are to travel \(PYPS_{setting.upper()}, ")
@@ -127,7 +127,7 @@ def test_a_server_that_does_not_know_it_is_refused_with_what_both_know(
 
 def test_state_from_push_to_push_is_kept_for_pushes_alone(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScaledBytes, "stateful", True)
-    with pytest.raises(BadRequest, match="scaled_bytes carries state"):
+    with pytest.raises(InvalidArgument, match="scaled_bytes carries state"):
         make_client(start_server().data, **options())
 
 

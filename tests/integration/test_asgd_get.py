@@ -16,7 +16,7 @@ from client_support import SGD, addresses
 from pyps_client import Client, Launch
 from pyps_client.data import Portions
 from pyps_client.data.queue import RemoteQueue
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
@@ -125,5 +125,5 @@ def test_a_portion_for_another_than_the_caller_is_refused(start_server) -> None:
         def ask(channel, stop):
             return [Parameters.FromString(m) for m in channel.read("Pull", request, timeout_seconds=30)]
 
-        with pytest.raises(BadRequest, match="'a' pulls and wants a portion as 'b': ask as the worker that pulls"):
+        with pytest.raises(InvalidArgument, match="'a' pulls and wants a portion as 'b': ask as the worker that pulls"):
             worker.session.ask_first(ask)

@@ -451,7 +451,7 @@ def test_the_traceback_comes_when_asked_for(start_python: StartPython) -> None:
 
     assert process.wait() == 1
     assert process.output().startswith("Traceback")
-    assert "BadRequest: " in process.output()
+    assert "InvalidArgument: " in process.output()
 
 
 def test_other_errors_go_to_the_hook_that_was_there_before(start_python: StartPython) -> None:

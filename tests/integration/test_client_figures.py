@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import BadRequest, Launch, Observer
+from pyps_client import InvalidArgument, Launch, Observer
 from support import ServerThread, server_port, shell, wait_until
 
 Start = Callable[..., ServerThread]
@@ -69,5 +69,5 @@ def test_the_figures_end_where_a_server_stays_away(start_server: Start) -> None:
         server.stop()
         assert list(figures) == []
         for seconds in (-1.0, math.nan, math.inf):
-            with pytest.raises(BadRequest, match=r"every_seconds is .*expected the seconds between two looks"):
+            with pytest.raises(InvalidArgument, match=r"every_seconds is .*expected the seconds between two looks"):
                 observer.figures(seconds)

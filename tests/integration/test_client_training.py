@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
-from pyps_client import BadRequest, ModelMismatch, NotFinite
+from pyps_client import InvalidArgument, ModelMismatch, NotFinite
 from pyps_client.arrays import Arrays
 from support import ServerThread
 
@@ -105,12 +105,12 @@ def test_a_number_too_large_for_float16_is_skipped(start_server: Start, caplog: 
 def test_the_first_parameters_must_be_float32_and_named() -> None:
     with pytest.raises(ModelMismatch, match=r"Tensor 'w' is float64; servers hold float32"):
         make_client("127.0.0.1:1", tensors={"w": np.zeros(3)})
-    with pytest.raises(BadRequest, match="No tensors were given"):
+    with pytest.raises(InvalidArgument, match="No tensors were given"):
         make_client("127.0.0.1:1", tensors={})
 
 
 def test_while_one_thread_pushes_another_is_refused_and_nothing_is_lost(start_server: Start) -> None:
-    refused: list[BadRequest] = []
+    refused: list[InvalidArgument] = []
     gradients = gradients_like(small_model(), seed=0)
     with make_client(start_server().data) as client:
         write = client._write
@@ -118,7 +118,7 @@ def test_while_one_thread_pushes_another_is_refused_and_nothing_is_lost(start_se
         def push() -> None:
             try:
                 client.push(gradients)
-            except BadRequest as error:
+            except InvalidArgument as error:
                 refused.append(error)
 
         def write_beside(arrays: Arrays) -> bool:

@@ -26,7 +26,7 @@ from client_support import (
     start_servers,
 )
 from pyps.core.arrays import Floats
-from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable
+from pyps_client import ForkedClient, InvalidArgument, RunFinished, ServerUnavailable
 from pyps_client.launch import Launch
 from pyps_client.push import Plan
 from pyps_client.retry import RetryPolicy
@@ -233,7 +233,7 @@ def test_a_worker_that_takes_its_time_until_it_lends_is_greeted_anew(
 def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:
     with (
         make_client(start_server().data) as client,
-        pytest.raises(BadRequest, match="has lent its vectors already"),
+        pytest.raises(InvalidArgument, match="has lent its vectors already"),
     ):
         client.session.lend()
 

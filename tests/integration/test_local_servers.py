@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pyps_client import Client, Launch, Observer
-from pyps_wire.errors import BadRequest, UnsupportedOptimizer
+from pyps_wire.errors import InvalidArgument, UnsupportedOptimizer
 from pyps_wire.in_process import SERVERS
 from support import PythonProcess, shell, wait_until
 
@@ -39,21 +39,21 @@ def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch: pytest.Mo
 
 def test_who_is_not_alone_is_told_to_start_a_server() -> None:
     for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
-        with pytest.raises(BadRequest, match="several processes are to share it: start `pyps serve`"):
+        with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
             Launch("local", **others)
 
 
 def test_a_server_in_the_process_is_reached_by_no_port() -> None:
     before = set(SERVERS)
     for transport in ("grpc", "shm"):
-        with pytest.raises(BadRequest, match=f"transport is '{transport}', but servers is 'local'"):
+        with pytest.raises(InvalidArgument, match=f"transport is '{transport}', but servers is 'local'"):
             Launch("local", transport=transport)
     wait_until(lambda: set(SERVERS) <= before, what="no server more")
 
 
 def test_what_is_refused_leaves_no_server() -> None:
     before = set(SERVERS)
-    with pytest.raises(BadRequest, match="wait_seconds"):
+    with pytest.raises(InvalidArgument, match="wait_seconds"):
         Client(ones(1), SGD, launch=Launch("local", wait_seconds=-1))
     with pytest.raises(UnsupportedOptimizer):
         Client(ones(1), ("no such rule", {}), servers="local")
@@ -61,16 +61,16 @@ def test_what_is_refused_leaves_no_server() -> None:
 
 
 def test_a_replica_of_several_processes_is_told_to_start_a_server() -> None:
-    with pytest.raises(BadRequest, match="several processes are to share it: start `pyps serve`"):
+    with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
         Launch("local").begun(2)
 
 
 def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = set(SERVERS)
-    with pytest.raises(BadRequest, match="which nobody else can reach: start `pyps serve`"):
+    with pytest.raises(InvalidArgument, match="which nobody else can reach: start `pyps serve`"):
         Observer("local")
     monkeypatch.setenv("PYPS_SERVERS", "local")
-    with pytest.raises(BadRequest, match="which nobody else can reach"):
+    with pytest.raises(InvalidArgument, match="which nobody else can reach"):
         Observer()
     script = tmp_path / "score.py"
     script.write_text("def evaluate(parameters): return 0\n", encoding="utf-8")
@@ -83,7 +83,7 @@ def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch:
     for name in ("pyps.service.local", "pyps.service"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyps", None)
-    with pytest.raises(BadRequest, match="needs the package pyps"):
+    with pytest.raises(InvalidArgument, match="needs the package pyps"):
         Launch("local").begun(1)
 
 

@@ -10,7 +10,7 @@ from client_support import CuttingProxy, addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.departures import Departures
 from pyps_client.replica.group import Group
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import inspect, status_of, wait_until, workers_of
 from training import backward, batches, gradients_of, joined, mlp, parameters_of
 
@@ -282,12 +282,12 @@ def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         for _ in range(2):
-            with pytest.raises(BadRequest, match=words):
+            with pytest.raises(InvalidArgument, match=words):
                 compute(model, optimizer)
                 optimizer.step()
             optimizer.param_groups[0]["lr"] = 0.01
             if compute in (twice, within_a_closure_too):
-                with pytest.raises(BadRequest, match="changed between"):
+                with pytest.raises(InvalidArgument, match="changed between"):
                     optimizer.step()
             backward(model, next(batches(1)))
             optimizer.step()
@@ -297,7 +297,7 @@ def test_examples_are_told_before_the_backward_pass(start_server) -> None:
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         backward(model, next(batches(1)))
-        with pytest.raises(BadRequest, match=r"Set optimizer\.examples_in_batch before"):
+        with pytest.raises(InvalidArgument, match=r"Set optimizer\.examples_in_batch before"):
             optimizer.step(examples=16)
         optimizer.examples_in_batch = 16
         backward(model, next(batches(1)))
@@ -315,7 +315,7 @@ def test_examples_are_told_before_the_backward_pass(start_server) -> None:
     ],
 )
 def test_what_it_cannot_go_with_is_refused(start_server, flags, options, words) -> None:
-    with pytest.raises(BadRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         remote(mlp(), start_server(*flags).data, **options)
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from pyps_client import Client, Launch, RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.torch.joining import Joining
-from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
+from pyps_wire.errors import InvalidArgument, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, joined, mlp, parameters_of
 
@@ -143,9 +143,9 @@ def test_a_launch_is_given_whole_or_as_servers(start_server) -> None:
         assert optimizer._session.launch.gradient_codec == "float16"
     for client in (RemoteOptimizer, Client):
         arguments = (model, sgd(model)) if client is RemoteOptimizer else ({"w": np.zeros(3, np.float32)}, ("sgd", {}))
-        with pytest.raises(BadRequest, match=r"servers were given beside launch: name them in launch=Launch\("):
+        with pytest.raises(InvalidArgument, match=r"servers were given beside launch: name them in launch=Launch\("):
             client(*arguments, "127.0.0.1:1", launch=launch)
-        with pytest.raises(BadRequest, match="launch is of type dict"):
+        with pytest.raises(InvalidArgument, match="launch is of type dict"):
             client(*arguments, launch={})
 
 
@@ -197,9 +197,9 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
         ({"buffers": "mine"}, "buffers is 'mine'; expected one of local"),
         ({"replica": "mine"}, "replica is 'mine'; expected a pyps_client.torch.Replica"),
     ):
-        with pytest.raises(BadRequest, match=message):
+        with pytest.raises(InvalidArgument, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
-    with pytest.raises(BadRequest, match=r"read_my_writes .* pass local_learning_rate"):
+    with pytest.raises(InvalidArgument, match=r"read_my_writes .* pass local_learning_rate"):
         RemoteOptimizer(model, torch.optim.Adam(model.parameters()), "127.0.0.1:1", read_my_writes=True)
 
 
@@ -336,7 +336,7 @@ def test_a_state_dict_of_another_update_tells_whose_parameters_count(start_serve
 def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> None:
     with remote(mlp(), start_server()) as optimizer:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(BadRequest, match="no copy can be made or saved"):
+            with pytest.raises(InvalidArgument, match="no copy can be made or saved"):
                 copied(optimizer)
 
 
@@ -347,11 +347,11 @@ def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_th
     )
     with remote(mlp(), server) as first:
         for second in (torch.nn.Linear(4, 1), mlp()):
-            with pytest.raises(BadRequest, match=told):
+            with pytest.raises(InvalidArgument, match=told):
                 remote(second, server)
         backward(first._model, next(batches(1)))
         first.step()
-    with pytest.raises(BadRequest, match=r"The model is a generator; expected a torch.nn.Module"):
+    with pytest.raises(InvalidArgument, match=r"The model is a generator; expected a torch.nn.Module"):
         RemoteOptimizer(mlp().parameters(), torch.optim.SGD(mlp().parameters(), lr=0.1), servers=server.data)
 
 
@@ -385,9 +385,9 @@ def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_se
     with remote(mlp(), start_server()) as optimizer:
         backward(optimizer._model, next(batches(1)))
         for wrong in (-5, "x", 1.5, True):
-            with pytest.raises(BadRequest, match="expected a whole number, 0 or more"):
+            with pytest.raises(InvalidArgument, match="expected a whole number, 0 or more"):
                 optimizer.step(examples=wrong)
-            with pytest.raises(BadRequest, match="expected a whole number, 0 or more"):
+            with pytest.raises(InvalidArgument, match="expected a whole number, 0 or more"):
                 optimizer.examples_in_batch = wrong
         optimizer.step(examples=np.int64(16))
         assert optimizer.steps == optimizer.global_step == 1
@@ -416,12 +416,12 @@ def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed
     with joined(model, own, servers=start_server().data) as optimizer:
         backward(model, next(batches(1)))
         with pytest.raises(
-            BadRequest, match=r"This SGD would train this worker's copy of the model alone: .* call step\(\)"
+            InvalidArgument, match=r"This SGD would train this worker's copy of the model alone: .* call step\(\)"
         ):
             own.step()
         optimizer.step()
         assert optimizer.global_step == 1
-        with pytest.raises(BadRequest, match=r"Another RemoteOptimizer was made of this SGD and is open"):
+        with pytest.raises(InvalidArgument, match=r"Another RemoteOptimizer was made of this SGD and is open"):
             RemoteOptimizer(model, own, servers="local")
         # As torch.distributed.checkpoint takes a step to learn an optimizer's state.
         own.param_groups[0]["lr"] = 0.0
@@ -446,12 +446,12 @@ def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_le
 
 def test_while_one_thread_takes_a_step_another_is_refused_and_nothing_is_lost(start_server) -> None:
     model = mlp()
-    refused: list[BadRequest] = []
+    refused: list[InvalidArgument] = []
 
     def step() -> None:
         try:
             optimizer.step()
-        except BadRequest as error:
+        except InvalidArgument as error:
             refused.append(error)
 
     with remote(model, start_server()) as optimizer:

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pyps_client import Launch, RemoteOptimizer
 from pyps_client.data import count_examples
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import server_port, status_of, workers_of
 from training import backward, batches, flat, gradients_of, joined, mlp, parameters_of
 
@@ -212,7 +212,7 @@ def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_betwee
             with remote(model, server, run_id="r", worker_id="w", **how) as optimizer:
                 load(model)
                 backward(model, next(batches(1)))
-                with pytest.raises(BadRequest, match=told):
+                with pytest.raises(InvalidArgument, match=told):
                     optimizer.step()
     for move in (lambda model: model.share_memory(), lambda model: model.to(torch.bfloat16)):
         model = mlp()
@@ -298,7 +298,7 @@ def test_a_worker_that_could_not_join_tries_again(start_server) -> None:
         assert optimizer.run_id
     unused = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), "127.0.0.1:1")
     unused.close()
-    with pytest.raises(BadRequest, match="was closed"):
+    with pytest.raises(InvalidArgument, match="was closed"):
         unused.join()
 
 
@@ -310,7 +310,9 @@ def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_ste
         with remote(model, start_server()) as optimizer:
             backward(model, next(batches(1)))
             wrapped = torch.nn.parallel.DistributedDataParallel(model, init_sync=init_sync)
-            with pytest.raises(BadRequest, match="The model is a DistributedDataParallel, whose 2 processes average"):
+            with pytest.raises(
+                InvalidArgument, match="The model is a DistributedDataParallel, whose 2 processes average"
+            ):
                 optimizer.step()
             assert optimizer.global_step == 0
             del wrapped
@@ -339,7 +341,7 @@ def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is
                 optimizer.step()
             replace(model)
             for _ in range(2):
-                with pytest.raises(BadRequest, match=told % names):
+                with pytest.raises(InvalidArgument, match=told % names):
                     optimizer.step()
 
     model = mlp()
@@ -397,7 +399,7 @@ def test_a_worker_whose_gradient_is_sparse_still_leaves_the_run(start_server) ->
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4, sparse=True), torch.nn.Linear(4, 2))
     optimizer = remote(model, server, worker_id="sparse")
     model(torch.tensor([1])).sum().backward()
-    with pytest.raises(BadRequest, match="make the layer with sparse=False"), optimizer:
+    with pytest.raises(InvalidArgument, match="make the layer with sparse=False"), optimizer:
         optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert workers_of(server.control)["sparse"].state == "failed"

@@ -16,7 +16,7 @@ import pytest
 from client_support import SGD, addresses, start_servers
 from pyps_client import Client, Launch
 from pyps_client.data import Portions
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
 from support import AnyServer, ServerProcess, ServerThread, inspect, server_port, shell, wait_until
 from training import train_on_portions
@@ -117,7 +117,7 @@ def test_a_client_without_torch_draws_its_indices(start_server: StartServer) -> 
                 client.push({"w": np.ones(3, np.float32)})
                 seen += indices
             assert sorted(seen) == list(range(50))
-        with pytest.raises(BadRequest, match="num_examples 51 of the data set, but the run's has 50"):
+        with pytest.raises(InvalidArgument, match="num_examples 51 of the data set, but the run's has 50"):
             Portions(range(51), client, batch_size=4)
     assert delivered(work(server)) == {epoch: list(range(50)) for epoch in range(2)}
     assert inspect(server.control, "GetStatus").examples == 100

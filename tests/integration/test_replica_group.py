@@ -110,7 +110,7 @@ def test_what_is_wrong_on_one_process_is_said_by_all(two: list[Any]) -> None:
     ):
         first, second = (of_process["refusals"][what] for of_process in two)
         assert words in first, what
-        assert first.startswith("BadRequest: ")
+        assert first.startswith("InvalidArgument: ")
         assert first == second
 
 

@@ -27,7 +27,7 @@ from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from sandblaster import instruction
 from support import DEADLINE_SECONDS, PythonProcess, ServerThread, compensated_sum, inspect, wait_until
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
@@ -423,7 +423,9 @@ def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> N
 
 def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
     server = start_server("--run-id", "blast")
-    with pytest.raises(BadRequest, match=r"run the protocol 'async.*need servers started with --protocol sandblaster"):
+    with pytest.raises(
+        InvalidArgument, match=r"run the protocol 'async.*need servers started with --protocol sandblaster"
+    ):
         pyps_client.sandblaster(make_model(), functional.cross_entropy, make_dataset(), servers=server.data)
 
 
@@ -437,7 +439,7 @@ def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
         ({"threads": 0}, r"^threads is 0; expected 1 or more, or None\.$"),
         ({"loss": None}, r"^Neither of loss and loss_of were given"),
     ):
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")
 
 
@@ -449,9 +451,9 @@ def test_a_process_with_a_part_of_the_model_is_refused_and_told_to_start_without
     monkeypatch.setenv("PYPS_SERVERS", "127.0.0.1:1")
     call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()}
     words = r" needs the whole model in each process, and .* 2 parts of worker-0 .*: start the workers without --parts"
-    with pytest.raises(BadRequest, match=r"^sandblaster\(\)" + words):
+    with pytest.raises(InvalidArgument, match=r"^sandblaster\(\)" + words):
         pyps_client.sandblaster(**call)
-    with pytest.raises(BadRequest, match="^Client" + words):
+    with pytest.raises(InvalidArgument, match="^Client" + words):
         pyps_client.Client({"weights": np.zeros(3)}, optimizer=("sgd", {"learning_rate": 0.1}))
 
 

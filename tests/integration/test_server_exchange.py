@@ -221,7 +221,7 @@ def test_asgd_under_one_mutex_refuses_a_second_server_by_name(start_server):
     with WireWorker(server.data, num_servers=2, server_index=1) as worker:
         for call in (worker.hello, lambda: worker.initialize(1)):
             status, name, text = refusal_of(call)
-            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+            assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
             for word in ("asgd", "mutex", "2", "one server", "mutex=shard"):
                 assert word in text
 
@@ -231,9 +231,9 @@ def test_a_push_that_ends_before_it_is_whole_changes_nothing(start_server):
     with crew(server, 1, model=TWO_SMALL) as [worker]:
         half, other = (worker.push_request(1.0, shard_id, sequence=7, num_shards=2) for shard_id in (0, 1))
         status, name, text = refusal_of(worker.push, half)
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert "push 7 of worker 'w0' ended after 1 of its 2 messages, and nothing of it was applied" in text
-        assert refusal_of(worker.push, half, worker.push_request(1.0, sequence=8, num_shards=2))[1] == "BadRequest"
+        assert refusal_of(worker.push, half, worker.push_request(1.0, sequence=8, num_shards=2))[1] == "InvalidArgument"
         assert {shard.version for shard in worker.pull()} == {0}
         assert [receipt.version_after for receipt in worker.push(half, other)] == [1, 1]
         # After a loss, a client sends those without a receipt again, and says how many they are.
@@ -262,7 +262,7 @@ def test_a_push_of_parts_that_cannot_become_one_is_refused(start_server):
             for part in parts:
                 part.num_shards, part.sequence = num_shards, 7
             status, name, message = refusal_of(worker.push, *parts)
-            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+            assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
             assert text in message
 
 

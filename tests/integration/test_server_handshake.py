@@ -20,7 +20,7 @@ def test_a_life_of_the_future_is_refused(start_server):
     with WireWorker(server.data, "a") as worker:
         worker.sender.incarnation = 2**63 + 1
         status, name, text = refusal_of(worker.hello)
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert "days ahead of this server's clock" in text
         worker.sender.incarnation = time.time_ns()
         assert worker.hello().initialize
@@ -86,7 +86,7 @@ def test_a_truncated_initialisation_leaves_the_server_empty(start_server):
         term = worker.hello().term
         header_only = itertools.islice(worker.initialize_messages(term), 1)
         status, name, text = refusal_of(worker.stub.Initialize, header_only, timeout=20)
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert "shard 0" in text
         assert worker.hello().state == common.RUN_STATE_INITIALIZING
         worker.initialize(term)

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message import Message
 
 from client_support import Clock, gradients_like, make_client, small_model
-from pyps_client import BadRequest, NameHeld, NotAllowed
+from pyps_client import InvalidArgument, NameHeld, NotAllowed
 from pyps_wire import common_pb2 as common
 from pyps_wire import lane, vector_machine_pb2, work_pb2
 from pyps_wire import parameter_server_pb2 as wire
@@ -244,7 +244,7 @@ def test_nobody_seizes_the_schedule_in_another_workers_name_by_any_way(start_ser
                 assert mine.receive(header_bytes_max=4096) == (lane.OPEN, b"", 0)
                 mine.send(lane.PUSH, header.SerializeToString(), forged.payload)
                 refused.append(failure_on(mine))
-            with pytest.raises(BadRequest, match=r"is of worker 'w0' .* on a connection of worker 'w1'"):
+            with pytest.raises(InvalidArgument, match=r"is of worker 'w0' .* on a connection of worker 'w1'"):
                 link.ask(impostor.exchange_request(each={"sender": lie, "learning_rate": 7.0}))
             within = SERVERS[server.data]
             with pytest.raises(NotAllowed):

@@ -244,9 +244,9 @@ def test_bytes_that_are_no_first_message_end_a_connection_and_nothing_else(
             PREFIX.pack(PUSH, 2**31, 10),
             "LimitExceeded: a lane's message has a header of 2147483648 bytes; expected at most",
         ),
-        (PREFIX.pack(OPEN, 10, 0), "BadRequest: a lane's message has kind 1"),
-        (PREFIX.pack(PULL, 10, 10), "BadRequest: a lane's Pull has a payload of 10 bytes; expected none"),
-        (PREFIX.pack(77, 10, 10), "BadRequest: a lane's message has kind 77"),
+        (PREFIX.pack(OPEN, 10, 0), "InvalidArgument: a lane's message has kind 1"),
+        (PREFIX.pack(PULL, 10, 10), "InvalidArgument: a lane's Pull has a payload of 10 bytes; expected none"),
+        (PREFIX.pack(77, 10, 10), "InvalidArgument: a lane's message has kind 77"),
         (PREFIX.pack(PUSH, 10, 10), "MalformedFrame"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import BadRequest, NotInitialized
+from pyps_wire.errors import InvalidArgument, NotInitialized
 from pyps_wire.partition import Model, Tensor
 from support import configure, status_of, wait_until
 from wire_worker import SMALL, LocalWorker, WireWorker, at_once, local_worker, values_of
@@ -141,7 +141,7 @@ def test_a_change_to_one_mutex_and_back_is_felt_in_the_next_round(start_server):
         assert {reply.version for reply in worker.exchange()} == {1}
         configure(server, protocol="asgd:mutex=whole")
         assert {reply.version for reply in worker.exchange()} == {2}
-        with pytest.raises(BadRequest, match=f"holds 2 of the push's {worker.plan.num_shards} shards"):
+        with pytest.raises(InvalidArgument, match=f"holds 2 of the push's {worker.plan.num_shards} shards"):
             worker.exchange([0, 1])
         worker.exchange(pull=False)
         assert len(worker.pull_here()) == worker.plan.num_shards
@@ -211,14 +211,14 @@ def test_memory_can_be_attached_once_there_are_parameters(start_server):
 def test_an_exchange_holds_one_push(start_server):
     with local_worker(start_server().data, model=LARGE) as worker:
         twice = worker.exchange_request([0, 0])
-        with pytest.raises(BadRequest, match="a shard twice"):
+        with pytest.raises(InvalidArgument, match="a shard twice"):
             worker.exchanged(twice)
         two = worker.exchange_request([0, 1])
         two.exchange.shards[1].sequence += 1
-        with pytest.raises(BadRequest, match="one sequence"):
+        with pytest.raises(InvalidArgument, match="one sequence"):
             worker.exchanged(two)
-        with pytest.raises(BadRequest, match="names no shard"):
+        with pytest.raises(InvalidArgument, match="names no shard"):
             worker.exchanged(local.LocalRequest(exchange=local.LocalExchange()))
         want = wire.PullRequest(codec=common.CODEC_FLOAT16)
-        with pytest.raises(BadRequest, match="attached with float32"):
+        with pytest.raises(InvalidArgument, match="attached with float32"):
             worker.link.ask(local.LocalRequest(pull=local.LocalPull(request=want)))

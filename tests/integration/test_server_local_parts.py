@@ -10,7 +10,7 @@ import pytest
 
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import BadRequest, NotInitialized, ReplicaLost
+from pyps_wire.errors import InvalidArgument, NotInitialized, ReplicaLost
 from replicas import CUT, cut_run, push_tensors, vectors_of, whole_tensors
 from support import AnyServer, checksums, inspect, wait_until, workers_of
 from wire_worker import LocalSocket, LocalWorker, local_worker, maps_of, refusal_of
@@ -87,7 +87,7 @@ def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: AnyServe
     with replica(server) as (first, second):
         theirs = ids_of(second)[0]
         status, name, words = refusal_of(first.push, first.push_request(1.0, theirs))
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert f"shard {theirs} belongs to part 1" in words and "'r/0'" in words and "part 0" in words
         assert first.link is not None
         want = wire.PullRequest.Want(shard_id=theirs, held_version=-1)
@@ -97,7 +97,7 @@ def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: AnyServe
             first.exchange_request([*ids_of(first), theirs]),
             local.LocalRequest(pull=local.LocalPull(request=pull)),
         ):
-            with pytest.raises(BadRequest) as refused:
+            with pytest.raises(InvalidArgument) as refused:
                 first.link.ask(request)
             assert str(refused.value) == words
         # Nothing of that was applied, and the connection is as good as before.
@@ -109,7 +109,7 @@ def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: AnyServer) -
         worker.hello()
         link = LocalSocket(worker.offer.address)
         request = worker.attach_request(parameters=local.LocalVectors(codec=1, offsets=[4096, 8192]))
-        with pytest.raises(BadRequest, match="names 2 vectors; the worker's parts of the model have 1 groups"):
+        with pytest.raises(InvalidArgument, match="names 2 vectors; the worker's parts of the model have 1 groups"):
             link.ask(request, worker.descriptor)
         link.close()
 

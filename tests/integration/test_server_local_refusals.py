@@ -18,7 +18,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire import work_pb2 as work
-from pyps_wire.errors import BadRequest, NotAllowed, PypsError, Superseded, UnknownWorker
+from pyps_wire.errors import InvalidArgument, NotAllowed, PypsError, Superseded, UnknownWorker
 from pyps_wire.partition import Model, Tensor
 from support import status_of, wait_until
 from wire_worker import (
@@ -83,7 +83,7 @@ def test_vectors_that_cannot_lie_so_are_refused(start_server_process):
             ({"segment_bytes": 4 * PAGE}, "has 12288 bytes, and Attach says 16384"),
         ):
             error = refusal_of(worker, worker.attach_request(**fields), worker.descriptor)
-            assert isinstance(error, BadRequest)
+            assert isinstance(error, InvalidArgument)
             assert words in str(error)
             assert maps_of(server.pid) == []
         # The worker may try again.
@@ -112,7 +112,7 @@ def test_memory_that_its_worker_could_take_away_is_refused(start_server_process)
         ]
         for descriptor, words in cases:
             error = refusal_of(worker, worker.attach_request(), descriptor)
-            assert isinstance(error, BadRequest)
+            assert isinstance(error, InvalidArgument)
             assert words in str(error)
             os.close(descriptor)
         os.close(read_only)
@@ -203,7 +203,7 @@ def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_serv
     with local_worker(start_server().data) as worker:
 
         def refused(request: local.LocalRequest, words: str) -> None:
-            with pytest.raises(BadRequest, match=words):
+            with pytest.raises(InvalidArgument, match=words):
                 worker.link.ask(request)
 
         for field, value in (("worker_id", "b"), ("incarnation", 1), ("run_id", "other")):
@@ -240,7 +240,7 @@ def test_extents_that_lie_elsewhere_are_refused(start_server):
             ([(0, 2**63)], "longer than shard 0"),
         ):
             each = {"extents": [common.Extent(offset=offset, length=length) for offset, length in extents]}
-            with pytest.raises(BadRequest, match=words):
+            with pytest.raises(InvalidArgument, match=words):
                 worker.exchange(each=each)
         assert worker.exchange()[0].version == 1
 
@@ -249,7 +249,7 @@ def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server):
     model = Model((Tensor("x", (200_000,)),))
     with local_worker(start_server().data, model=model) as worker:
         crowd = [common.Extent(offset=2 * index, length=1) for index in range(66_000)]
-        with pytest.raises(BadRequest, match="66000 extents"):
+        with pytest.raises(InvalidArgument, match="66000 extents"):
             worker.exchange([0], each={"extents": crowd})
         worker.gradients[0][0][:] = 1.0
         worker.exchange([0], each={"extents": crowd[:10_000]})

@@ -100,7 +100,7 @@ def test_processes_of_a_replica_that_bring_different_models_are_refused(start_se
         r0.initialize(term)
         r1.model = type(CUT)(CUT.tensors, shard_size=160)
         status, error, message = refusal_of(r1.initialize, term)
-        assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, error) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert "shard_size is 80 in replica 'r' so far, but 160 in process 'r/1'" in message
 
 
@@ -110,7 +110,7 @@ def test_a_shard_of_a_part_that_was_not_declared_is_neither_pushed_nor_pulled(st
         want = wire.PullRequest.Want(shard_id=3, held_version=-1)
         for call in (partial(r0.push, r0.push_request(1.0, 3)), partial(r0.pull, [want])):
             status, error, message = refusal_of(call)
-            assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
+            assert (status, error) == ("INVALID_ARGUMENT", "InvalidArgument")
             assert "shard 3 belongs to part 1 of the model, and worker 'r/0' declared part 0 in Hello" in message
         assert versions_of(server) == [0] * 5
         # A pull that names none brings its own, an observer's all.
@@ -126,7 +126,7 @@ def test_a_process_that_says_what_cannot_be_is_refused(start_server):
             ({"parts": [0, 1]}, "declares all parts of the model, and 'r/1' of the same replica part 1"),
         ):
             status, error, text = refusal_of(r0.hello, **change)
-            assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
+            assert (status, error) == ("INVALID_ARGUMENT", "InvalidArgument")
             assert message in text
 
 
@@ -134,7 +134,7 @@ def test_one_mutex_for_the_whole_model_and_workers_of_parts_refuse_each_other(st
     with contextlib.ExitStack() as stack:
         r0, _ = replica(stack, start_server("--protocol", "asgd"), "r")
         status, error, message = refusal_of(r0.hello)
-        assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, error) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert "worker 'r/0' holds only part 0 of it: take asgd:mutex=shard" in message
     server = start_server()
     with two_replicas(server):

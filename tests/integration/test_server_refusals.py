@@ -128,7 +128,7 @@ def test_lists_longer_than_there_can_be_are_refused_by_their_length(start_server
             call = worker.channel.stream_stream(METHODS[method])
             messages = iter([request.SerializeToString()])
             status, name, text = refusal_of(lambda call=call, messages=messages: list(call(messages, timeout=60)))
-            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and words in text, (method, text)
+            assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument") and words in text, (method, text)
 
 
 def test_lists_of_millions_take_no_memory(start_server_process):
@@ -153,7 +153,7 @@ def test_lists_of_millions_take_no_memory(start_server_process):
         ):
             call = worker.channel.stream_stream(METHODS[method])
             status, name, text = refusal_of(lambda call=call, crowd=crowd: list(call(iter([crowd]), timeout=60)))
-            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and words in text, (method, text)
+            assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument") and words in text, (method, text)
         # gRPC has some copies of a message.
         assert peak_bytes(server) - before < 160 * 2**20
         worker.heartbeat()
@@ -239,12 +239,16 @@ def test_what_is_wrong_with_a_push_or_a_pull_is_said_and_nothing_is_applied(star
         crowd = worker.push_request(1.0).SerializeToString() + b"\x4a\x00" * 1_000_000
         for call, name, words in (
             (partial(worker.push, worker.push_request(np.ones(36, np.float32))), "WrongSize", ("144", "148")),
-            (partial(worker.push, unknown), "BadRequest", ("shard 9", "shard 0")),
-            (partial(worker.pull, [wire.PullRequest.Want(shard_id=9)]), "BadRequest", ("shard 9", "shard 0")),
+            (partial(worker.push, unknown), "InvalidArgument", ("shard 9", "shard 0")),
+            (partial(worker.pull, [wire.PullRequest.Want(shard_id=9)]), "InvalidArgument", ("shard 9", "shard 0")),
             (partial(worker.push, another), "RunMismatch", ("'other'",)),
-            (partial(worker.push, worker.push_request(1.0, codec=9)), "BadRequest", ("codec is 9", "float32 (1)")),
-            (partial(worker.push_frames, [crowd]), "BadRequest", ("1000000 extents",)),
-            (partial(worker.push, worker.push_request(1.0, example_count=2**64 - 1)), "BadRequest", ("example_count",)),
+            (partial(worker.push, worker.push_request(1.0, codec=9)), "InvalidArgument", ("codec is 9", "float32 (1)")),
+            (partial(worker.push_frames, [crowd]), "InvalidArgument", ("1000000 extents",)),
+            (
+                partial(worker.push, worker.push_request(1.0, example_count=2**64 - 1)),
+                "InvalidArgument",
+                ("example_count",),
+            ),
         ):
             status, error, text = refusal_of(call)
             assert error == name and all(word in text for word in words), (error, text)
@@ -272,12 +276,12 @@ def test_what_is_beyond_a_limit_is_refused_with_number_and_setting(start_server)
     for flag, limit, size, name in (
         ("--max-message-bytes", "100000", 30_000, "LimitExceeded"),
         ("--max-model-parameters", "36", 37, "LimitExceeded"),
-        ("--max-in-flight-bytes", str(2**20), 262_144, "BadRequest"),
+        ("--max-in-flight-bytes", str(2**20), 262_144, "InvalidArgument"),
     ):
         with WireWorker(start_server(flag, limit).data, model=Model((Tensor("x", (size,)),))) as worker:
             status, error, text = refusal_of(worker.join)
         assert error == name, flag
-        assert status == ("INVALID_ARGUMENT" if name == "BadRequest" else "RESOURCE_EXHAUSTED"), flag
+        assert status == ("INVALID_ARGUMENT" if name == "InvalidArgument" else "RESOURCE_EXHAUSTED"), flag
         assert limit in text and flag in text
 
 
@@ -309,7 +313,7 @@ def test_names_that_people_could_not_read_are_refused(start_server):
         with WireWorker(server.data, name) as worker, WireWorker(server.data, run_id=name) as other:
             for caller, what in ((worker, "worker_id"), (other, "run_id")):
                 status, kind, text = refusal_of(caller.hello)
-                assert (status, kind) == ("INVALID_ARGUMENT", "BadRequest"), name
+                assert (status, kind) == ("INVALID_ARGUMENT", "InvalidArgument"), name
                 assert what in text and text.isprintable()
                 status, _, text = refusal_of(caller.initialize, 1)
                 assert status == "INVALID_ARGUMENT" and what in text, name

@@ -241,14 +241,14 @@ def test_what_a_call_sends_beyond_its_one_message_is_not_held(start_server):
         for method in ("Pull", "Proceed", "Heartbeat"):
             call = worker.channel.stream_stream(METHODS[method])
             refused = refusal_of(lambda call=call: list(call(iter([b""] * 2), timeout=60)))
-            assert refused[:2] == ("INVALID_ARGUMENT", "BadRequest") and "more than one message" in refused[2]
+            assert refused[:2] == ("INVALID_ARGUMENT", "InvalidArgument") and "more than one message" in refused[2]
 
 
 def test_a_long_message_counts_while_its_call_lasts(start_server):
     server = start_server("--max-in-flight-bytes", str(2**20))
     with WireWorker(server.data) as worker:
         status, name, text = refusal_of(worker.hello, software="x" * 2**20)
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and "--max-in-flight-bytes" in text
+        assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument") and "--max-in-flight-bytes" in text
         worker.join()
 
 

@@ -28,7 +28,7 @@ from pyps_client.credentials import Credentials
 from pyps_client.retry import LinkLost
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.tcp import TcpLane
-from pyps_wire.errors import BadRequest, NotAuthenticated
+from pyps_wire.errors import InvalidArgument, NotAuthenticated
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, LaneOffer
 from support import ServerThread, replace_file, server_port, shell, wait_until
 
@@ -374,7 +374,7 @@ def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, m
         ({**own, "tls_key": ""}, "tls_key is not given"),
         ({"tls_cert": "a", "tls_key": "b"}, "tls_ca is not given"),
     ):
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             make_client("127.0.0.1:1", **settings)
 
 

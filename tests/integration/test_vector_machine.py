@@ -109,7 +109,7 @@ def test_a_program_that_cannot_be_executed_is_refused_in_one_sentence(start_serv
         ):
             moved = instruction("MOVE", left="g", right="g", scalar=1.0)
             status, name, text = refusal_of(coordinator.execute, moved, wrong)
-            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+            assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
             assert words in text and "\n" not in text
         assert coordinator.execute(instruction("NORM1", left="g")).version == 0
     assert "Traceback" not in server.output()
@@ -143,7 +143,7 @@ def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start
 
         status, name, text = refusal_of(WireCoordinator(worker).attach)
 
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert text == (
             "the protocol in force is async, under which workers push gradients: start the servers with --protocol "
             "sandblaster for a coordinator"
@@ -203,7 +203,7 @@ def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
                 )
             # A life of which nobody has heard.
             who["coordinator_epoch"] = 2**40
-            assert refusal_of(queue.EndWork, work.EndWorkRequest(**who))[1] == "BadRequest"
+            assert refusal_of(queue.EndWork, work.EndWorkRequest(**who))[1] == "InvalidArgument"
         assert not queue.AwaitPass(work.AwaitPassRequest(sender=coordinator.sender, **known)).progress.ended
         coordinator.execute(instruction("ALLOC", target="g"))
 

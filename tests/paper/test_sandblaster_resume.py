@@ -15,7 +15,7 @@ from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.vectors.machine import MachineState
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps.lbfgs.resume import LbfgsState, Pair
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from sandblaster import Killed, Passes, VectorServer, VectorWorld, rosenbrock, rosenbrock_start
 from shards import make_shard
 
@@ -226,5 +226,5 @@ def test_the_state_comes_back_from_its_text_with_the_same_bits() -> None:
 
 def test_a_state_that_another_version_wrote_is_refused_in_a_sentence() -> None:
     for text in ("{", "[]", '{"format":2}', '{"format":1}', '{"format":2,"pairs":[[1]]}'):
-        with pytest.raises(BadRequest, match=r"state on server 0 .*; start the coordinator in the version"):
+        with pytest.raises(InvalidArgument, match=r"state on server 0 .*; start the coordinator in the version"):
             LbfgsState.from_text(text)

@@ -25,7 +25,7 @@ from pyps.run.run import Run
 from pyps.run_header import RunHeader
 from pyps.storage.checkpoint import CheckpointError
 from pyps.storage.folder import CheckpointFolder
-from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch
+from pyps_wire.errors import InvalidArgument, NotInitialized, RunMismatch
 from pyps_wire.partition import Model, partition
 from replicas import CUT, vectors_of, whole_tensors
 from shards import (
@@ -215,7 +215,7 @@ def test_a_run_that_trains_by_pushes_is_not_resumed_under_a_coordinator(folder: 
     write_checkpoint(folder)
     saved = folder.resume()
     assert saved is not None
-    with pytest.raises(BadRequest, match="trains by async, and sandblaster would end each of its workers"):
+    with pytest.raises(InvalidArgument, match="trains by async, and sandblaster would end each of its workers"):
         Run(ServerConfig(protocol="sandblaster")).restore(saved)
 
 
@@ -294,5 +294,5 @@ def test_the_checkpoints_of_all_servers_give_the_tensors_whole_and_those_of_one_
 def test_a_checkpoint_of_a_model_without_one_of_its_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     write_checkpoint(folder, shards_of_server(0), header=replace(CUT_HEADER, model=Model(CUT.tensors[:-1])))
-    with pytest.raises(BadRequest, match=r"parts of tensor 'down' .* are missing"):
+    with pytest.raises(InvalidArgument, match=r"parts of tensor 'down' .* are missing"):
         from_checkpoints([tmp_path])

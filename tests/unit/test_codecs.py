@@ -8,7 +8,7 @@ from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps_wire import common_pb2
 from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32, codec_numbered, codec_of
-from pyps_wire.errors import BadRequest, WrongSize
+from pyps_wire.errors import InvalidArgument, WrongSize
 
 HALVES = (FLOAT16, BFLOAT16)
 ALL_PATTERNS = np.arange(65536, dtype="<u2")
@@ -75,7 +75,7 @@ def test_a_payload_may_lie_at_any_byte_be_empty_and_never_end_within_a_number():
 
 def test_what_would_be_converted_silently_is_refused():
     for values in (np.ones(3), np.ones((4, 4), np.float32)[:, ::2]):
-        with pytest.raises(BadRequest, match="contiguous float32"):
+        with pytest.raises(InvalidArgument, match="contiguous float32"):
             FLOAT32.encode(values)
 
 
@@ -85,5 +85,5 @@ def test_names_and_numbers_are_those_of_the_contract_and_others_are_refused_with
     assert sorted(CODECS.values()) == sorted(common_pb2.Codec.values())[1:]
     assert [codec_of(name).max_bytes(1) for name in ("float32", "float16", "bfloat16")] == [4, 2, 2]
     for call in (lambda: codec_of("int8"), lambda: codec_numbered(9), lambda: codec_numbered(0)):
-        with pytest.raises(BadRequest, match="bfloat16"):
+        with pytest.raises(InvalidArgument, match="bfloat16"):
             call()

@@ -8,7 +8,7 @@ import pytest
 
 import pyps_client
 from pyps_wire import contract, errors
-from pyps_wire.errors import BadRequest, PypsError, from_status
+from pyps_wire.errors import InvalidArgument, PypsError, from_status
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "proto" / "pyps_wire").glob("*.proto"))
@@ -98,7 +98,7 @@ def test_an_error_without_a_name_of_ours_keeps_its_status_and_message():
         assert str(error) == "what happened"
         assert error.status == status or status == "UNIMPLEMENTED"
     for name in ("SystemExit", "object", "_all_below", ""):
-        assert type(from_status("INVALID_ARGUMENT", "no", name)) is BadRequest, name
+        assert type(from_status("INVALID_ARGUMENT", "no", name)) is InvalidArgument, name
     # Of an instance alone: the class keeps its own.
     assert PypsError.status == "UNKNOWN"
 

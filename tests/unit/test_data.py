@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyps_client.data import batch_size, count_examples, growing_batches, worker_sampler
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @given(st.integers(0, 60), st.integers(1, 7), st.booleans(), st.integers(0, 3))
@@ -48,7 +48,7 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch) -> None:
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, value)
-        with pytest.raises(BadRequest, match=message):
+        with pytest.raises(InvalidArgument, match=message):
             pytest.fail(f"{worker_sampler(range(10))} of worker {index} of {count}")
 
 
@@ -101,12 +101,12 @@ def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() ->
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(BadRequest, match="batch_size is 0; expected 1 or more"):
+    with pytest.raises(InvalidArgument, match="batch_size is 0; expected 1 or more"):
         growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size=0)
 
 
 def test_a_batch_is_as_large_as_its_first_tensor_is_long() -> None:
     for batch in (torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}):
         assert batch_size(batch) == 5
-    with pytest.raises(BadRequest, match="No batch size can be read from a str"):
+    with pytest.raises(InvalidArgument, match="No batch size can be read from a str"):
         batch_size("abc")

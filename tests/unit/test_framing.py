@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyps import _kernels
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
-from pyps_wire.errors import BadRequest, MalformedFrame
+from pyps_wire.errors import InvalidArgument, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD, join, split
 from pyps_wire.parameter_server_pb2 import ExchangeReply, HelloRequest, InitializeRequest, Parameters, PushRequest
 
@@ -326,5 +326,5 @@ def test_lengths_of_every_width_and_payloads_at_any_byte():
 def test_join_takes_any_contiguous_buffer_and_no_other():
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert split(join(b"", memoryview(values)))[1] == values.tobytes()
-    with pytest.raises(BadRequest, match="contiguous"):
+    with pytest.raises(InvalidArgument, match="contiguous"):
         join(b"", values[:, ::2])

@@ -19,7 +19,7 @@ from pyps.service.shm import sharers
 from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
 from pyps.service.shm.sharers import Sharers
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from shards import make_shard, roster
 from wire_worker import SEALS, make_segment
 
@@ -121,6 +121,6 @@ def test_memory_that_its_worker_has_not_allocated_is_refused():
     descriptor = os.memfd_create("sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    with pytest.raises(BadRequest, match=f"0 of the segment's {num_bytes} bytes are there: allocate it in full"):
+    with pytest.raises(InvalidArgument, match=f"0 of the segment's {num_bytes} bytes are there: allocate it in full"):
         Segment(descriptor, num_bytes=num_bytes, hand_over=lambda work: work())
     os.close(descriptor)

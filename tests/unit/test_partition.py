@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyps_client.arrays import split_tensors
 from pyps_wire.blocks import check_whole
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import ALIGNMENT, DEFAULT_SHARD_SIZE, Model, Tensor, first_difference, partition
 
 shapes = st.one_of(
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused_in_words():
         (lambda: plan.pieces(-1), "no shard -1"),
         (lambda: plan.of_server(1), "no server 1"),
     ]:
-        with pytest.raises(BadRequest, match=text):
+        with pytest.raises(InvalidArgument, match=text):
             pytest.fail(f"{make()} is made; expected a refusal: {text}")
 
 
@@ -262,14 +262,14 @@ def test_a_sub_partition_finds_its_shards_by_the_wholes_numbers():
         )
         assert mine == theirs
     foreign = plan.of_parts([0]).shards[0].shard_id
-    with pytest.raises(BadRequest, match=f"no shard {foreign}"):
+    with pytest.raises(InvalidArgument, match=f"no shard {foreign}"):
         own.shard(foreign)
 
 
 def test_parts_that_are_not_there_are_refused():
     plan = partition(cut_model(3, shape=(300, 900)), num_servers=1)
     for parts in ([], [3], [-1]):
-        with pytest.raises(BadRequest, match="no part"):
+        with pytest.raises(InvalidArgument, match="no part"):
             pytest.fail(f"{plan.of_parts(parts)} of {parts}")
 
 
@@ -298,7 +298,7 @@ def test_the_model_travels_with_its_blocks():
 @pytest.mark.parametrize("field", ["shape", "whole_shape", "offset"])
 def test_a_tensor_of_many_thousand_sizes_is_refused_in_few_words(field):
     spec = TensorSpec(name="x", **{field: [1] * 100_000})
-    with pytest.raises(BadRequest) as refusal:
+    with pytest.raises(InvalidArgument) as refusal:
         Model.from_proto(ModelSpec(tensors=[spec], shard_size=16))
     assert len(str(refusal.value)) < 1000
 
@@ -323,7 +323,7 @@ def test_what_is_no_whole_model_is_refused_in_words():
         (Tensor("w", (4, 2), 1, (4, 4), (0, 2), 2), r"3 parts, but nothing of part 1"),
     ]:
         tensors = (Tensor("w", (4, 2), 0, (4, 4), (0, 0), 0), *([second] if second else []))
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             pytest.fail(f"{partition(Model(tensors), num_servers=1)} is made; expected a refusal: {words}")
     for block, words in [
         (((4, 0), 1, (4, 4), (0, 4), 1), r"empty.*more parts than"),
@@ -331,7 +331,7 @@ def test_what_is_no_whole_model_is_refused_in_words():
         (((4,), 1, (4, 4), (0, 2), 1), r"1 sizes and 2 offsets"),
         (((4, 2), 0, (), (), 5000), r"part 5000"),
     ]:
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             pytest.fail(f"{Tensor('w', *block)} is made; expected a refusal: {words}")
 
 
@@ -351,5 +351,5 @@ def test_a_tensor_in_many_blocks_is_looked_through_for_overlaps():
         check_whole(tensors)
         # Blocks that share numbers are found wherever they stand.
         moved = replace(tensors[-1], offset=tensors[len(tensors) // 2].offset)
-        with pytest.raises(BadRequest, match="both claim"):
+        with pytest.raises(InvalidArgument, match="both claim"):
             check_whole([*tensors[:-1], moved])

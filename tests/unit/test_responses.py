@@ -15,7 +15,7 @@ from pyps.service.calls import Awaited, Call
 from pyps.service.executor import INLINE_PARAMETERS_MAX, KernelExecutor
 from pyps.service.limits import HEADER_BYTES, ByteBudget
 from pyps.service.responses import OrderedResponses
-from pyps_wire.errors import BadRequest, LimitExceeded, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, LimitExceeded, WaitTimedOut
 from shards import serving
 
 MUCH, LITTLE = INLINE_PARAMETERS_MAX, 10
@@ -177,9 +177,9 @@ async def test_an_error_ends_the_call_after_the_answers_before_it(scene: Scene) 
 
     def bad() -> list[bytes]:
         fails.set()
-        raise BadRequest("the second push is bad")
+        raise InvalidArgument("the second push is bad")
 
-    with pytest.raises(BadRequest, match="the second push is bad"):
+    with pytest.raises(InvalidArgument, match="the second push is bad"):
         async with scene.replies(caller) as replies:
             await add(replies, 0, slow)
             await add(replies, 1, bad)
@@ -192,10 +192,10 @@ async def test_an_error_ends_the_call_after_the_answers_before_it(scene: Scene) 
 @played
 async def test_an_error_of_the_reader_comes_after_what_is_under_way(scene: Scene) -> None:
     caller = Caller()
-    with pytest.raises(BadRequest, match="malformed"):
+    with pytest.raises(InvalidArgument, match="malformed"):
         async with scene.replies(caller) as replies:
             await add(replies, 0, lambda: [b"good"])
-            raise BadRequest("malformed")
+            raise InvalidArgument("malformed")
     assert caller.taken == [b"good"]
 
 
@@ -219,7 +219,7 @@ async def test_a_cancelled_call_gives_back_what_it_held(scene: Scene) -> None:
 async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None:
     other = scene.budget.account("b")
     other.hold(1)
-    for held_bytes, error in ((scene.budget.bytes_max, LimitExceeded), (scene.budget.bytes_max + 1, BadRequest)):
+    for held_bytes, error in ((scene.budget.bytes_max, LimitExceeded), (scene.budget.bytes_max + 1, InvalidArgument)):
         with pytest.raises(error, match="--max-in-flight-bytes"):
             async with scene.replies(Caller()) as replies:
                 undone = partial(pytest.fail, "it was done")

@@ -36,7 +36,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PROTOCOL_VERSION
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseRequest
 from shards import serving
@@ -129,7 +129,7 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
         await PushStream(run, work, ByteBudget(1), Caller(), exchanges=True).serve()  # type: ignore[arg-type]
 
     work = KernelExecutor(1)
-    with pytest.raises(BadRequest, match="max-in-flight-bytes") if counts else nullcontext():
+    with pytest.raises(InvalidArgument, match="max-in-flight-bytes") if counts else nullcontext():
         asyncio.run(scene())
     work.shutdown()
     assert [len(each) > 4 * length for each in answers] == ([] if counts else [True])

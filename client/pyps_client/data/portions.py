@@ -16,7 +16,7 @@ from pyps_client.data.queue import RemoteQueue
 from pyps_client.data.samplers import length_of, permutation
 from pyps_client.log import logger
 from pyps_client.pull import LeaseCall
-from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.errors import InvalidArgument, RunFinished
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Portions:
         length = length_of(dataset)
         stepper: Stepper | None = getattr(optimizer, "stepper", None)
         if stepper is None:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"optimizer is a {type(optimizer).__name__}; expected a pyps_client.RemoteOptimizer or a "
                 "pyps_client.Client, whose servers hand out the portions."
             )
@@ -134,13 +134,13 @@ class Portions:
             if value is None and setting != "batch_size":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-                raise BadRequest(f"{setting} is {value!r}; expected a whole number, 1 to {2**31 - 1}.")
+                raise InvalidArgument(f"{setting} is {value!r}; expected a whole number, 1 to {2**31 - 1}.")
         if not isinstance(seed, int) or not 0 <= seed < 2**32:
-            raise BadRequest(f"seed is {seed!r}; expected 0 to {2**32 - 1}.")
+            raise InvalidArgument(f"seed is {seed!r}; expected 0 to {2**32 - 1}.")
         if not isinstance(shuffle, bool):
-            raise BadRequest(f"shuffle is {shuffle!r}; expected True or False.")
+            raise InvalidArgument(f"shuffle is {shuffle!r}; expected True or False.")
         if not isinstance(name, str):
-            raise BadRequest(f"name is {name!r}; expected a text.")
+            raise InvalidArgument(f"name is {name!r}; expected a text.")
         if portion_batches is None:
             left_to_servers = stepper.session.accumulate or stepper.session.batch_size
             portion_batches = 0 if left_to_servers else PORTION_BATCHES
@@ -155,7 +155,7 @@ class Portions:
         self._queue = RemoteQueue(stepper.session)
         self._queue.open(self._spec)
         if optimizer in _divided:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"This {type(optimizer).__name__} has Portions already, which know its epoch: others would begin with "
                 "epoch 0 again, which the run has behind it. Make Portions(...) and its loader once, before the loop "
                 "over the epochs."
@@ -232,7 +232,7 @@ class Portions:
                         raise
                     self._count.taken_back()
                 if self._at_hand is not None:
-                    raise BadRequest(
+                    raise InvalidArgument(
                         f"The {type(source).__name__} given to epoch() draws no batches from these portions: give it "
                         "DataLoader(dataset, batch_sampler=portions) itself, which can be iterated more than once."
                     )
@@ -347,7 +347,7 @@ class Portions:
     def _insist(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        except BadRequest:
+        except InvalidArgument:
             # A server that came back from before it heard of the data set; else the call has the same verdict again.
             self._queue.open(self._spec)
             return call()

@@ -47,8 +47,11 @@ class RemoteQueue:
         self.held: tuple[int, ...] = ()
 
     def open(self, data: DataSpec) -> OpenWorkReply:
-        """Says what the data set is. BadRequest where an earlier worker said otherwise; ProtocolMismatch from a server
-        that hands out no portions."""
+        """Say what the data set is.
+
+        Raises InvalidArgument where an earlier worker said otherwise, and ProtocolMismatch where the server has no
+        portions.
+        """
         request = OpenWorkRequest(sender=self._session.sender, data=data)
         try:
             # Every process of a replica says what it has, lest they compute different examples as one portion.

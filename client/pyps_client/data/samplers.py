@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.launch import torchrun_place
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -68,15 +68,15 @@ def worker_sampler(
     count = _place("PYPS_WORKER_COUNT", count)
     if (index is None) != (count is None):
         given, missing = ("index", "count") if count is None else ("count", "index")
-        raise BadRequest(
+        raise InvalidArgument(
             f"The worker's {given} is known but not its {missing}: set both PYPS_WORKER_INDEX and "
             f"PYPS_WORKER_COUNT, or pass both index= and count=."
         )
     index, count = (0, 1) if index is None or count is None else (index, count)
     if count < 1 or not 0 <= index < count:
-        raise BadRequest(f"The worker's index is {index} of {count} workers; expected 0 to {max(count, 1) - 1}.")
+        raise InvalidArgument(f"The worker's index is {index} of {count} workers; expected 0 to {max(count, 1) - 1}.")
     if not 0 <= seed < 2**32:
-        raise BadRequest(f"seed is {seed}; expected 0 to {2**32 - 1}.")
+        raise InvalidArgument(f"seed is {seed}; expected 0 to {2**32 - 1}.")
     return WorkerSampler(len(dataset), seed=seed, shuffle=shuffle, index=index, count=count)
 
 
@@ -131,7 +131,7 @@ def growing_batches(
     as for `worker_sampler`.
     """
     if batch_size < 1:
-        raise BadRequest(f"batch_size is {batch_size}; expected 1 or more.")
+        raise InvalidArgument(f"batch_size is {batch_size}; expected 1 or more.")
     sampler = worker_sampler(dataset, seed=seed, shuffle=shuffle, index=index, count=count)
     return GrowingBatchSampler(sampler, optimizer, default=batch_size)
 
@@ -152,7 +152,7 @@ def batch_size(batch: Any) -> int:
     """The number of examples in a batch: the length of the first tensor found in it."""
     size = _batch_size(batch)
     if size is None:
-        raise BadRequest(
+        raise InvalidArgument(
             f"No batch size can be read from a {type(batch).__name__}: set optimizer.examples_in_batch yourself."
         )
     return size
@@ -163,12 +163,12 @@ def length_of(dataset: Any) -> int:
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise BadRequest(
+        raise InvalidArgument(
             f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__ and __getitem__: "
             "portions are ranges of its indices."
         ) from None
     if length == 0:
-        raise BadRequest(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
+        raise InvalidArgument(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
     return length
 
 
@@ -193,4 +193,4 @@ def _place(variable: str, given: int | None) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise BadRequest(f"{variable} is {text!r}; expected a whole number.") from None
+        raise InvalidArgument(f"{variable} is {text!r}; expected a whole number.") from None

@@ -23,7 +23,7 @@ from pyps_client.torch.memory import PinnedPages, TorchConverter
 from pyps_client.torch.parameters import Parameters
 from pyps_client.vectors import Vectors
 from pyps_client.worker import Worker
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import Portion
 
 # Batches that are loaded before they are asked for.
@@ -132,7 +132,7 @@ class PortionGradient:
         gradients = []
         for parameter in self._layout.parameters:
             if parameter.grad is None:
-                raise BadRequest(
+                raise InvalidArgument(
                     "The loss cleared the model's gradients (zero_grad), which are summed over the batches of a "
                     "portion: let it only compute and return the loss."
                 )
@@ -156,17 +156,17 @@ class PortionGradient:
 def _checked(loss: Any) -> torch.Tensor:
     """The loss, if a gradient can be had of it."""
     if not isinstance(loss, torch.Tensor):
-        raise BadRequest(
+        raise InvalidArgument(
             f"The loss is a {type(loss).__name__}; expected a torch tensor with one number, the mean over the batch's "
             "examples."
         )
     if loss.numel() != 1:
-        raise BadRequest(
+        raise InvalidArgument(
             f"The loss is a tensor of shape {list(loss.shape)}; expected one number, the mean over the batch's "
             "examples (reduction='mean')."
         )
     if not loss.requires_grad:
-        raise BadRequest(
+        raise InvalidArgument(
             "The loss does not depend on the model's parameters, so it has no gradient: compute it from the model's "
             "output, without detach(), item() or no_grad()."
         )
@@ -253,7 +253,7 @@ def checked_length(dataset: Any) -> int:
     """The number of examples, if portions of them can be read."""
     length = length_of(dataset)
     if not hasattr(dataset, "__getitem__"):
-        raise BadRequest(
+        raise InvalidArgument(
             f"The data set, a {type(dataset).__name__}, cannot be read by index; expected one with __len__ and "
             "__getitem__, such as torch.utils.data.TensorDataset."
         )
@@ -316,19 +316,19 @@ def loss_function(
     """What computes a batch's loss, from either of the two that a user may give."""
     if (loss is None) == (loss_of is None):
         given = "neither" if loss is None else "both"
-        raise BadRequest(
+        raise InvalidArgument(
             f"{given.capitalize()} of loss and loss_of were given; expected one: loss(outputs, targets), or "
             "loss_of(model, batch) with loss=None."
         )
     if not callable(loss or loss_of):
-        raise BadRequest(f"The loss is a {type(loss or loss_of).__name__}; expected a function.")
+        raise InvalidArgument(f"The loss is a {type(loss or loss_of).__name__}; expected a function.")
     if loss_of is not None:
         return lambda batch: loss_of(model, to_device(batch, device_of(model)))
     assert loss is not None
 
     def of_pair(batch: Any) -> Any:
         if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or len(batch) < 2:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"The data set gives batches that are a {type(batch).__name__}; expected (input, target) pairs: give "
                 "loss_of=, a function of the model and the batch, for any other."
             )

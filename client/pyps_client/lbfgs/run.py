@@ -18,7 +18,7 @@ from pyps_client.torch.memory import TorchConverter
 from pyps_client.torch.parameters import initial_values
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import DataSpec
 
 # Steps are the coordinator's; servers want to know a rule all the same.
@@ -63,12 +63,12 @@ def sandblaster(
     compute_loss = loss_function(model, loss, loss_of)
     num_examples = checked_length(dataset)
     if batch_size < 1:
-        raise BadRequest(f"batch_size is {batch_size}; expected 1 or more.")
+        raise InvalidArgument(f"batch_size is {batch_size}; expected 1 or more.")
     if threads is not None and threads < 1:
-        raise BadRequest(f"threads is {threads}; expected 1 or more, or None.")
+        raise InvalidArgument(f"threads is {threads}; expected 1 or more, or None.")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise BadRequest(
+        raise InvalidArgument(
             f"The model ({type(model).__name__}) has no parameters that require a gradient: there is nothing to train."
         )
     layout = plan(model, [{"params": trained}], shard_size=launch.shard_size)

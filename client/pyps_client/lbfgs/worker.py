@@ -27,7 +27,7 @@ from pyps_client.transport.connection import call_seconds
 from pyps_client.vectors import NUMPY, Converter, Vectors, part_of
 from pyps_client.worker import Worker
 from pyps_wire.codecs import codec_of
-from pyps_wire.errors import BadRequest, LimitExceeded, NoRoom, RunFinished
+from pyps_wire.errors import InvalidArgument, LimitExceeded, NoRoom, RunFinished
 from pyps_wire.framing import join
 from pyps_wire.partition import ShardRange
 from pyps_wire.vector_machine_pb2 import StageReply, StageRequest
@@ -97,7 +97,7 @@ class CoordinatedWork:
                 reply = self._queue.lease(wait=not self._claimed)
             except RunFinished as finished:
                 return str(finished)
-            except BadRequest as refused:
+            except InvalidArgument as refused:
                 # A server that came back from a checkpoint may not know of the data set.
                 self._wait_out(refused)
                 self._queue.open(self._data)
@@ -133,7 +133,7 @@ class CoordinatedWork:
         loss_sum = self._computation.compute(portion, reply.next if reply.HasField("next") else None)
         try:
             claim = self._queue.claim(portion.lease_id)
-        except BadRequest as refused:
+        except InvalidArgument as refused:
             # A server that came back from a checkpoint may never have heard of the lease.
             self._queue.give_up([portion.lease_id])
             self._wait_out(refused)
@@ -164,7 +164,7 @@ class CoordinatedWork:
                 stage_id, first = leases[0], self._claimed[0][0].portion_id
                 self._staging.stage(vectors, pass_number=self._pass, portion_id=first, stage_id=stage_id)
             delivery = self._queue.deliver(leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
-        except BadRequest as refused:
+        except InvalidArgument as refused:
             self._throw_away()
             self._wait_out(refused)
             return
@@ -199,12 +199,12 @@ class CoordinatedWork:
         self._claimed.clear()
         self._computation.clear()
 
-    def _wait_out(self, refused: BadRequest) -> None:
+    def _wait_out(self, refused: InvalidArgument) -> None:
         """Pauses after a refusal, which ends the worker when nothing else comes for `loss_wait_seconds`.
 
         A server that came back from its checkpoint knows nothing of the pass: the coordinator will begin another.
         """
-        if type(refused) is not BadRequest:
+        if type(refused) is not InvalidArgument:
             # What is wrong with the payload itself will not pass.
             raise refused
         if self._refusal is None:
@@ -220,7 +220,7 @@ class Staging:
         self._session = session
         self._codec = codec_of(session.launch.gradient_codec)
         if self._codec.stateful:
-            raise BadRequest(f"codec {self._codec.name} carries state from push to push, but stages are no pushes")
+            raise InvalidArgument(f"codec {self._codec.name} carries state from push to push, but stages are no pushes")
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:
@@ -228,8 +228,8 @@ class Staging:
         them.
 
         `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must rest meanwhile: after a
-        lost connection they are sent again. BadRequest where a server takes no stages of this pass, NoRoom where it has
-        no memory for one more.
+        lost connection they are sent again. InvalidArgument where a server takes no stages of this pass, NoRoom where
+        it has no memory for one more.
         """
         header = StageRequest(
             sender=self._session.sender,
@@ -282,7 +282,7 @@ def joined(session: Worker) -> Iterator[None]:
     try:
         session.connect()
         if session.protocol.partition(":")[0] != PROTOCOL:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"The servers of run {session.run_id!r} run the protocol {session.protocol!r}; portions for a "
                 f"coordinator need servers started with --protocol {PROTOCOL}, as `pyps {PROTOCOL}` starts them."
             )

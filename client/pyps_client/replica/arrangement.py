@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pyps_wire.blocks import first_overlap, lack, place_in_words
-from pyps_wire.errors import BadRequest, ModelMismatch
+from pyps_wire.errors import InvalidArgument, ModelMismatch
 from pyps_wire.partition import Model, Tensor
 
 # What tells blocks apart: name, shape and offset.
@@ -114,7 +114,7 @@ def arrange(claims: Sequence[Sequence[Claim]], index: int, *, run: Model | None 
 
     Without a `run` the processes make one: part k is what process k trains, and a tensor that several hold goes to
     the one that has the least so far. Otherwise the run's model is taken as it is cut, and each of its parts goes to a
-    process that holds all of it. Raises BadRequest where the claims are no model, ModelMismatch where they are not
+    process that holds all of it. Raises InvalidArgument where the claims are no model, ModelMismatch where they are not
     the run's; the same on all processes.
     """
     extents = extents_of(claims)
@@ -139,13 +139,16 @@ def arrange(claims: Sequence[Sequence[Claim]], index: int, *, run: Model | None 
 def extents_of(claims: Sequence[Sequence[Claim]]) -> list[Extent]:
     """What the processes claim, each block once, in order of first appearance; `claims[k]` is process k's.
 
-    Raises BadRequest where the claims contradict each other, or are not, each number once, the whole of every tensor.
+    Raises InvalidArgument where the claims contradict each other, or are not, each number once, the whole of every
+    tensor.
     """
     extents: dict[Key, Extent] = {}
     firsts: dict[str, tuple[int, Claim]] = {}
     for process, of_process in enumerate(claims):
         if len({claim.name for claim in of_process}) < len(of_process):
-            raise BadRequest(f"Two tensors of process {process} of the replica have one name: names must be unique.")
+            raise InvalidArgument(
+                f"Two tensors of process {process} of the replica have one name: names must be unique."
+            )
         for position, claim in enumerate(of_process):
             _check_claim(claim, process, *firsts.setdefault(claim.name, (process, claim)))
             # A tensor of fewer rows than processes leaves nothing for some of them.
@@ -162,12 +165,12 @@ def extents_of(claims: Sequence[Sequence[Claim]]) -> list[Extent]:
 
 def _check_claim(claim: Claim, process: int, first_process: int, first: Claim) -> None:
     if claim.whole_shape != first.whole_shape:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Tensor {claim.name!r} has shape {first.whole_shape} in process {first_process} of the replica, but "
             f"{claim.whole_shape} in process {process}. {_how_to_tell_apart(claim.name)}"
         )
     if claim.param_group != first.param_group:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Tensor {claim.name!r} is in parameter group {first.param_group} of process {first_process}'s optimizer, "
             f"but in group {claim.param_group} of process {process}'s: give all processes of a replica the same groups."
         )
@@ -180,7 +183,7 @@ def _check_holders(extent: Extent, claims: Sequence[Sequence[Claim]]) -> None:
         holders = claims[process][position].holders
         absent = sorted(holders.difference(extent.indices))
         if absent:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"Process {process} of the replica says that process {absent[0]} too holds the numbers "
                 f"{place_in_words(here.offset, here.shape)} of tensor {name!r}, but that one does not."
             )
@@ -198,14 +201,14 @@ def _check_cover(name: str, whole_shape: tuple[int, ...], of_tensor: Sequence[Ex
         a, b = sorted(pair, key=lambda claim: processes[id(claim)])
         raise _claimed_twice(a, b, processes[id(a)], processes[id(b)])
     if words := lack(blocks, whole_shape):
-        raise BadRequest(
+        raise InvalidArgument(
             f"No process of the replica holds the rest of tensor {name!r} of shape {whole_shape}: {words} numbers. "
             f"Is a process missing, or the offset of a block wrong?"
         )
 
 
-def _claimed_twice(a: Claim, b: Claim, a_process: int, b_process: int) -> BadRequest:
-    return BadRequest(
+def _claimed_twice(a: Claim, b: Claim, a_process: int, b_process: int) -> InvalidArgument:
+    return InvalidArgument(
         f"Process {a_process} and process {b_process} of the replica both claim numbers of tensor {a.name!r}: "
         f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}. {_how_to_tell_apart(a.name)}"
     )
@@ -227,7 +230,7 @@ def _initial_cut(
     param_groups: list[int] = []
     for process, extents_of_process in enumerate(own):
         if not any(extent.claim.size for extent in extents_of_process):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"Process {process} of the replica has nothing to train: it holds no tensor, or only copies of those "
                 f"that other processes train. Start fewer processes, or give it a part of the model."
             )

@@ -18,7 +18,7 @@ from pyps_client.replica.group import Group, agreed
 from pyps_client.torch.layout import Layout, blocks_of
 from pyps_wire.blocks import check_block
 from pyps_wire.common_pb2 import OptimizerSettings
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model
 
 
@@ -98,8 +98,8 @@ class ModelCut:
 def claims_of(groups: Sequence[Sequence[tuple[str, torch.Tensor]]], replica: Group) -> Claimed:
     """Reads what this process holds of the parameters, by name, in each of the optimizer's groups.
 
-    All processes of a replica call it, and what one of them must refuse all refuse. Raises BadRequest for placements
-    that no server can hold, and for names that no process has.
+    All processes of a replica call it, and what one of them must refuse all refuse. Raises InvalidArgument for
+    placements that no server can hold, and for names that no process has.
     """
     candidates = agreed(replica, lambda: _candidates(groups, replica))
     of_processes = [set(of_process) for of_process in replica.all_gather([claim.key for claim in candidates])]
@@ -158,15 +158,19 @@ def _of_dtensor(name: str, parameter: Any, param_group: int, replica: Group) -> 
     mesh, placements = parameter.device_mesh, parameter.placements
     foreign = next((placement for placement in placements if type(placement) not in (Shard, Replicate)), None)
     if foreign is not None:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Parameter {name!r} has placements {tuple(placements)}; servers hold what is cut into one block a process "
             f"(Shard) or the same everywhere (Replicate), not {foreign}."
         )
     if name in replica.blocks or name in replica.replicated:
-        raise BadRequest(f"Parameter {name!r} is a DTensor, which says itself how it is cut: leave it out of Replica.")
+        raise InvalidArgument(
+            f"Parameter {name!r} is a DTensor, which says itself how it is cut: leave it out of Replica."
+        )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise BadRequest(f"Parameter {name!r} lies on a mesh that process {replica.index} of the replica is not in.")
+        raise InvalidArgument(
+            f"Parameter {name!r} lies on a mesh that process {replica.index} of the replica is not in."
+        )
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     of_copies = tuple(
         slice(None) if isinstance(placement, Replicate) else at
@@ -180,7 +184,7 @@ def _positions(name: str, ranks: torch.Tensor, replica: Group) -> frozenset[int]
     """The replica's numbers of processes that torch's world numbers otherwise."""
     outside = sorted(set(ranks.flatten().tolist()).difference(replica.ranks))
     if outside:
-        raise BadRequest(
+        raise InvalidArgument(
             f"The mesh of parameter {name!r} reaches process {outside[0]} of torch.distributed, which is none of the "
             f"replica's: make the mesh and the Replica of the same processes."
         )
@@ -191,7 +195,7 @@ def _check_names(replica: Group, own: set[str], of_processes: Sequence[set[Key]]
     present = {name for of_process in of_processes for name, _, _ in of_process}
     absent = sorted(set(replica.blocks).difference(own)) or sorted(replica.replicated.difference(present))
     if absent:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Replica speaks of {absent[0]!r}, but no parameter of the optimizer has this name: give names as "
             f"model.named_parameters() does, without what torch.compile adds."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from pyps_wire.errors import BadRequest, PypsError, ReplicaLost, from_status
+from pyps_wire.errors import InvalidArgument, PypsError, ReplicaLost, from_status
 from pyps_wire.partition import Partition
 
 T = TypeVar("T")
@@ -102,10 +102,10 @@ def agreed(peers: Group, action: Callable[[], T]) -> T:
 def own_partition(whole: Partition, parts: Sequence[int], peers: Group | None) -> Partition:
     """The partition of a process that holds those parts; of all, the whole itself.
 
-    Raises BadRequest where one of several processes names none.
+    Raises InvalidArgument where one of several processes names none.
     """
     if peers is not None and peers.count > 1 and not parts:
-        raise BadRequest(
+        raise InvalidArgument(
             f"process {peers.index} of replica {peers.name!r} holds no part of the model: give each of its "
             f"{peers.count} processes one of its own"
         )

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyps_client import leave
 from pyps_client.replica.arrangement import Copy
 from pyps_client.replica.group import Group
-from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
+from pyps_wire.errors import InvalidArgument, PypsError, ReplicaLost
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Block:
     def __post_init__(self) -> None:
         for name, numbers in (("offset", self.offset), ("whole_shape", self.whole_shape)):
             if not isinstance(numbers, Sequence) or not all(type(number) is int for number in numbers):
-                raise BadRequest(f"{name} of a Block is {numbers!r}; expected whole numbers, one a dimension.")
+                raise InvalidArgument(f"{name} of a Block is {numbers!r}; expected whole numbers, one a dimension.")
 
 
 class Replica(Group):
@@ -83,13 +83,15 @@ class Replica(Group):
         processes hold alike, with the same gradients; a plain parameter is else this process's own, but where
         parallelize_module cut the modules around it and left it alone, that of all processes of the mesh.
 
-        Raises BadRequest before torch.distributed.init_process_group(), and in a process that is not in the group.
+        Raises InvalidArgument before torch.distributed.init_process_group(), and in a process that is not in the group.
         """
         if isinstance(replicated, str):
-            raise BadRequest(f"replicated is {replicated!r}; give a list of names, as in replicated=[{replicated!r}].")
+            raise InvalidArgument(
+                f"replicated is {replicated!r}; give a list of names, as in replicated=[{replicated!r}]."
+            )
         for name, block in (blocks or {}).items():
             if not isinstance(block, Block):
-                raise BadRequest(f"blocks[{name!r}] is {block!r}; expected Block(offset=..., whole_shape=...).")
+                raise InvalidArgument(f"blocks[{name!r}] is {block!r}; expected Block(offset=..., whole_shape=...).")
         ranks = _ranks_of(group)
         # Its worker's once an optimizer is made with it, for messages.
         self.name = UNNAMED
@@ -171,7 +173,7 @@ class Replica(Group):
             yield
         except (RuntimeError, ValueError) as error:
             if not dist.is_initialized() and not _tells_of_loss(error):
-                raise BadRequest(
+                raise InvalidArgument(
                     "The process group was destroyed while its replica was in use: close the optimizer before "
                     "torch.distributed.destroy_process_group()."
                 ) from error
@@ -203,7 +205,7 @@ def _tells_of_loss(error: BaseException) -> bool:
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
     if not dist.is_available() or not dist.is_initialized():
-        raise BadRequest(
+        raise InvalidArgument(
             "A Replica needs torch.distributed: call torch.distributed.init_process_group() before it. `pyps run "
             "--parts` and torchrun set what that reads from the environment."
         )
@@ -215,7 +217,7 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
         # What torch gives to those that are not in a group.
         ranks = []
     if dist.get_rank() not in ranks:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Process {dist.get_rank()} of torch.distributed is none of the replica's, which are {ranks}: give each "
             f"process the group that it belongs to."
         )

@@ -20,7 +20,7 @@ from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, several
 from pyps_client.transport.threads import Future, Threads
 from pyps_wire.common_pb2 import Receipt
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Partition
 
 # So many numbers of each gradient, or a few more, are looked at to see whether it was changed.
@@ -79,7 +79,7 @@ class Backward:
     def seal(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Lets all that is left of the push go, and waits for its end; False where numbers were not finite.
 
-        BadRequest where a gradient that had left is another by now; nothing more leaves then.
+        InvalidArgument where a gradient that had left is another by now; nothing more leaves then.
         """
         departures = self._departures
         assert departures is not None
@@ -98,7 +98,7 @@ class Backward:
                     self._take(index, gradient)
         if changed:
             names = [self._layout.model.tensors[index].name for index in changed]
-            raise BadRequest(
+            raise InvalidArgument(
                 f"Gradients ({several(names)}) were changed between backward() and step(), as clip_grad_norm_, "
                 "GradScaler.unscale_ or zero_grad do, but overlap='backward' had begun to send them: this step was not "
                 "taken whole. Change gradients no more, or use overlap='step' or 'off'."
@@ -161,7 +161,7 @@ class Backward:
             if self._departures is None or gradient is None or gradient.layout != torch.strided:
                 return
             if index in self._taken:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"A second gradient of {self._layout.model.tensors[index].name!r} was computed before step(), but "
                     "overlap='backward' had begun to send the first: call backward() once a step (on the sum of the "
                     "losses), and step() after each; zero_grad() of this optimizer goes before one that follows a pass "

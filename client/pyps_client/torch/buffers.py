@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pyps_client.torch.layout import Layout, shareable_buffers
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 MODES = ("local", "average", "first")
 
@@ -57,7 +57,7 @@ class SharedBuffers:
             return [None] * len(self._buffers)
         for name, buffer in zip(self._names, self._buffers, strict=True):
             if self._module.get_buffer(name) is not buffer:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"The buffer {name!r} was replaced by another tensor, so that it cannot be shared: change it "
                     f"in place (copy_), or pass buffers='local'."
                 )

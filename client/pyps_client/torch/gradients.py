@@ -23,7 +23,7 @@ from pyps_client.vectors import FiniteGuard
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import REASON_NOT_FINITE, Receipt
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model
 
 # So much of freed gradients is worth to be given back to the system.
@@ -290,7 +290,7 @@ class Finite:
         """
         for index, gradient in enumerate(gradients):
             if gradient is not None and gradient.layout != torch.strided:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"The gradient of {self._model.tensors[index].name!r} has layout {gradient.layout}; servers take "
                     "dense gradients only: make the layer with sparse=False."
                 )

@@ -26,7 +26,7 @@ from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, OptimizerSettings
-from pyps_wire.errors import BadRequest, ModelMismatch
+from pyps_wire.errors import InvalidArgument, ModelMismatch
 from pyps_wire.partition import Model
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class Settings:
     def __post_init__(self) -> None:
         check_types(self)
         if self.buffers not in MODES:
-            raise BadRequest(f"buffers is {self.buffers!r}; expected one of {', '.join(MODES)}.")
+            raise InvalidArgument(f"buffers is {self.buffers!r}; expected one of {', '.join(MODES)}.")
         rate = self.local_learning_rate
         if rate is not None and not 0 <= rate < math.inf:
-            raise BadRequest(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
+            raise InvalidArgument(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,21 @@ class Joining:
             local_rate_known=local_rate is not None or not translation.stateful,
         )
         if settings.read_my_writes and (local_rate == 0 or (local_rate is None and translation.stateful)):
-            raise BadRequest(
+            raise InvalidArgument(
                 "read_my_writes repeats the worker's own steps on pulled parameters, but there are no local steps: "
                 "pass local_learning_rate, the size of a plain SGD step."
             )
         if replica is not ALONE:
             for name, possible in (("buffers", "local"), ("read_my_writes", False)):
                 if (value := getattr(settings, name)) != possible:
-                    raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+                    raise InvalidArgument(
+                        f"{name} is {value!r}; in a replica of several processes it must be {possible!r}."
+                    )
         if settings.overlap == "backward" and (replica is not ALONE or settings.buffers != "local"):
             what = "a replica's processes take" if replica is not ALONE else f"buffers={settings.buffers!r} takes"
-            raise BadRequest(f"overlap is 'backward', but {what} a push as a whole: use overlap='step' or 'off'.")
+            raise InvalidArgument(f"overlap is 'backward', but {what} a push as a whole: use overlap='step' or 'off'.")
         if replica is ALONE and launch.parts > 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
                 "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
             )
@@ -173,7 +175,7 @@ class Joining:
             common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
             steps: Steps = ReplicaSteps(session, joined.layout, **common)
         elif cut is not None and self.pace.overlap == "backward":
-            raise BadRequest(
+            raise InvalidArgument(
                 "overlap is 'backward', but this run's model is cut in parts: use overlap='step' or 'off'."
             )
         else:
@@ -272,7 +274,7 @@ class Joining:
         for process, of_process in enumerate(others, 1):
             for name, value in first.items():
                 if of_process.get(name) != value:
-                    raise BadRequest(
+                    raise InvalidArgument(
                         f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process "
                         f"{process}: give all processes of a replica the same."
                     )
@@ -281,7 +283,9 @@ class Joining:
 def check_examples(count: object) -> None:
     """Refuse what is no number of examples; None is allowed."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
-        raise BadRequest(f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more.")
+        raise InvalidArgument(
+            f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more."
+        )
 
 
 class OwnModel:
@@ -319,7 +323,7 @@ class OwnModel:
         lost = [name for key, name in known.items() if key in self._trained - now]
         # A part that was taken off, and nothing put in its place, is the user's own affair.
         if lost and now - known.keys():
-            raise BadRequest(
+            raise InvalidArgument(
                 f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
                 "RemoteOptimizer was made, by load_state_dict(..., assign=True) or a new layer, and no step would "
                 "train them. Change the model, and load it so, before the torch optimizer is made."
@@ -339,14 +343,14 @@ def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
     Refuses what averages gradients among workers that would each push the average, and what cuts parameters unseen.
     """
     if not isinstance(model, torch.nn.Module):
-        raise BadRequest(
+        raise InvalidArgument(
             f"The model is a {type(model).__name__}; expected a torch.nn.Module: RemoteOptimizer(model, optimizer)."
         )
     is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     inner: Any = model.module if is_wrapped else model
     for part in (*model.modules(), *_averagers_of(inner)):
         if type(part).__name__ == "FullyShardedDataParallel":
-            raise BadRequest(
+            raise InvalidArgument(
                 "The model is a FullyShardedDataParallel, whose parameters are nameless pieces: cut it with "
                 "fully_shard or parallelize_module, and give RemoteOptimizer replica=Replica()."
             )
@@ -354,7 +358,7 @@ def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
             continue
         ranks = torch.distributed.get_process_group_ranks(part.process_group)
         if not set(ranks) <= set(replica.ranks):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"The model is a DistributedDataParallel, whose {len(ranks)} processes average their gradients: each "
                 "would push the average, and a step count that often. Leave DistributedDataParallel out, so that each "
                 "process is a worker, or give RemoteOptimizer replica=Replica() with all of them: one worker together."

@@ -11,7 +11,7 @@ import torch
 
 from pyps_client.log import logger
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 
 
@@ -89,7 +89,7 @@ def plan(
     groups = named_groups(module, param_groups)
     cut = next((name for group in groups for name, parameter in group if hasattr(parameter, "placements")), None)
     if cut is not None:
-        raise BadRequest(
+        raise InvalidArgument(
             f"Parameter {cut!r} is a DTensor, of which this process holds a part only: give RemoteOptimizer "
             f"replica=Replica()."
         )
@@ -128,7 +128,7 @@ def named_groups(
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     empty = next((index for index, group in enumerate(param_groups) if not group["params"]), None)
     if empty is not None:
-        raise BadRequest(f"Parameter group {empty} is empty: leave it out.")
+        raise InvalidArgument(f"Parameter group {empty} is empty: leave it out.")
     return [
         [
             (_checked_name(parameter, names, group=group_index, index=index), parameter)
@@ -232,16 +232,18 @@ def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index
     """The parameter's name in the model; parameters that servers cannot hold are refused."""
     where = f"Parameter {index} of group {group}"
     if torch.nn.parameter.is_lazy(parameter):
-        raise BadRequest(f"{where} has no shape yet: run one batch through the model before RemoteOptimizer is made.")
+        raise InvalidArgument(
+            f"{where} has no shape yet: run one batch through the model before RemoteOptimizer is made."
+        )
     if id(parameter) not in names:
-        raise BadRequest(
+        raise InvalidArgument(
             f"{where} (shape {tuple(parameter.shape)}) is not a parameter of the model: give RemoteOptimizer "
             f"the model whose parameters the optimizer was made with, after it was moved or wrapped."
         )
     name = names[id(parameter)]
     problem = _problem(parameter)
     if problem:
-        raise BadRequest(f"{where}, {name!r} of shape {tuple(parameter.shape)}, {problem}.")
+        raise InvalidArgument(f"{where}, {name!r} of shape {tuple(parameter.shape)}, {problem}.")
     return name
 
 
@@ -274,7 +276,7 @@ def _refuse_overlaps(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
     )
     for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans):
         if device == next_device and begin < end:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"The parameters {name!r} and {next_name!r} are different Parameter objects that share "
                 f"memory: they would be trained as two and overwrite each other. Tie them as one Parameter "
                 f"(model.a.weight = model.b.weight)."

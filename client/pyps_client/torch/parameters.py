@@ -26,7 +26,7 @@ from pyps_client.torch.memory import (
     tensor_over,
 )
 from pyps_wire import blocks
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import ShardRange, Tensor
 
 # How often torch has seen a tensor written.
@@ -336,7 +336,7 @@ class Written:
             pulled = zip(self._names, self._tensors, map(self._pulled, self._watched), strict=True)
             names = names or [name for name, tensor, values in pulled if not torch.equal(tensor, values.to(tensor))]
             if names:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"Parameters ({several(names)}) were written after RemoteOptimizer was made, and would be "
                     "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which "
                     "gives a new run the first worker's parameters. A run that has begun keeps its own (pyps serve "

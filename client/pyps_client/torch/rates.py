@@ -12,7 +12,7 @@ from pyps_client.log import logger
 from pyps_client.push import GroupRate
 from pyps_client.torch.rules import TorchName, Translation, refuse_changes, text_of
 from pyps_wire.common_pb2 import OptimizerSettings
-from pyps_wire.errors import BadRequest, SettingsChanged
+from pyps_wire.errors import InvalidArgument, SettingsChanged
 
 # Group -> the learning rate and momentum that the push which begins now must carry.
 RateChanges = Callable[[], Mapping[int, GroupRate]]
@@ -156,13 +156,17 @@ class Rates:
             )
         except (TypeError, ValueError):
             said = ", ".join(repr(group["lr"]) for group in self._param_groups)
-            raise BadRequest(f"lr is {said} in the parameter groups; expected finite numbers, 0 or more.") from None
+            raise InvalidArgument(
+                f"lr is {said} in the parameter groups; expected finite numbers, 0 or more."
+            ) from None
         if now != self._told:
             for index, (rate, momentum) in enumerate(now):
                 if not 0 <= rate < math.inf:
-                    raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
+                    raise InvalidArgument(
+                        f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more."
+                    )
                 if momentum is not None and not 0 <= momentum < 1:
-                    raise BadRequest(
+                    raise InvalidArgument(
                         f"{text_of(self._torch_momentum)} of parameter group {index} is {momentum!r}; expected a "
                         "number of at least 0 and less than 1."
                     )

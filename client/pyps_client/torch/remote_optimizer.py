@@ -25,7 +25,7 @@ from pyps_client.torch.steps import Steps
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import Receipt
-from pyps_wire.errors import BadRequest, SettingsChanged
+from pyps_wire.errors import InvalidArgument, SettingsChanged
 
 if TYPE_CHECKING:
     from pyps_client.replica.processes import Replica
@@ -115,7 +115,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         leave.install_where_asked()
         if replica is not None and not isinstance(replica, Group):
-            raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
+            raise InvalidArgument(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
         peers = replica or ALONE
 
         def checked() -> Joining:
@@ -171,7 +171,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             return
         self._guard.check()
         if self._ending.begun.locked():
-            raise BadRequest(_CLOSED)
+            raise InvalidArgument(_CLOSED)
         joining, optimizer = self._joining, self._wrapped
         _require_first(joining.launch, optimizer)
         self._own_model.check(True)
@@ -381,7 +381,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuses copies, by copy, deepcopy or pickle."""
-        raise BadRequest(
+        raise InvalidArgument(
             "A RemoteOptimizer is a connection to its servers, of which no copy can be made or saved: make another one "
             "(with worker_id= of its own), save optimizer.state_dict(), or copy the model alone."
         )
@@ -432,7 +432,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._guard.generation != fork.generation:
             self._guard.check()
         if self._ending.begun.locked():
-            raise BadRequest(_CLOSED)
+            raise InvalidArgument(_CLOSED)
         joins = not self._is_joined
         if joins:
             self.join()
@@ -454,7 +454,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         # Ctrl-C comes right behind it.
         thread = threading.get_ident()
         if self._stepping and self._stepping != thread:
-            raise BadRequest(ONE_THREAD)
+            raise InvalidArgument(ONE_THREAD)
         self._stepping = thread
         try:
             steps = self._steps
@@ -549,12 +549,12 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
     worker = (launch.servers, launch.worker_id)
     others = {other: of_other for other, of_other in _made.items() if not other._ending.begun.locked()}
     if any(other._wrapped is optimizer for other in others):
-        raise BadRequest(
+        raise InvalidArgument(
             f"Another RemoteOptimizer was made of this {type(optimizer).__name__} and is open: close() it before, or "
             "give each its own parameters."
         )
     if launch.servers != (LOCAL,) and worker in others.values():
-        raise BadRequest(
+        raise InvalidArgument(
             f"This program has an open RemoteOptimizer on {', '.join(launch.servers)} already, as worker "
             f"{launch.worker_id!r}. To make it again, as where a notebook's cell is run twice, close() the first. "
             "To train two models, start servers for each; to train one model with two optimizers, give one torch "
@@ -571,7 +571,7 @@ def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object)
     if guard.in_child or not any(group["lr"] for group in optimizer.param_groups):
         # A copy of the model that nobody shares; or a step that changes nothing, as torch's checkpoints take one.
         return
-    raise BadRequest(
+    raise InvalidArgument(
         f"This {type(optimizer).__name__} would train this worker's copy of the model alone: a RemoteOptimizer was "
         "made of it, so call step() of that one."
     )

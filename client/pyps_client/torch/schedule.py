@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pyps_client.log import logger
 from pyps_client.run_state import Terms, View
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,17 @@ class Pace:
         for name in ("push_every", "pull_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise BadRequest(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
+                raise InvalidArgument(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
         if self.overlap not in ("off", "step", "backward"):
-            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off', 'step' or 'backward'.")
+            raise InvalidArgument(f"overlap is {self.overlap!r}; expected 'off', 'step' or 'backward'.")
         for name in ("push_every", "pull_every"):
             if self.overlap == "backward" and getattr(self, name) not in (None, 1):
-                raise BadRequest(
+                raise InvalidArgument(
                     f"overlap is 'backward', by which each backward pass is a push and a pull, but {name} is "
                     f"{getattr(self, name)}: leave it out, or use overlap='step'."
                 )
         if self.compat not in (None, "paper"):
-            raise BadRequest(f"compat is {self.compat!r}; expected None or 'paper'.")
+            raise InvalidArgument(f"compat is {self.compat!r}; expected None or 'paper'.")
 
 
 class Due(NamedTuple):

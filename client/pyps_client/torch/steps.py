@@ -41,7 +41,7 @@ from pyps_client.torch.schedule import Due, Pace, Schedule
 from pyps_client.transport.threads import Future
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
-from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, RunFinished, ServerUnavailable
 from pyps_wire.work_pb2 import LeaseReply
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
@@ -494,7 +494,7 @@ class Steps:
     def _leaving_early(self) -> Backward | None:
         """What begins each push in the backward pass; None where nothing could leave by itself."""
         if self.session.clips:
-            raise BadRequest(
+            raise InvalidArgument(
                 "overlap is 'backward', but the servers clip each push by its norm (--clip-norm), which nobody knows "
                 "before all of it is computed: use overlap='step' or 'off'."
             )
@@ -530,13 +530,13 @@ class Steps:
     def _end_backward(self, backward: Backward, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
         """Lets the rest of the push leave that the backward pass began, and waits for its end."""
         if example_count != (self.examples_in_batch or 0):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"step(examples={example_count}) comes too late: with overlap='backward' gradients have begun to "
                 f"leave, as those of {self.examples_in_batch or 0} examples. Set optimizer.examples_in_batch before "
                 "backward(), or use pyps_client.data.count_examples."
             )
         if self._rate_changes():
-            raise BadRequest(
+            raise InvalidArgument(
                 "The learning rate or the momentum was changed between backward() and step(), but with "
                 "overlap='backward' gradients have begun to leave at the old one: change it before backward()."
             )

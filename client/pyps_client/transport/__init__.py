@@ -17,7 +17,7 @@ from pyps_client.credentials import Credentials
 from pyps_client.log import logger
 from pyps_client.retry import LocalLost
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 
@@ -249,14 +249,14 @@ TRANSPORTS = tuple(_CLASSES)
 def check_transport(name: str) -> None:
     """Refuses a name that is none, or of what this system has not got."""
     if name not in TRANSPORTS:
-        raise BadRequest(f"transport is {name!r}; expected one of {', '.join(TRANSPORTS)}.")
+        raise InvalidArgument(f"transport is {name!r}; expected one of {', '.join(TRANSPORTS)}.")
     if name == "tcp" and not _has_lanes():
-        raise BadRequest(
+        raise InvalidArgument(
             "transport is 'tcp', but this system's sockets cannot send from two places at once, as lanes do; set "
             "transport (PYPS_TRANSPORT) to 'auto' or 'grpc'."
         )
     if name == "shm" and not _has_shared_memory():
-        raise BadRequest(
+        raise InvalidArgument(
             "transport is 'shm', but workers share memory with servers on Linux only; set transport (PYPS_TRANSPORT) "
             "to 'auto' or 'grpc'."
         )

@@ -19,7 +19,7 @@ from pyps_client.transport.threads import Threads
 from pyps_client.version import SOFTWARE
 from pyps_wire.common_pb2 import ROLE_OBSERVER, RUN_STATE_DRAINING
 from pyps_wire.contract import PROTOCOL_VERSION
-from pyps_wire.errors import BadRequest, NotInitialized, PypsError, RunFinished, ServerUnavailable, UnknownWorker
+from pyps_wire.errors import InvalidArgument, NotInitialized, PypsError, RunFinished, ServerUnavailable, UnknownWorker
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 from pyps_wire.partition import Partition
 
@@ -77,7 +77,7 @@ class Connection:
     def channel(self) -> Channel:
         """The channel in use, made on first use. Raises ForkedClient in a forked child.
 
-        BadRequest for files of no use at first, later LinkLost: they may be renewed at this moment. LinkLost, too,
+        InvalidArgument for files of no use at first, later LinkLost: they may be renewed at this moment. LinkLost, too,
         while the server cannot be found: each channel looks it up anew.
         """
         self._guard.check()
@@ -91,7 +91,7 @@ class Connection:
                 launch = self._launch
                 try:
                     self._channel = launch.way.channel(self.address, launch.credentials, use_proxy=launch.use_proxy)
-                except (BadRequest, OSError) as error:
+                except (InvalidArgument, OSError) as error:
                     if not self._transport:
                         raise
                     raise LinkLost(str(error)) from None
@@ -103,7 +103,7 @@ class Connection:
     def _find(self) -> None:
         try:
             address = address_of(self.place, index_at=self._index_at)
-        except (BadRequest, ServerUnavailable) as error:
+        except (InvalidArgument, ServerUnavailable) as error:
             raise LinkLost(str(error)) from None
         if self._transport and address != self.address:
             logger.info("%s is at %s now", self.name, address)

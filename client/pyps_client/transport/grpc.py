@@ -24,7 +24,7 @@ from pyps_client.transport.threads import END_SECONDS, Future, Threads
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
 from pyps_wire.errors import (
     METADATA_KEY,
-    BadRequest,
+    InvalidArgument,
     LimitExceeded,
     NotAuthenticated,
     ProtocolMismatch,
@@ -176,14 +176,14 @@ class GrpcChannel(Channel):
             return LinkLost("the token has changed")
         if isinstance(verdict, LinkLost):
             # The files could be used when the channel was made: where they cannot now, they are being renewed.
-            with contextlib.suppress(BadRequest, OSError):
+            with contextlib.suppress(InvalidArgument, OSError):
                 if refusal := self.credentials.refusal(self.address, error.details() or ""):
                     return LinkLost(refusal) if self.was_heard else NotAuthenticated(refusal)
         return verdict
 
 
 def open_channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> grpc.Channel:
-    """A channel of gRPC's: by TLS where there is a CA to know the server by. BadRequest for files of no use."""
+    """A channel of gRPC's: by TLS where there is a CA to know the server by. InvalidArgument for files of no use."""
     if not credentials.tls_ca:
         if credentials.token:
             _warn_of_token(address)

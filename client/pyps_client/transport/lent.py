@@ -21,7 +21,7 @@ from pyps_client.vectors import Vectors, dtype_of
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import GRADIENT_BUFFERS_MAX
-from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.errors import InvalidArgument, PypsError
 from pyps_wire.local_pb2 import LocalRequest, LocalVectors
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 from pyps_wire.partition import Model, Partition
@@ -141,9 +141,11 @@ class Sharing:
     def lend(self, layout: Layout) -> Lending:
         """Lends vectors, in memory that is shared with every server that offers it; once a session."""
         if self._lending is not None:
-            raise BadRequest("This session has lent its vectors already: keep what lend() returned, or make another.")
+            raise InvalidArgument(
+                "This session has lent its vectors already: keep what lend() returned, or make another."
+            )
         if not 1 <= layout.gradient_buffers <= GRADIENT_BUFFERS_MAX:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"gradient_buffers is {layout.gradient_buffers}; expected 1 to {GRADIENT_BUFFERS_MAX} of them."
             )
         lending = self._shared(layout)
@@ -196,7 +198,7 @@ class Sharing:
                 for codec in layout.codecs:
                     codec.require_divisible()
                 return Lending(layout, self._launch.way.memory(layout.num_bytes))
-            except BadRequest as refused:
+            except InvalidArgument as refused:
                 reason = str(refused)
             except OSError as error:
                 reason = f"{layout.num_bytes} bytes of memory to share cannot be had ({error})"

@@ -24,7 +24,7 @@ from pyps_client.transport.connection import CALL_SECONDS
 from pyps_wire import inspector_pb2 as inspector
 from pyps_wire import vector_machine_pb2 as machine_pb
 from pyps_wire import work_pb2 as work_pb
-from pyps_wire.errors import BadRequest, PypsError, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, PypsError, WaitTimedOut
 from pyps_wire.work_pb2 import WorkProgress
 
 # A slow machine's time for an instruction: a call waits for so long, and is repeated then.
@@ -102,7 +102,7 @@ class Coordinator:
             wait.pause("none has named a data set yet", WaitTimedOut)
         wait.end()
         if not work.data.coordinated:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the workers share out the data set {work.data.name!r} among themselves, pass after pass, and no "
                 "coordinator can begin theirs: let their script call pyps_client.sandblaster"
             )

@@ -20,7 +20,7 @@ from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, ModelMismatch, PypsError, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, ModelMismatch, PypsError, ServerUnavailable, WaitTimedOut
 from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
 
@@ -94,7 +94,7 @@ class Link:
         Raises:
             WaitTimedOut: No worker brings parameters.
             ModelMismatch: Not all servers were named.
-            BadRequest: The servers run another protocol.
+            InvalidArgument: The servers run another protocol.
         """
         replies = self._handshake.join(self._servers.connections, None, self._closing)
         first = replies[0]
@@ -242,7 +242,7 @@ class Link:
 
 def _require_protocol(name: str, reply: HelloReply) -> None:
     if reply.protocol != PROTOCOL:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the protocol of {name} is {reply.protocol!r}, and a coordinator needs {PROTOCOL!r}: start the servers "
             f"with --protocol {PROTOCOL}, or use `pyps sandblaster`"
         )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from pyps.lbfgs.optimizer import LINE_SEARCHES, LbfgsSettings
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 COPIES_MAX = 64
 PORTIONS_MAX = 1_000_000
@@ -24,7 +24,7 @@ _LBFGS = LbfgsSettings()
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinationSettings:
-    """The flags of a coordinator. Raises BadRequest for a value out of range."""
+    """The flags of a coordinator. Raises InvalidArgument for a value out of range."""
 
     iterations: Annotated[int, typer.Option(help="Iterations at most, including those before a restart.", min=1)] = (
         _LBFGS.iterations_max
@@ -56,7 +56,7 @@ class CoordinationSettings:
 
     def __post_init__(self) -> None:
         if self.line_search not in LINE_SEARCHES:
-            raise BadRequest(f"--line-search is {self.line_search!r}; expected {' or '.join(LINE_SEARCHES)}")
+            raise InvalidArgument(f"--line-search is {self.line_search!r}; expected {' or '.join(LINE_SEARCHES)}")
         _ = self.lbfgs, self.portions_per_stage
 
     @property
@@ -84,7 +84,9 @@ class CoordinationSettings:
             return GROUP_DEFAULT
         if name == "group" and key == "k" and number.isdecimal() and int(number) > 0:
             return int(number)
-        raise BadRequest(f"--fold is {self.fold!r}; expected portion, or group:k=4 with any whole number k above 0")
+        raise InvalidArgument(
+            f"--fold is {self.fold!r}; expected portion, or group:k=4 with any whole number k above 0"
+        )
 
     def num_stages(self, num_portions: int, *, num_workers: int) -> int:
         """Return the most staged sums at once: with groups each worker's last one may be of fewer portions."""

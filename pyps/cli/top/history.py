@@ -17,7 +17,7 @@ from pyps_client.places import address_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
 from pyps_wire.contract import CONTROL_PORT
-from pyps_wire.errors import BadRequest, NotAllowed, NotAuthenticated, PypsError
+from pyps_wire.errors import InvalidArgument, NotAllowed, NotAuthenticated, PypsError
 
 # A round of calls costs a server about 3 ms of a core, 7 ms with 256 workers: this pace keeps it below 1 %.
 INTERVAL_SECONDS = 1.0
@@ -109,7 +109,7 @@ def _refusal_of(control: Control) -> str:
         control.call("Configure", pb.ConfigureRequest(), timeout_seconds=CALL_SECONDS)
     except (NotAllowed, NotAuthenticated) as error:
         return str(error)
-    except BadRequest:
+    except InvalidArgument:
         return ""
     return ""
 

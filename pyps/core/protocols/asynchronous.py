@@ -10,7 +10,7 @@ from pyps.core.gradient import PayloadKind
 from pyps.core.protocols.base import Acknowledge, Aggregation, Apply, Arrival, Decision, Part
 from pyps.core.replicas import parts_in_words
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 _ACKNOWLEDGE = Acknowledge()
 
@@ -48,9 +48,9 @@ class Asgd(Async):
 
     def __post_init__(self) -> None:
         if self.mutex not in MUTEXES:
-            raise BadRequest(f"asgd's mutex is {self.mutex!r}; expected one of {', '.join(MUTEXES)}")
+            raise InvalidArgument(f"asgd's mutex is {self.mutex!r}; expected one of {', '.join(MUTEXES)}")
         if not 0 <= self.accumulate <= spec.COUNT_MAX:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"asgd's accumulate is {self.accumulate}; expected the minibatches summed in a push,"
                 f" at most {spec.COUNT_MAX}, or 0 to leave it to the workers"
             )
@@ -61,14 +61,14 @@ class Asgd(Async):
 
     def check_servers(self, num_servers: int) -> None:
         if self.whole_model and num_servers > 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{self.text} holds one mutex over the whole model, which needs one server, and the run has "
                 f"{num_servers}: start one server, or take asgd:mutex=shard"
             )
 
     def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
         if self.whole_model and parts:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"{self.text} holds one mutex over the whole model, and worker {worker_id!r} holds only "
                 f"{parts_in_words(parts)} of it: take asgd:mutex=shard, or workers that hold the whole model"
             )

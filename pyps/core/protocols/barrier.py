@@ -25,7 +25,7 @@ from pyps.core.protocols.base import (
 )
 from pyps.core.receipt import WAITING_FOR_MAX, Reason
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 class Barrier(Aggregation):
@@ -111,7 +111,9 @@ class Hardsync(Barrier):
 
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
-            raise BadRequest(f"hardsync's weighting is {self.weighting!r}; expected one of {', '.join(WEIGHTINGS)}")
+            raise InvalidArgument(
+                f"hardsync's weighting is {self.weighting!r}; expected one of {', '.join(WEIGHTINGS)}"
+            )
 
     @property
     def weighs_examples(self) -> bool:
@@ -154,7 +156,9 @@ class Backup(Barrier):
 
     def __post_init__(self) -> None:
         if self.b < 0:
-            raise BadRequest(f"backup's b is {self.b}; expected the workers that no update waits for, as in backup:b=2")
+            raise InvalidArgument(
+                f"backup's b is {self.b}; expected the workers that no update waits for, as in backup:b=2"
+            )
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
         return num_gathered >= max(1, roster.num_workers - self.b)
@@ -171,7 +175,7 @@ class Backup(Barrier):
 
     def check(self, num_workers: int) -> None:
         if 0 < num_workers <= self.b:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"backup:b={self.b} leaves nobody of {num_workers} workers to wait for; expected b below {num_workers}"
             )
 

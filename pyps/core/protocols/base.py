@@ -62,19 +62,19 @@ class Aggregation(ABC):
         return None
 
     def check(self, num_workers: int) -> None:  # noqa: B027 - most protocols work with any number
-        """Raise BadRequest where the protocol cannot work with so many workers; 0 for not known."""
+        """Raise InvalidArgument where the protocol cannot work with so many workers; 0 for not known."""
 
     def check_servers(self, num_servers: int) -> None:  # noqa: B027 - most protocols work with any number
-        """Raise BadRequest where the protocol cannot work with the model on so many servers."""
+        """Raise InvalidArgument where the protocol cannot work with the model on so many servers."""
 
     def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:  # noqa: B027
-        """Raise BadRequest where the protocol cannot work with that worker.
+        """Raise InvalidArgument where the protocol cannot work with that worker.
 
         `parts` are those of the model that it holds, () for all; `replica` is what it is a process of, if anything.
         """
 
     def check_change(self, before: Aggregation) -> None:  # noqa: B027
-        """Raise BadRequest where a run under `before` cannot go on under this protocol."""
+        """Raise InvalidArgument where a run under `before` cannot go on under this protocol."""
 
     def warnings(self, num_workers: int) -> tuple[str, ...]:
         """Return what people should know about the protocol with so many workers, in sentences."""

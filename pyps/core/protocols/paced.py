@@ -15,7 +15,7 @@ from pyps.core.protocols.asynchronous import Async
 from pyps.core.protocols.barrier import StrictBsp
 from pyps.core.protocols.base import Aggregation, Apply, Arrival, Decision, Pending
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Ssp(Aggregation):
 
     def __post_init__(self) -> None:
         if self.s < 0:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"ssp's s is {self.s}; expected the clocks that a worker may be ahead of the slowest, as in ssp:s=3"
             )
         if self.strict_bsp and self.s:
-            raise BadRequest(f"ssp's strict_bsp needs s=0, and s is {self.s}; set one or the other")
+            raise InvalidArgument(f"ssp's strict_bsp needs s=0, and s is {self.s}; set one or the other")
 
     def at(self, version: int) -> Aggregation:
         return _STRICT if self.strict_bsp else _EAGER
@@ -88,7 +88,7 @@ class Sandblaster(Aggregation):
     name: ClassVar[str] = "sandblaster"
 
     def decide(self, arrival: Arrival) -> Decision:
-        raise BadRequest(
+        raise InvalidArgument(
             f"worker {arrival.contribution.gradient.worker_id!r} pushed a gradient to a run under sandblaster, whose"
             " parameters its coordinator moves: let the script call pyps_client.sandblaster, or start the servers with"
             " another --protocol"
@@ -100,14 +100,14 @@ class Sandblaster(Aggregation):
 
     def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
         if replica or parts:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"worker {worker_id!r} is a process of a replica or holds a part of the model, and under {self.text} "
                 "workers of one process compute with the whole of it: start the servers with another --protocol"
             )
 
     def check_change(self, before: Aggregation) -> None:
         if not before.coordinated:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the run trains by {before.text}, and {self.text} would end each of its workers at its next push: a "
                 "coordinator moves the parameters then. Keep the run's protocol, or begin another run under "
                 f"{self.name}"

@@ -10,7 +10,7 @@ from pyps.core import spec
 from pyps.core.gradient import PayloadKind
 from pyps.core.protocols.base import Acknowledge, Aggregation, Apply, Arrival, Decision, Park, Pending, mean
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 _ACKNOWLEDGE = Acknowledge()
 _PARK = Park()
@@ -29,7 +29,7 @@ class Softsync(Aggregation):
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"softsync's n is {self.n}; expected at least 1, as in softsync:n=4: an update for every"
                 " floor(workers / n) gradients"
             )

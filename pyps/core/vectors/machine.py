@@ -29,7 +29,7 @@ from pyps.core.vectors.program import (
     validate,
 )
 from pyps.core.vectors.stages import StagePart, Stages
-from pyps_wire.errors import BadRequest, LimitExceeded, NotAllowed, RunFinished, Superseded
+from pyps_wire.errors import InvalidArgument, LimitExceeded, NotAllowed, RunFinished, Superseded
 
 # The upper bound of a plan's counts: no product of them overflows.
 _COUNT_MAX = 2**32 - 1
@@ -71,7 +71,7 @@ def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int, existi
     for name in ("history_pairs", "vectors", "stages", "num_portions"):
         value = getattr(plan, name)
         if not 0 <= value <= _COUNT_MAX:
-            raise BadRequest(f"the plan has {name} {value}; expected 0 to {_COUNT_MAX}")
+            raise InvalidArgument(f"the plan has {name} {value}; expected 0 to {_COUNT_MAX}")
     left = ""
     if existing_pairs > plan.history_pairs:
         left = f" (left by an earlier coordinator; {plan.history_pairs} are kept once an iteration is done)"
@@ -233,7 +233,7 @@ class VectorMachine:
             NotAllowed: The epoch is the current one, and the secret is not.
         """
         if self._logged:
-            raise BadRequest(
+            raise InvalidArgument(
                 "this server keeps an update log, which cannot hold instructions on vectors: start it without "
                 "--update-log"
             )
@@ -254,9 +254,9 @@ class VectorMachine:
             return Attachment(epoch, self.iteration, self.text, self.names, self._num_parameters, planned_bytes)
 
     def require_coordinator(self, coordinator_epoch: int, secret: Secret) -> None:
-        """Refuse an epoch that never attached (BadRequest), an earlier one (Superseded), and a wrong secret."""
+        """Refuse an epoch that never attached (InvalidArgument), an earlier one (Superseded), and a wrong secret."""
         if coordinator_epoch > self.coordinator_epoch:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the call is of coordinator life {coordinator_epoch}, and the last that attached here was life "
                 f"{self.coordinator_epoch}: attach first"
             )
@@ -278,7 +278,7 @@ class VectorMachine:
         A program that changes what a checkpoint keeps waits while one is copied.
 
         Raises:
-            BadRequest: An instruction cannot be executed; none was.
+            InvalidArgument: An instruction cannot be executed; none was.
             LimitExceeded: There is too little memory; no instruction was executed.
             Superseded: Another coordinator attached since.
         """
@@ -287,7 +287,7 @@ class VectorMachine:
             if program.op_seq == self._op_seq > 0:
                 return self._results
             if program.op_seq != self._op_seq + 1:
-                raise BadRequest(
+                raise InvalidArgument(
                     f"the program has op_seq {program.op_seq}, the last executed here had {self._op_seq}: expected "
                     f"{self._op_seq + 1}, or {self._op_seq} for a retry"
                 )
@@ -381,7 +381,7 @@ class VectorMachine:
 
     def _require_possible(self, program: Program) -> None:
         if program.commits_iteration > self.iteration + 1:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the program commits iteration {program.commits_iteration}, and this server is at iteration "
                 f"{self.iteration}: it has lost what was committed since, so restore all servers from checkpoints of "
                 "one iteration"

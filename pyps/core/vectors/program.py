@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 # The name of the shards' parameters: any operation may read them, only MOVE writes them.
 PARAMETERS = "parameters"
@@ -142,7 +142,7 @@ def validate(
         require_room: Called with bytes a parameter; raises where vectors of that size are too large.
 
     Raises:
-        BadRequest: An instruction, which is named, cannot be executed.
+        InvalidArgument: An instruction, which is named, cannot be executed.
     """
     _require_bounds(program)
     draft = _Draft(table, take_stages, require_room, durable=program.commits_iteration > 0)
@@ -224,8 +224,8 @@ class _Draft:
         self._require(not self._stages_gone, "follows a BEGIN_PASS of its own program, which deletes all stages")
         try:
             self._take_stages(stage_ids)
-        except BadRequest as error:
-            raise BadRequest(f"{self._where} {error}") from None
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self._where} {error}") from None
 
     def push_history(self, instruction: Instruction) -> None:
         left, right = instruction.left, instruction.right
@@ -254,7 +254,7 @@ class _Draft:
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise BadRequest(f"{self._where} {what}; nothing of the program was executed")
+            raise InvalidArgument(f"{self._where} {what}; nothing of the program was executed")
 
     def _require_exists(self, name: str) -> None:
         known = ", ".join(sorted(self._names)) or "none"
@@ -284,12 +284,12 @@ _CHECKS: Mapping[Operation, Callable[[_Draft, Instruction], None]] = {
 def _require_bounds(program: Program) -> None:
     """Refuse what cannot be a program, and a short message that requests very much, before anything is allocated."""
     if not program.instructions:
-        raise BadRequest("the program has no instruction; expected one at least")
+        raise InvalidArgument("the program has no instruction; expected one at least")
     num_bytes = len(program.state.encode())
     if num_bytes > STATE_BYTES_MAX:
-        raise BadRequest(f"the coordinator's state has {num_bytes} bytes; expected {STATE_BYTES_MAX} at most")
+        raise InvalidArgument(f"the coordinator's state has {num_bytes} bytes; expected {STATE_BYTES_MAX} at most")
     if program.state and not program.commits_iteration:
-        raise BadRequest("the program brings a state but commits no iteration; send the state with a commit")
+        raise InvalidArgument("the program brings a state but commits no iteration; send the state with a commit")
     lists = (i.names + i.others + i.stage_ids + i.scalars for i in program.instructions)
     bounds = (
         ("has", len(program.instructions), "instructions", INSTRUCTIONS_MAX),
@@ -298,7 +298,7 @@ def _require_bounds(program: Program) -> None:
     )
     for verb, number, what, most in bounds:
         if number > most:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the program {verb} {number} {what}; expected {most} at most: send it in parts, or keep a shorter "
                 "history (--history)"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pyps.core.arrays import Floats
 from pyps.core.gradient import decoded
 from pyps_wire.codecs import Codec
-from pyps_wire.errors import BadRequest, NoRoom, NotFinite, WrongSize
+from pyps_wire.errors import InvalidArgument, NoRoom, NotFinite, WrongSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Stages:
         """Add one shard of a stage, once; return True if the stage is complete here, or no longer needed.
 
         Raises:
-            BadRequest: The part is of another pass or shard.
+            InvalidArgument: The part is of another pass or shard.
             WrongSize, NotFinite: The payload cannot be used.
             NoRoom: There is no memory for another stage.
         """
@@ -90,7 +90,7 @@ class Stages:
             self._by_portion, self._by_id = {}, {}
 
     def complete(self, stage_ids: Iterable[int]) -> list[dict[int, Floats]]:
-        """Return these stages, the parts of each by shard; BadRequest unless all are complete here."""
+        """Return these stages, the parts of each by shard; InvalidArgument unless all are complete here."""
         with self._lock:
             return [self._complete(stage_id) for stage_id in stage_ids]
 
@@ -98,14 +98,14 @@ class Stages:
         length = self._lengths.get(part.shard_id)
         if length is None:
             known = ", ".join(map(str, sorted(self._lengths))) or "none"
-            raise BadRequest(f"stage {part.stage_id} has shard {part.shard_id}, this server holds {known}")
+            raise InvalidArgument(f"stage {part.stage_id} has shard {part.shard_id}, this server holds {known}")
         if part.num_shards != len(self._lengths):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"stage {part.stage_id} has num_shards {part.num_shards}, this server holds {len(self._lengths)} "
                 "shards: send each of them, zeros where a portion has no gradient"
             )
         if part.stage_id == 0:
-            raise BadRequest("a stage has stage_id 0; expected the lease of its first portion")
+            raise InvalidArgument("a stage has stage_id 0; expected the lease of its first portion")
         try:
             part.codec.require_count(part.payload, length)
         except WrongSize as error:
@@ -125,7 +125,7 @@ class Stages:
     def _answered(self, part: StagePart) -> bool | None:
         """Return the answer for a part that is here already or was replaced by a later stage; None for a new part."""
         if part.pass_ != self.pass_:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"stage {part.stage_id} is of pass {part.pass_}, and pass {self.pass_} is under way here: discard "
                 "it and request another portion"
             )
@@ -134,7 +134,7 @@ class Stages:
             latest = self._by_portion.get(part.portion_id)
             return True if latest is not None and latest.stage_id > part.stage_id else None
         if stage.portion_id != part.portion_id:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"stage {part.stage_id} is of portion {part.portion_id}, and was of portion {stage.portion_id} before: "
                 "a stage begins with one portion"
             )
@@ -171,7 +171,7 @@ class Stages:
         stage = self._by_id.get(stage_id)
         parts = stage.parts if stage is not None else {}
         if len(parts) < len(self._lengths):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"names the stage {stage_id}, of which {len(parts)} of {len(self._lengths)} shards are here in pass "
                 f"{self.pass_}; fold stages whose delivery was accepted"
             )

@@ -29,7 +29,7 @@ from pyps.service.tls import Tls
 from pyps_wire import lane, lane_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, NotAllowed
+from pyps_wire.errors import InvalidArgument, NotAllowed
 from pyps_wire.framing import PAYLOAD_FIELD
 
 # Who connects shows its ticket at once.
@@ -183,7 +183,7 @@ class Connection:
             raise
         kind, header, payload_bytes = self._lane.receive(header_bytes_max=OPEN_BYTES_MAX)
         if kind != lane.OPEN or payload_bytes:
-            raise BadRequest("the first message on a lane shows the ticket of Hello")
+            raise InvalidArgument("the first message on a lane shows the ticket of Hello")
         request = convert.parse(lane_pb2.LaneOpen, header)
         self._admit(self, request)
         self._account.caller = request.sender.worker_id
@@ -205,13 +205,13 @@ class Connection:
         check_message_bytes(len(header) + payload_bytes, bytes_max=self._run.config.max_message_bytes)
         if kind == lane.PULL:
             if payload_bytes:
-                raise BadRequest(f"a lane's Pull has a payload of {payload_bytes} bytes; expected none")
+                raise InvalidArgument(f"a lane's Pull has a payload of {payload_bytes} bytes; expected none")
             self._receives_until = None
             self._room.release()
             self._begin_pull(header)
             return
         if kind not in (lane.PUSH, lane.EXCHANGE):
-            raise BadRequest(f"a lane's message has kind {kind}, which workers do not send")
+            raise InvalidArgument(f"a lane's message has kind {kind}, which workers do not send")
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
         self._require_own(request.sender)
         self._receives_until = _until(MESSAGE_SECONDS, payload_bytes)
@@ -240,7 +240,7 @@ class Connection:
     def _begin_pull(self, header: bytes) -> None:
         self._require_own(convert.parse(wire.PullRequest, header, bytes_max=PUSH_HEADER_MAX).sender)
         if self._pulls:
-            raise BadRequest("a pull is under way on this lane: read what it brings first")
+            raise InvalidArgument("a pull is under way on this lane: read what it brings first")
         self._pulls = True
         self._pulling = asyncio.run_coroutine_threadsafe(self._serve_pull(header), self._loop)
 

@@ -19,7 +19,7 @@ from pyps.service.pushing import PUSH_HEADER_MAX
 from pyps.service.shm.requests import Requests
 from pyps.service.shm.segment import Attachment
 from pyps_wire import local_pb2 as local
-from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable
 
 # Each message follows its length.
 LENGTH = struct.Struct("<I")
@@ -233,7 +233,9 @@ class Connection:
         if self.attachment is not None:
             return self._requests.answer(self.attachment, request)
         if not request.HasField("attach") or self._descriptor < 0:
-            raise BadRequest("expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message")
+            raise InvalidArgument(
+                "expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message"
+            )
         return self._attach(request.attach)
 
     async def _attach(self, request: local.LocalAttach) -> local.LocalReply:

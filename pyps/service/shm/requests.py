@@ -23,7 +23,7 @@ from pyps.service.shm.segment import Attachment, Content, Memory, Vectors, check
 from pyps.service.waiting import VersionWait
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, WrongSize
+from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable, WrongSize
 
 # At once, or when it is done.
 Answer: TypeAlias = local.LocalReply | Coroutine[Any, Any, local.LocalReply]
@@ -42,7 +42,7 @@ class Exchange:
         self.at_once = not run.rounds.behaviour.aggregation.whole_model
         attachment.require_shards(run.content.shards)
         if not request.gradients < len(attachment.gradients):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the exchange names gradients {request.gradients}; {len(attachment.gradients)} were attached, from 0"
             )
         numbers = attachment.gradients[request.gradients]
@@ -58,16 +58,16 @@ class Exchange:
             self.num_parameters += shard.length * (1 + shard.num_pending)
             self.num_parameters += EXTENT_PARAMETERS * len(plan.gradient.extents)
         if not self._plans:
-            raise BadRequest("the exchange names no shard: name those whose gradients lie in the segment")
+            raise InvalidArgument("the exchange names no shard: name those whose gradients lie in the segment")
         if len(request.shards) > 1:
             gradients = [plan.gradient for plan in self._plans.values()]
             if len(gradients) < len(request.shards):
-                raise BadRequest("the exchange names a shard twice: name each once")
+                raise InvalidArgument("the exchange names a shard twice: name each once")
             if len({gradient.sequence for gradient in gradients}) > 1:
-                raise BadRequest("the exchange holds parts of several pushes: give all its shards one sequence")
+                raise InvalidArgument("the exchange holds parts of several pushes: give all its shards one sequence")
             require_few_extents(sum(len(gradient.extents) for gradient in gradients))
         if not self.at_once and len(self._plans) != request.shards[0].num_shards:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the exchange holds {len(self._plans)} of the push's {request.shards[0].num_shards} shards: under"
                 " one mutex for the model it has to hold all of them, and num_shards has to say how many"
             )
@@ -79,9 +79,11 @@ class Exchange:
         if shard_id not in attachment.replies:
             attachment.require_laid_out(shard_id, self._run.membership)
         if request.codec not in (0, numbers.codec):
-            raise BadRequest(f"the push names codec {request.codec}; its vectors were attached with {numbers.codec}")
+            raise InvalidArgument(
+                f"the push names codec {request.codec}; its vectors were attached with {numbers.codec}"
+            )
         if pull and request.reply_codec not in (0, attachment.codec):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the exchange wants codec {request.reply_codec}; its parameters were attached with {attachment.codec}"
             )
         return convert.plan_of(
@@ -158,9 +160,11 @@ class Pull:
         attachment.require_shards(run.content.shards)
         attachment.require_sender(request.sender)
         if request.HasField("portion"):
-            raise BadRequest("the pull wants a portion, which shared memory does not bring: pull by gRPC or a lane")
+            raise InvalidArgument(
+                "the pull wants a portion, which shared memory does not bring: pull by gRPC or a lane"
+            )
         if request.codec not in (0, attachment.codec):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the pull wants codec {request.codec}; its parameters were attached with {attachment.codec}"
             )
         self.waits = VersionWait(run, work, request, attachment.sender)
@@ -253,7 +257,7 @@ class Requests:
         """The reply, at once where that is little work and nothing has to be waited for."""
         kind = request.WhichOneof("request")
         if kind not in ("exchange", "pull"):
-            raise BadRequest("expected LocalExchange or LocalPull: memory is attached once a connection")
+            raise InvalidArgument("expected LocalExchange or LocalPull: memory is attached once a connection")
         asked = (
             Exchange(self._run, attachment, request.exchange)
             if kind == "exchange"

@@ -22,7 +22,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire.codecs import Codec
 from pyps_wire.contract import GRADIENT_BUFFERS_MAX
-from pyps_wire.errors import BadRequest, NotInitialized
+from pyps_wire.errors import InvalidArgument, NotInitialized
 from pyps_wire.partition import Partition
 
 NONCE_BYTES = 8
@@ -112,7 +112,7 @@ class Segment(Memory):
     _memory: mmap.mmap
 
     def __init__(self, descriptor: int, *, num_bytes: int, hand_over: Callable[[Callable[[], None]], None]):
-        """Maps a descriptor's memory; BadRequest where it is not what it has to be. The descriptor can be closed.
+        """Maps a descriptor's memory; InvalidArgument where it is not what it has to be. The descriptor can be closed.
 
         `hand_over` lets a thread do what takes long.
         """
@@ -120,7 +120,7 @@ class Segment(Memory):
         try:
             memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
-            raise BadRequest(f"the segment of {num_bytes} bytes cannot be mapped: {error.strerror}") from None
+            raise InvalidArgument(f"the segment of {num_bytes} bytes cannot be mapped: {error.strerror}") from None
         super().__init__(memory, num_bytes=num_bytes)
         self._hand_over = hand_over
 
@@ -154,21 +154,23 @@ def require_sealed(descriptor: int, *, num_bytes: int) -> None:
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
-        raise BadRequest("the descriptor that came with Attach is no memfd: only such memory can be sealed") from None
+        raise InvalidArgument(
+            "the descriptor that came with Attach is no memfd: only such memory can be sealed"
+        ) from None
     if seals & _SEALED != _SEALED or seals & _READ_ONLY:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the segment's seals are {seals:#x}: seal it against shrinking, growing and further seals ({_SEALED:#x}),"
             " and not against writing"
         )
     status = os.fstat(descriptor)
     if status.st_size != num_bytes:
-        raise BadRequest(f"the segment has {status.st_size} bytes, and Attach says {num_bytes}")
+        raise InvalidArgument(f"the segment has {status.st_size} bytes, and Attach says {num_bytes}")
     if (page := os.fstatvfs(descriptor).f_bsize) != mmap.PAGESIZE:
         # Where huge pages run out, whoever touches one that is missing is killed.
-        raise BadRequest(f"the segment lies in pages of {page} bytes; expected ordinary ones of {mmap.PAGESIZE}")
+        raise InvalidArgument(f"the segment lies in pages of {page} bytes; expected ordinary ones of {mmap.PAGESIZE}")
     if (allocated := status.st_blocks * _BLOCK_BYTES) < num_bytes:
         # Who touches a page first is charged for it: no caller makes the server allocate memory.
-        raise BadRequest(
+        raise InvalidArgument(
             f"{allocated} of the segment's {num_bytes} bytes are there: allocate it in full (posix_fallocate) first"
         )
 
@@ -238,7 +240,7 @@ class Attachment:
         if shard_id in self.replies:
             return
         if shard_id not in content.shards:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"shard {shard_id} is not on server {content.server_index}, which holds {len(content.shards)} of the "
                 f"model's {content.plan.num_shards}"
             )
@@ -250,7 +252,7 @@ class Attachment:
         worker_id, incarnation = sender.worker_id or self.worker_id, sender.incarnation or self.incarnation
         run_id = sender.run_id or self.content.run_id
         if (worker_id, incarnation, run_id) != (self.worker_id, self.incarnation, self.content.run_id):
-            raise BadRequest(
+            raise InvalidArgument(
                 f"the request is of worker {worker_id!r} ({incarnation}) of run {run_id!r}, on a connection of worker "
                 f"{self.worker_id!r} ({self.incarnation}) of run {self.content.run_id!r}"
             )
@@ -265,20 +267,20 @@ def check_layout(request: local.LocalAttach, content: Content) -> None:
     """Refuses vectors that lie beside the segment or in each other, and a segment larger than they need."""
     if not 1 <= len(request.gradients) <= GRADIENT_BUFFERS_MAX:
         count = len(request.gradients)
-        raise BadRequest(f"Attach names {count} sets of gradients; expected 1 to {GRADIENT_BUFFERS_MAX}")
+        raise InvalidArgument(f"Attach names {count} sets of gradients; expected 1 to {GRADIENT_BUFFERS_MAX}")
     spans = sorted(_spans(request, content))
     end = ALIGNMENT_BYTES
     for start, num_bytes in spans:
         if start % ALIGNMENT_BYTES:
-            raise BadRequest(f"a vector begins at byte {start}; expected a multiple of {ALIGNMENT_BYTES}")
+            raise InvalidArgument(f"a vector begins at byte {start}; expected a multiple of {ALIGNMENT_BYTES}")
         if start < end:
-            raise BadRequest(f"a vector begins at byte {start}, before {end}, where what lies before it ends")
+            raise InvalidArgument(f"a vector begins at byte {start}, before {end}, where what lies before it ends")
         end = start + num_bytes
     if end > request.segment_bytes:
-        raise BadRequest(f"a vector ends at byte {end} of a segment of {request.segment_bytes} bytes")
+        raise InvalidArgument(f"a vector ends at byte {end} of a segment of {request.segment_bytes} bytes")
     bytes_max = sum(num_bytes for _, num_bytes in spans) + (len(spans) + 2) * mmap.PAGESIZE
     if request.segment_bytes > bytes_max:
-        raise BadRequest(
+        raise InvalidArgument(
             f"the segment has {request.segment_bytes} bytes; its vectors need {bytes_max} at the most, each beginning "
             "on a page"
         )
@@ -290,11 +292,11 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
     for vectors in (*request.gradients, request.parameters):
         if len(vectors.offsets) != len(sizes):
             whose = "the model has" if content.own is content.plan else "the worker's parts of the model have"
-            raise BadRequest(f"Attach names {len(vectors.offsets)} vectors; {whose} {len(sizes)} groups")
+            raise InvalidArgument(f"Attach names {len(vectors.offsets)} vectors; {whose} {len(sizes)} groups")
         codec = convert.codec_from(vectors.codec)
         codec.require_divisible()
         if codec not in NATIVE:
-            raise BadRequest(
+            raise InvalidArgument(
                 f"this server's kernels do not read {codec.name} in shared memory: send it by gRPC or a lane"
             )
         for offset, size in zip(vectors.offsets, sizes, strict=True):

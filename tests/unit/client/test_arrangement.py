@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps_client.replica.arrangement import Claim, arrange
-from pyps_wire.errors import BadRequest, ModelMismatch
+from pyps_wire.errors import InvalidArgument, ModelMismatch
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor, partition
 
 
@@ -286,5 +286,5 @@ NO_MODELS = [
 def test_claims_that_are_no_model_are_refused_in_words_by_all():
     for claims, words in NO_MODELS:
         for index in range(len(claims)):
-            with pytest.raises(BadRequest, match=re.escape(words)):
+            with pytest.raises(InvalidArgument, match=re.escape(words)):
                 arrange(claims, index, shard_size=DEFAULT_SHARD_SIZE)

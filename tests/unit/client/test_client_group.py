@@ -7,7 +7,7 @@ import pytest
 from pyps_client.replica.group import own_partition
 from pyps_client.run_state import View
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.partition import Model, Tensor, partition
 from replicas import Meeting, ThreadPeers, on_all
@@ -22,7 +22,7 @@ def test_of_several_processes_each_names_its_parts() -> None:
 
     assert own_partition(whole, (), None) is own_partition(whole, (1, 0), first) is whole
     assert own_partition(whole, (1,), first).shards == whole.of_parts([1]).shards
-    with pytest.raises(BadRequest, match="process 0 of replica 'r' holds no part of the model"):
+    with pytest.raises(InvalidArgument, match="process 0 of replica 'r' holds no part of the model"):
         own_partition(whole, (), first)
 
 

@@ -14,7 +14,7 @@ import pyps_client
 from pyps.service import server
 from pyps_client import launch
 from pyps_client.launch import Launch, parse_servers
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from support import ROOT
 
 SGD = ("sgd", {"learning_rate": 0.1})
@@ -147,7 +147,7 @@ def test_addresses_are_read_or_refused_by_name() -> None:
         ("a:1,b:2,a:1", "a:1 is listed twice"),
         ("a:1, local", "'local', a server within a worker's own process, which nobody else can reach"),
     ):
-        with pytest.raises(BadRequest, match=complaint):
+        with pytest.raises(InvalidArgument, match=complaint):
             parse_servers(servers)
 
 
@@ -187,7 +187,7 @@ def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
         ({"token": "first\nsecond"}, "token does not hold one line of printable ASCII"),
         *(({"servers": wrong}, "expected 'host:port,host:port', or a list of") for wrong in (5, [5], b"a:1")),
     ):
-        with pytest.raises(BadRequest, match=complaint):
+        with pytest.raises(InvalidArgument, match=complaint):
             Launch(**{"servers": "a:1"} | given)
     # Numbers are numbers, whoever made them.
     assert Launch(servers=["a:1"], worker_index=np.int64(1), wait_seconds=np.float32(2)).worker_id == "worker-1"
@@ -201,7 +201,7 @@ def test_an_empty_name_goes_before_its_variable_and_leaves_the_worker_unnamed() 
 def test_a_wrong_variable_is_refused_by_name() -> None:
     for variable, text, complaint in WRONG:
         environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
-        with pytest.raises(BadRequest, match=complaint):
+        with pytest.raises(InvalidArgument, match=complaint):
             Launch(environment=environment)
 
 
@@ -213,7 +213,7 @@ def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     for text in ("gehe\u00efm", "a\x1bb"):
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(BadRequest, match="one line of printable ASCII"):
+        with pytest.raises(InvalidArgument, match="one line of printable ASCII"):
             Launch("localhost", token_file=path, environment={})
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pyps_client.launch import Launch, parse_servers
 from pyps_client.places import address_of, places_of
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 
 def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_a_file_of_no_use_is_refused(tmp_path: Path, written: bytes | None, mess
     file = tmp_path / "servers"
     if written is not None:
         file.write_bytes(written)
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         parse_servers(f"file:{file}")
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(BadRequest, match="is to name the servers, is no file"):
+        with pytest.raises(InvalidArgument, match="is to name the servers, is no file"):
             parse_servers(f"file:{path}")
 
 
@@ -74,13 +74,13 @@ def test_a_file_of_another_systems_editor_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_looked_up_is_refused(given: str, message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         parse_servers(given)
 
 
 @pytest.mark.parametrize("given", ["dns:pyps:7610", "dns:0@pyps", "dns:two@pyps", "dns:2@", "dns:"])
 def test_a_name_has_to_say_how_many_servers_it_stands_for(given: str) -> None:
-    with pytest.raises(BadRequest, match="expected dns:COUNT@name:port, such as dns:2@pyps:7610"):
+    with pytest.raises(InvalidArgument, match="expected dns:COUNT@name:port, such as dns:2@pyps:7610"):
         parse_servers(given)
 
 

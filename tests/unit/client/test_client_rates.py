@@ -6,7 +6,7 @@ import pytest
 
 from pyps_client.push import GroupRate, LearningRates
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 TAKEN = [Receipt(outcome=OUTCOME_APPLIED), Receipt(outcome=OUTCOME_PENDING)]
 REFUSED = [Receipt(outcome=OUTCOME_APPLIED), Receipt(outcome=OUTCOME_REJECTED)]
@@ -50,5 +50,5 @@ def test_a_rate_that_no_server_would_take_is_refused() -> None:
         ({0: GroupRate(-0.5)}, "rate of group 0 is -0.5; expected a number, 0 or more"),
         ({1: GroupRate(float("nan"))}, "rate of group 1 is nan"),
     ):
-        with pytest.raises(BadRequest, match=complaint):
+        with pytest.raises(InvalidArgument, match=complaint):
             LearningRates(1, num_groups=2).change(rates)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyps_client.data import Portions
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from shards import counted
 from support import wait_until
 from training import PortionWorker, Stopped, make_queue
@@ -145,7 +145,7 @@ def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_on
 def test_portions_made_anew_for_each_epoch_are_refused_as_they_would_begin_with_the_first_again() -> None:
     worker = PortionWorker(make_queue())
     with pytest.raises(
-        BadRequest, match=r"Make Portions\(\.\.\.\) and its loader once, before the loop over the epochs"
+        InvalidArgument, match=r"Make Portions\(\.\.\.\) and its loader once, before the loop over the epochs"
     ):
         for _ in range(2):
             train(worker, Portions(range(20), worker, batch_size=4))
@@ -353,19 +353,19 @@ DIFFERENT = [
 def test_wrong_uses_and_workers_that_differ_are_refused_in_one_sentence() -> None:
     for arguments, message in WRONG:
         given = {"dataset": range(10), "optimizer": PortionWorker(make_queue())} | arguments
-        with pytest.raises(BadRequest, match=message):
+        with pytest.raises(InvalidArgument, match=message):
             Portions(given.pop("dataset"), given.pop("optimizer"), **given)
     for other, message in DIFFERENT:
         work = make_queue()
         Portions(range(10), PortionWorker(work, "a"), batch_size=4)
-        with pytest.raises(BadRequest, match=message):
+        with pytest.raises(InvalidArgument, match=message):
             Portions(range(10), PortionWorker(work, "b"), **other)
 
 
 def test_a_loader_of_something_else_is_refused() -> None:
     worker = PortionWorker(make_queue())
     portions = Portions(range(8), worker, batch_size=4)
-    with pytest.raises(BadRequest, match=r"given to epoch\(\) draws no batches from these portions"):
+    with pytest.raises(InvalidArgument, match=r"given to epoch\(\) draws no batches from these portions"):
         train(worker, portions.epoch(torch.utils.data.DataLoader(torch.arange(8), batch_size=4)))
 
 

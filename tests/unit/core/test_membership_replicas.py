@@ -6,7 +6,7 @@ import pytest
 
 from pyps.core.effects import NONE
 from pyps.core.membership import Member, Membership, WorkerState
-from pyps_wire.errors import BadRequest, LimitExceeded, ReplicaLost, Superseded, UnknownWorker
+from pyps_wire.errors import InvalidArgument, LimitExceeded, ReplicaLost, Superseded, UnknownWorker
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def test_a_takeover_needs_no_more_room_than_the_life_before(members: Membership)
 def test_a_part_is_held_by_one_process_of_a_replica(members: Membership) -> None:
     join(members, "r", 0)
     message = r"'r/9' declares parts 0, 1 of the model, and 'r/0' of the same replica part 0"
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         members.join("r/9", 1, now=0.0, replica="r", parts=(0, 1))
-    with pytest.raises(BadRequest, match="'r/9' declares all parts"):
+    with pytest.raises(InvalidArgument, match="'r/9' declares all parts"):
         members.join("r/9", 1, now=0.0, replica="r")
     join(members, "s", 0)
 
@@ -157,13 +157,15 @@ def test_workers_replicas_and_processes_of_replicas_cannot_share_a_name(members:
     join(members, "r", 0, 1)
     members.join("w", 5, now=0.0)
     for name in ("r", "w"):
-        with pytest.raises(BadRequest, match="give one of them another name"):
+        with pytest.raises(InvalidArgument, match="give one of them another name"):
             members.join("r", 5, now=0.0) if name == "r" else join(members, "w", 0)
     members.leave("w", 5, now=0.0, failed=False)
-    with pytest.raises(BadRequest, match="'r/0' is the name of a worker of one process and of a replica, or of a pro"):
+    with pytest.raises(
+        InvalidArgument, match="'r/0' is the name of a worker of one process and of a replica, or of a pro"
+    ):
         members.join("r/0", 5, now=0.0)
     members.join("a/0", 5, now=0.0)
-    with pytest.raises(BadRequest, match="'a/0' is the name"):
+    with pytest.raises(InvalidArgument, match="'a/0' is the name"):
         join(members, "a", 0, incarnation=6)
     assert alive(members) == ["r/0", "r/1", "a/0"]
 
@@ -238,7 +240,9 @@ def test_a_shard_of_an_undeclared_part_is_refused(members: Membership) -> None:
 
     members.require_part("r/0", 3, 0)
     members.require_part("a", 4, 1)
-    with pytest.raises(BadRequest, match=r"shard 4 belongs to part 1 of the model, and worker 'r/0' declared part 0"):
+    with pytest.raises(
+        InvalidArgument, match=r"shard 4 belongs to part 1 of the model, and worker 'r/0' declared part 0"
+    ):
         members.require_part("r/0", 4, 1)
 
 

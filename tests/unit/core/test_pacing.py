@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.core.pacing import ClockBound, Pacer, Release, StagedPacer, TurnTaking
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 WORKERS = "abcde"
 MAKERS: list[Callable[[], Pacer]] = [
@@ -191,7 +191,7 @@ def test_a_clock_that_goes_backwards_is_refused() -> None:
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
     assert pacer.arrive("a", 1) == ["a"]
-    with pytest.raises(BadRequest, match="'a' asks to go on after 0 steps, and has said that it finished 1"):
+    with pytest.raises(InvalidArgument, match="'a' asks to go on after 0 steps, and has said that it finished 1"):
         pacer.arrive("a", 0)
     assert pacer.arrive("a", 2) == []
 

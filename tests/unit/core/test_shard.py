@@ -13,7 +13,7 @@ from pyps.core.recorder import Event
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
-from pyps_wire.errors import BadRequest, PypsError, WrongSize
+from pyps_wire.errors import InvalidArgument, PypsError, WrongSize
 from shards import (
     Log,
     floats,
@@ -290,7 +290,7 @@ def test_a_restored_shard_goes_on_bit_for_bit_with_its_base_rate_and_examples() 
 
 
 def test_slots_of_another_rule_or_length_are_refused() -> None:
-    with pytest.raises(BadRequest, match=r"\['momentum'\].*\['accumulator'\]"):
+    with pytest.raises(InvalidArgument, match=r"\['momentum'\].*\['accumulator'\]"):
         make_shard([0.0], rule="adagrad", slots={"momentum": floats(0.0)})
     with pytest.raises(WrongSize, match="2 values for 1 parameters"):
         make_shard([0.0], rule="adagrad", slots={"accumulator": floats(0.0, 0.0)})

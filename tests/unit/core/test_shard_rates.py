@@ -10,7 +10,7 @@ from pyps.core.recorder import Configured, Event, Pushed
 from pyps.core.roster import Roster
 from pyps.core.schedule import BatchGrowth
 from pyps.core.store import PendingBudget
-from pyps_wire.errors import BadRequest, LimitExceeded
+from pyps_wire.errors import InvalidArgument, LimitExceeded
 from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
@@ -48,7 +48,7 @@ class FullDisk:
         ({"protocol": "hardsync", "version": 2}, None),
         ({"policy": "drop:spread=0", "version": 2}, None),
         ({"protocol": "hardsync", "budget": PendingBudget(3), "version": 1}, LimitExceeded),
-        ({"protocol": "sandblaster", "version": 1}, BadRequest),
+        ({"protocol": "sandblaster", "version": 1}, InvalidArgument),
         ({"recorder": FullDisk(), "version": 1}, OSError),
     ],
 )

@@ -21,7 +21,7 @@ from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
 from pyps.core.store import PendingBudget
 from pyps_wire.codecs import FLOAT32, Codec
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from shards import Log, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
 
 MARGIN = 8
@@ -178,7 +178,7 @@ def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -
     found = scan(gradient([1, np.nan], extents=(Extent(0, 1), Extent(3, 1))), shard_id=2, shard_length=4)
     assert found == Finding(2, 3)
     assert scan(nothing(), shard_id=2, shard_length=4).finite
-    with pytest.raises(BadRequest, match="shard 2"):
+    with pytest.raises(InvalidArgument, match="shard 2"):
         scan(gradient([1]), shard_id=2, shard_length=4)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pyps.core.vectors.machine import Plan, require_plan_fits
-from pyps_wire.errors import BadRequest, LimitExceeded
+from pyps_wire.errors import InvalidArgument, LimitExceeded
 
 PARAMETERS = 1000
 PLAN = Plan(history_pairs=10, vectors=6, stages=80, num_portions=80, num_workers=8)
@@ -69,7 +69,7 @@ def test_where_nothing_would_do_only_more_memory_is_named():
 
 
 def test_a_count_that_cannot_be_is_refused():
-    with pytest.raises(BadRequest, match="the plan has stages 4294967296; expected 0 to 4294967295"):
+    with pytest.raises(InvalidArgument, match="the plan has stages 4294967296; expected 0 to 4294967295"):
         require_plan_fits(replace(PLAN, stages=2**32), num_parameters=1, bytes_max=1)
     assert require_plan_fits(PLAN, num_parameters=0, bytes_max=1) == 0, "without parameters any plan will do"
 

@@ -10,7 +10,7 @@ import pytest
 
 from pyps.core.vectors.program import Instruction, Operation
 from pyps_wire import vector_machine_pb2 as wire
-from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished
+from pyps_wire.errors import InvalidArgument, LimitExceeded, RunFinished
 from sandblaster import LENGTHS, Driver, make_machine
 from shards import pull, refusal
 
@@ -117,7 +117,7 @@ def test_the_history_is_pushed_as_the_newest_pair_and_dropped_as_the_oldest(driv
 
     assert driver.machine.names == ("s2", "s3", "y2", "y3")
     assert driver.held("s2")[0] == 2 and driver.held("y3")[0] == -3
-    with pytest.raises(BadRequest, match="moves 's2', which is in the history already"):
+    with pytest.raises(InvalidArgument, match="moves 's2', which is in the history already"):
         driver.execute(Instruction(Operation.PUSH_HISTORY, left="s2", right="y2"))
     driver.execute(Instruction(Operation.DROP_OLDEST), Instruction(Operation.DROP_OLDEST))
     # Numbers go on growing where the history was emptied: a pair's name is never used twice.
@@ -171,7 +171,7 @@ def test_a_program_sees_the_vectors_that_it_made_and_not_those_that_it_dropped(d
     driver.make("x", np.ones(SIZE))
     assert driver.execute(I(O.ALLOC, target="q"), I(O.COPY, target="q", left="x"), I(O.NORM1, left="q")) == [SIZE]
     push = I(O.PUSH_HISTORY, left="x", right="q")
-    with pytest.raises(BadRequest, match=r"instruction 3 \(NORM1\) names the vector 's1'"):
+    with pytest.raises(InvalidArgument, match=r"instruction 3 \(NORM1\) names the vector 's1'"):
         driver.execute(push, I(O.DROP_OLDEST), I(O.NORM1, left="s1"))
 
 
@@ -188,11 +188,11 @@ def test_a_program_makes_no_more_than_there_is_room_for_also_of_what_it_drops():
 
 
 def test_an_empty_program_and_a_state_without_a_commit_are_refused(driver):
-    with pytest.raises(BadRequest, match="has no instruction"):
+    with pytest.raises(InvalidArgument, match="has no instruction"):
         driver.execute()
-    with pytest.raises(BadRequest, match="commits no iteration"):
+    with pytest.raises(InvalidArgument, match="commits no iteration"):
         driver.execute(I(O.ALLOC, target="a"), state="{}")
-    with pytest.raises(BadRequest, match="the coordinator's state has 65537 bytes; expected 65536 at most"):
+    with pytest.raises(InvalidArgument, match="the coordinator's state has 65537 bytes; expected 65536 at most"):
         driver.execute(I(O.ALLOC, target="a"), commits=1, state="x" * 65537)
 
 

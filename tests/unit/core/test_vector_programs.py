@@ -10,7 +10,7 @@ import pytest
 
 from pyps.core.vectors.machine import MachineState, Program, VectorMachine
 from pyps.core.vectors.program import Instruction, Operation
-from pyps_wire.errors import BadRequest, LimitExceeded, Superseded
+from pyps_wire.errors import InvalidArgument, LimitExceeded, Superseded
 from sandblaster import BYTES_MAX, LENGTHS, PLAN, Driver, fill, make_machine, make_shards
 from shards import refusal, run_together
 
@@ -87,7 +87,7 @@ def test_other_servers_take_the_life_that_server_0_told_them():
     assert machine.attach(PLAN, coordinator_epoch=7).coordinator_epoch == 7
     with pytest.raises(Superseded, match="life 6 was replaced by life 7"):
         machine.attach(PLAN, coordinator_epoch=6)
-    with pytest.raises(BadRequest, match="attach first"):
+    with pytest.raises(InvalidArgument, match="attach first"):
         machine.execute(Program(8, 1, (Instruction(ALLOC, target="x"),)))
 
 
@@ -122,7 +122,7 @@ def test_pairs_that_an_earlier_coordinator_left_count_against_the_memory_of_the_
 def test_a_server_that_logs_updates_takes_no_coordinator():
     machine = VectorMachine(make_shards(np.zeros(SIZE)), bytes_max=BYTES_MAX, logged=True)
 
-    with pytest.raises(BadRequest, match="start it without --update-log"):
+    with pytest.raises(InvalidArgument, match="start it without --update-log"):
         machine.attach(PLAN)
 
 
@@ -149,9 +149,9 @@ def test_a_commit_is_executed_once_whichever_coordinator_sends_it(driver):
 def test_a_commit_that_skips_an_iteration_or_cannot_be_executed_commits_nothing():
     driver = make_machine()
 
-    with pytest.raises(BadRequest, match="commits iteration 5, and this server is at iteration 0"):
+    with pytest.raises(InvalidArgument, match="commits iteration 5, and this server is at iteration 0"):
         driver.execute(Instruction(ALLOC, target="x"), commits=5)
-    with pytest.raises(BadRequest, match="names the vector 'x'"):
+    with pytest.raises(InvalidArgument, match="names the vector 'x'"):
         driver.execute(Instruction(NORM1, left="x"), commits=1, state="one")
 
     assert (driver.machine.iteration, driver.machine.text, driver.machine.names) == (0, "", ())

@@ -11,7 +11,7 @@ import pytest
 from pyps import _kernels
 from pyps.core.vectors.program import Instruction, Operation
 from pyps_wire.codecs import BFLOAT16, FLOAT16
-from pyps_wire.errors import BadRequest, NoRoom, NotFinite, PypsError
+from pyps_wire.errors import InvalidArgument, NoRoom, NotFinite, PypsError
 from sandblaster import LENGTHS, PLAN, Driver, make_machine
 from shards import refusal, run_together
 
@@ -67,7 +67,9 @@ def test_a_stage_under_a_later_lease_replaces_the_earlier_one(driver):
     assert driver.machine.num_stages == 1
     assert driver.machine.bytes == 8 * SIZE
     assert np.array_equal(fold(driver, 11), numbers(2))
-    with pytest.raises(BadRequest, match=r"instruction 1 \(FOLD\) names the stage 10, of which 0 of 3 shards are here"):
+    with pytest.raises(
+        InvalidArgument, match=r"instruction 1 \(FOLD\) names the stage 10, of which 0 of 3 shards are here"
+    ):
         fold(driver, 10)
 
 
@@ -93,7 +95,7 @@ def test_a_stage_cut_off_midway_goes_on_where_it_is_sent_again(driver):
     parts = driver.parts(numbers(1))
     driver.machine.stage(parts[0])
 
-    with pytest.raises(BadRequest, match="the stage 1, of which 1 of 3 shards are here in pass 1"):
+    with pytest.raises(InvalidArgument, match="the stage 1, of which 1 of 3 shards are here in pass 1"):
         fold(driver, 1)
 
     assert [driver.machine.stage(part) for part in parts] == [False, False, True]
@@ -106,7 +108,7 @@ def test_a_new_pass_forgets_all_stages(driver):
     driver.execute(Instruction(Operation.BEGIN_PASS, count=2))
 
     assert driver.machine.num_stages == 0 and driver.machine.bytes == 4 * SIZE
-    with pytest.raises(BadRequest, match="in pass 2"):
+    with pytest.raises(InvalidArgument, match="in pass 2"):
         fold(driver, 1)
 
 
@@ -136,7 +138,7 @@ def test_a_part_that_does_not_fit_is_refused(driver):
         assert words in refusal(driver.machine.stage, part, error=PypsError)
         assert (driver.machine.bytes, driver.machine.num_stages) == (4 * SIZE, 0), fields
     driver.stage(numbers(1), portion_id=4)
-    with pytest.raises(BadRequest, match="stage 1 is of portion 5, and was of portion 4 before"):
+    with pytest.raises(InvalidArgument, match="stage 1 is of portion 5, and was of portion 4 before"):
         driver.stage(numbers(1), portion_id=5)
 
 

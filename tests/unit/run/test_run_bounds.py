@@ -12,7 +12,7 @@ from pyps.core.bounds import Bounds
 from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.handshake import Greeting, Opening
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from shards import MODEL, RunDriver, gradient, make_run
 
 BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_norm_max=3,examples_max=100"
@@ -35,7 +35,7 @@ def test_a_push_beyond_the_bounds_is_refused_and_changes_nothing(
     driver = RunDriver("a", bounds=BOUNDS, optimizer="momentum:learning_rate=0.5,momentum=0.9")
     if whole:
         driver.run.push = lambda plan, **run: driver.run.push_whole([plan], **run)[0]
-    with pytest.raises(BadRequest, match=words) as caught:
+    with pytest.raises(InvalidArgument, match=words) as caught:
         driver.push("a", **fields)
     assert "start the servers with other --bounds" in str(caught.value)
     assert driver.versions() == [0, 0] and driver.run.rounds.owner.worker_id == ""
@@ -46,7 +46,7 @@ def test_a_push_beyond_the_bounds_is_refused_and_changes_nothing(
 def test_deltas_and_buffers_keep_to_their_norm() -> None:
     bounds = Bounds.parse(BOUNDS)
     for kind in (PayloadKind.DELTA, PayloadKind.BUFFER):
-        with pytest.raises(BadRequest, match="the delta's norm is 5, above delta_norm_max=3"):
+        with pytest.raises(InvalidArgument, match="the delta's norm is 5, above delta_norm_max=3"):
             bounds.require_push(gradient([3.0, 4.0], kind=kind), 2)
         bounds.require_push(gradient([0.3, 0.4], kind=kind), 2)
     bounds.require_push(gradient([3.0, 4.0]), 2)
@@ -63,15 +63,15 @@ def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:
         "adam:learning_rate=0.2,beta1=0.99": "beta1 is 0.99, above momentum_max=0.9",
     }.items():
         settings = RuleSettings.parse(text)
-        with pytest.raises(BadRequest, match=re.escape(words)):
+        with pytest.raises(InvalidArgument, match=re.escape(words)):
             run.hello(replace(greeting, optimizer=settings))
-        with pytest.raises(BadRequest, match=re.escape(words)):
+        with pytest.raises(InvalidArgument, match=re.escape(words)):
             run.begin_initialize(Opening("r", "a", 1, term, MODEL, settings, 0, 1))
 
 
 def test_a_command_keeps_to_the_bounds() -> None:
     driver = RunDriver("a", bounds="learning_rate_max=1")
-    with pytest.raises(BadRequest, match="learning_rate is 2, above learning_rate_max=1"):
+    with pytest.raises(InvalidArgument, match="learning_rate is 2, above learning_rate_max=1"):
         driver.run.configure(learning_rate=2.0)
     driver.run.configure(learning_rate=0.5)
     assert driver.run.content.shards[0].learning_rate == 0.5

@@ -14,7 +14,7 @@ from pyps.core.receipt import Outcome
 from pyps.run.content import ReadyContent
 from pyps.run.handshake import Greeting, Opening
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
+from pyps_wire.errors import InvalidArgument, ReplicaLost, Superseded
 from pyps_wire.partition import partition
 from replicas import CUT
 from shards import Clock, RunDriver, make_run
@@ -178,7 +178,7 @@ def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_chang
     for name, part in (("a", 0), ("b", 0), ("a", 1)):
         replicas.push(name, part)
 
-    with pytest.raises(BadRequest, match="leaves nobody of 1 workers"):
+    with pytest.raises(InvalidArgument, match="leaves nobody of 1 workers"):
         replicas.run.configure(protocol="backup:b=1")
 
     assert replicas.run.rounds.behaviour.aggregation.text == "async"
@@ -228,20 +228,22 @@ def test_a_server_that_stood_still_loses_no_replica() -> None:
 def test_parts_are_named_once_in_ascending_order_and_a_replica_as_none_of_its_processes_could_be() -> None:
     replicas = Replicas()
     for parts in ((1, 0), (0, 0)):
-        with pytest.raises(BadRequest, match=f"declares the parts {parts[0]}, {parts[1]}: name each once, in ascend"):
+        with pytest.raises(
+            InvalidArgument, match=f"declares the parts {parts[0]}, {parts[1]}: name each once, in ascend"
+        ):
             replicas.greet("a", 0, parts=parts)
     for name, what in {" ": "blank", "a/0": "what follows a '/'"}.items():
-        with pytest.raises(BadRequest, match=what):
+        with pytest.raises(InvalidArgument, match=what):
             replicas.hello(name, 0)
-        with pytest.raises(BadRequest, match=what):
+        with pytest.raises(InvalidArgument, match=what):
             replicas.initialize(name, 0, 1)
 
 
 def test_under_sandblaster_no_replica_joins_and_nobody_brings_a_run_there() -> None:
-    with pytest.raises(BadRequest, match=r"'a/0' is a process of a replica .* under sandblaster workers of one"):
+    with pytest.raises(InvalidArgument, match=r"'a/0' is a process of a replica .* under sandblaster workers of one"):
         Replicas("a", protocol="sandblaster")
     replicas = Replicas("a", "b", protocol="async")
-    with pytest.raises(BadRequest, match="trains by async, and sandblaster would end each of its workers"):
+    with pytest.raises(InvalidArgument, match="trains by async, and sandblaster would end each of its workers"):
         replicas.run.configure(protocol="sandblaster")
     assert set(replicas.push("a", 0)) == {Outcome.APPLIED}
 

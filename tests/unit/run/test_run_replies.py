@@ -15,7 +15,7 @@ from pyps.core.recorder import Pulled
 from pyps.storage.replay import ShardLog, log_paths, replay
 from pyps.storage.update_log import UpdateLog
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.errors import BadRequest, RunMismatch
+from pyps_wire.errors import InvalidArgument, RunMismatch
 from shards import SHARD_SIZE, serving
 
 
@@ -74,17 +74,17 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
     run = serving()
     with pytest.raises(RunMismatch):
         run.scan(gradient(ones()), 0, run_id="another")
-    with pytest.raises(BadRequest, match="shard 2"):
+    with pytest.raises(InvalidArgument, match="shard 2"):
         run.scan(gradient(ones()), 2)
-    with pytest.raises(BadRequest, match="shard 0"):
+    with pytest.raises(InvalidArgument, match="shard 0"):
         run.scan(gradient(np.ones(3, np.float32)), 0)
     assert run.scan(gradient(ones()), 0).finite
     # Nor is heard of who pushes what does not fit.
-    with pytest.raises(BadRequest, match="shard 0"):
+    with pytest.raises(InvalidArgument, match="shard 0"):
         run.push(PushPlan(0, gradient(np.ones(3, np.float32))))
     assert (run.content.version_max, run.membership.roster.num_workers) == (0, 0)
     whole = serving(protocol="asgd")
-    with pytest.raises(BadRequest, match="shard 1"):
+    with pytest.raises(InvalidArgument, match="shard 1"):
         whole.push_whole([PushPlan(0, gradient(ones())), PushPlan(1, gradient(np.ones(3, np.float32)))])
     assert (whole.content.version_max, whole.membership.roster.num_workers) == (0, 0)
 

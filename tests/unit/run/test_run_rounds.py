@@ -13,7 +13,7 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest, LimitExceeded, ScheduleOwned, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, LimitExceeded, ScheduleOwned, WaitTimedOut
 from shards import RunDriver, gradient, pull, refusal, serving
 
 
@@ -151,9 +151,9 @@ def test_a_push_under_one_mutex_is_applied_to_all_its_shards_or_fails_for_all_an
 def test_a_change_is_checked_as_a_whole_before_anything_changes():
     driver = RunDriver("a", protocol="hardsync", expected_workers="1")
     before = driver.run.rounds.behaviour
-    with pytest.raises(BadRequest, match="nonsense"):
+    with pytest.raises(InvalidArgument, match="nonsense"):
         driver.run.configure(protocol="async", schedule="nonsense")
-    with pytest.raises(BadRequest, match="learning_rate"):
+    with pytest.raises(InvalidArgument, match="learning_rate"):
         driver.run.configure(protocol="async", learning_rate=float("nan"))
     assert driver.run.rounds.behaviour is before
     assert driver.events("configured") == []

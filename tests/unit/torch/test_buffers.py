@@ -10,7 +10,7 @@ from pyps_client.torch.layout import plan
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import BEHIND_MAX, Steps
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 
 SIZE = 3
 
@@ -151,5 +151,5 @@ def test_a_skipped_minibatch_leaves_no_trace_in_the_statistics() -> None:
 def test_a_buffer_that_was_replaced_is_refused_by_name() -> None:
     worker = Worker(mode="average")
     worker.module.running_mean = torch.zeros(SIZE)
-    with pytest.raises(BadRequest, match=r"buffer 'running_mean' was replaced .* change it in place"):
+    with pytest.raises(InvalidArgument, match=r"buffer 'running_mean' was replaced .* change it in place"):
         worker.train(minibatches(1)[0])

@@ -13,7 +13,7 @@ from pyps_client.replica.dtensor import claims_of
 from pyps_client.replica.group import ALONE
 from pyps_client.replica.processes import Block, Replica
 from pyps_client.torch.layout import plan
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model, Tensor
 
 
@@ -58,17 +58,21 @@ def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: No
 
     up = torch.nn.Linear(2, 2, bias=False)
     up.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)]))
-    with pytest.raises(BadRequest, match=r"'up.weight' is a DTensor.*give RemoteOptimizer replica=Replica\(\)"):
+    with pytest.raises(InvalidArgument, match=r"'up.weight' is a DTensor.*give RemoteOptimizer replica=Replica\(\)"):
         plan(torch.nn.ModuleDict({"up": up}), [{"params": [up.weight]}])
 
 
 def test_a_replica_that_cannot_be_is_refused(world_of_one: None) -> None:
-    with pytest.raises(BadRequest, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"):
+    with pytest.raises(
+        InvalidArgument, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"
+    ):
         Replica(dist.GroupMember.NON_GROUP_MEMBER)
-    with pytest.raises(BadRequest, match=r"replicated is 'norm'; give a list of names, as in replicated=\['norm'\]"):
+    with pytest.raises(
+        InvalidArgument, match=r"replicated is 'norm'; give a list of names, as in replicated=\['norm'\]"
+    ):
         Replica(replicated="norm")
 
 
 def test_a_replica_needs_a_process_group() -> None:
-    with pytest.raises(BadRequest, match=r"call torch\.distributed\.init_process_group\(\) before it"):
+    with pytest.raises(InvalidArgument, match=r"call torch\.distributed\.init_process_group\(\) before it"):
         Replica()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyps_client.torch.layout import Range, blocks_of, plan
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Tensor
 
 
@@ -48,7 +48,7 @@ def test_one_block_a_group_and_device_with_a_batch_a_dtype() -> None:
 def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
     storage = torch.zeros(8)
     model = Holder(torch.nn.Parameter(storage[:5]), torch.nn.Parameter(storage[4:]))
-    with pytest.raises(BadRequest, match=r"'p0' and 'p1' are different Parameter objects that share memory"):
+    with pytest.raises(InvalidArgument, match=r"'p0' and 'p1' are different Parameter objects that share memory"):
         plan(model, groups(*model.parameters()))
 
 
@@ -62,11 +62,11 @@ def test_what_cannot_live_on_a_server_is_refused_with_its_name() -> None:
     ):
         parameter = torch.nn.Parameter(tensor, requires_grad=tensor.dtype != torch.int32)
         model = Holder(torch.nn.Parameter(torch.zeros(1)), parameter)
-        with pytest.raises(BadRequest, match=f"Parameter 1 of group 0, 'p1' .*{words}"):
+        with pytest.raises(InvalidArgument, match=f"Parameter 1 of group 0, 'p1' .*{words}"):
             plan(model, groups(*model.parameters()))
     with torch.inference_mode():
         model = torch.nn.Linear(2, 2)
-    with pytest.raises(BadRequest, match=r"'weight' .* was made under torch.inference_mode\(\)"):
+    with pytest.raises(InvalidArgument, match=r"'weight' .* was made under torch.inference_mode\(\)"):
         plan(model, groups(*model.parameters()))
 
 
@@ -78,7 +78,7 @@ def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -
         (model, [*groups(*model.parameters()), {"params": []}], "Parameter group 1 is empty"),
         (lazy, groups(*lazy.parameters()), "has no shape yet: run one batch"),
     ):
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             plan(module, param_groups)
 
 

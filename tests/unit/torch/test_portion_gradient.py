@@ -15,7 +15,7 @@ from pyps_client.lbfgs import gradient
 from pyps_client.lbfgs.gradient import PortionGradient, loss_function
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from support import compensated_sum
 
 Batches = list[tuple[Any, int]]
@@ -196,7 +196,7 @@ def test_a_loss_of_no_use_is_told_in_one_sentence() -> None:
         (lambda model, batch: (model.zero_grad(), summed(model, batch))[1], "The loss cleared the model's gradients"),
     ]
     for loss_of, words in useless:
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             Worker(make_model(torch.bfloat16), loss_of).portion(portion, portion)
 
 
@@ -206,10 +206,10 @@ def test_one_of_two_losses_is_asked_for_and_batches_that_are_no_pairs_need_one_o
         (functional.cross_entropy, lambda model, batch: 0, "Both of loss and loss_of were given"),
         ("cross_entropy", None, "The loss is a str; expected a function"),
     ):
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             loss_function(make_model(), loss, loss_of)  # type: ignore[arg-type]
     of_batch = loss_function(make_model(), functional.cross_entropy, None)
     with pytest.raises(
-        BadRequest, match=r"gives batches that are a Tensor; expected \(input, target\) pairs: give loss_of="
+        InvalidArgument, match=r"gives batches that are a Tensor; expected \(input, target\) pairs: give loss_of="
     ):
         of_batch(torch.zeros(4, 7))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client.lbfgs.gradient import PortionLoader, checked_length
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import Portion
 from support import wait_until
 
@@ -115,5 +115,5 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_
     ],
 )
 def test_a_data_set_that_cannot_be_cut_is_told_in_one_sentence(dataset: Any, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         checked_length(dataset)

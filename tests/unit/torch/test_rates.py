@@ -7,7 +7,7 @@ import torch
 
 from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import translate, translation_of
-from pyps_wire.errors import BadRequest, SettingsChanged
+from pyps_wire.errors import InvalidArgument, SettingsChanged
 
 
 def sgd(**settings) -> torch.optim.Optimizer:
@@ -89,14 +89,16 @@ def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
         optimizer = sgd()
         rates = rates_of(optimizer)
         optimizer.param_groups[1]["lr"] = rate
-        with pytest.raises(BadRequest, match=r"lr of parameter group 1 is .*; expected a finite number, 0 or more"):
+        with pytest.raises(
+            InvalidArgument, match=r"lr of parameter group 1 is .*; expected a finite number, 0 or more"
+        ):
             rates.changes()
     for momentum in (-0.1, 1.5, float("nan")):
         adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
         rates = rates_of(adam)
         adam.param_groups[0]["betas"] = (momentum, 0.999)
         with pytest.raises(
-            BadRequest, match=r"betas\[0\] of parameter group 0 is .*; expected a number of at least 0 and"
+            InvalidArgument, match=r"betas\[0\] of parameter group 0 is .*; expected a number of at least 0 and"
         ):
             rates.changes()
 
@@ -174,7 +176,7 @@ def test_groups_that_hold_others_or_no_numbers_are_refused() -> None:
     optimizer = sgd()
     rates = rates_of(optimizer)
     optimizer.param_groups[1]["lr"] = "fast"
-    with pytest.raises(BadRequest, match=r"lr is 0\.5, 'fast' in the parameter groups; expected finite numbers"):
+    with pytest.raises(InvalidArgument, match=r"lr is 0\.5, 'fast' in the parameter groups; expected finite numbers"):
         rates.changes()
 
 

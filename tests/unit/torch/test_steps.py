@@ -12,7 +12,7 @@ from client_support import RecordingSession
 from pyps_client.torch.layout import plan
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import BEHIND_MAX, Steps
-from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, RunFinished, ServerUnavailable
 from support import wait_until
 
 SIZE = 4
@@ -117,7 +117,7 @@ def test_a_nan_among_gathered_minibatches_spoils_only_its_own() -> None:
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     worker, _, _ = make_worker()
-    with pytest.raises(BadRequest, match=r"gradient of 'weight' has layout torch\.sparse_coo"):
+    with pytest.raises(InvalidArgument, match=r"gradient of 'weight' has layout torch\.sparse_coo"):
         worker.step([torch.ones(1, SIZE).to_sparse()])
 
 
@@ -303,7 +303,7 @@ def test_a_wrong_setting_is_refused_with_its_value() -> None:
         ({"compat": "tf"}, "compat is 'tf'; expected None or 'paper'"),
         ({"overlap": "full"}, "overlap is 'full'; expected 'off', 'step' or 'backward'"),
     ):
-        with pytest.raises(BadRequest, match=message):
+        with pytest.raises(InvalidArgument, match=message):
             make_worker(**setting)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pyps.work import Ended, Leased, NothingNow, PassOutcome, Verdict, WorkQueue
-from pyps_wire.errors import BadRequest, StateLost, Superseded
+from pyps_wire.errors import InvalidArgument, StateLost, Superseded
 from shards import begin_pass, coordinated_queue, counted, refusal, restored_queue
 
 
@@ -117,7 +117,7 @@ def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
     assert woken == ["a"]
     assert lease(queue, "b") == Ended(0, "converged")
     assert queue.progress().ended
-    with pytest.raises(BadRequest, match=r"the coordinator has ended the work \(converged\)"):
+    with pytest.raises(InvalidArgument, match=r"the coordinator has ended the work \(converged\)"):
         begin_pass(queue, 1)
     begin_pass(queue, 1, epoch=2)
     assert isinstance(lease(queue, "b"), Leased)
@@ -231,7 +231,7 @@ def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
     assert claim(queue, "a", theirs).accepted
     deliver(queue, "a", theirs)
     assert "was delivered by worker 'a' before" in claim(queue, "a", theirs).message
-    with pytest.raises(BadRequest, match="lease 99 was never given out"):
+    with pytest.raises(InvalidArgument, match="lease 99 was never given out"):
         queue.claim("a", 1, 99, now=0.0)
 
 
@@ -315,7 +315,7 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
     assert after.lease("a", 1, now=0.0) == NothingNow(3)
     with pytest.raises(StateLost, match="pass 3 is not under way: the server came back from a checkpoint"):
         after.await_pass(3, coordinator_epoch=2)
-    with pytest.raises(BadRequest, match="pass 3 cannot begin"):
+    with pytest.raises(InvalidArgument, match="pass 3 cannot begin"):
         begin_pass(after, 3, epoch=3)
     with pytest.raises(Superseded):
         begin_pass(after, 4, epoch=1)
@@ -339,7 +339,7 @@ def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own()
     queue = coordinated_queue(4)
     begin_pass(queue, 3, epoch=1)
     queue.attach(2)
-    with pytest.raises(BadRequest, match="pass 3 has begun before; take a higher one"):
+    with pytest.raises(InvalidArgument, match="pass 3 has begun before; take a higher one"):
         begin_pass(queue, 3, epoch=2)
     begin_pass(queue, 4, epoch=2)
     # Once more is no other pass.

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
-from pyps_wire.errors import BadRequest, Superseded, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, Superseded, WaitTimedOut
 from shards import begin_pass, counted, data_spec, plain_queue, refusal, restored_queue
 
 
@@ -490,12 +490,12 @@ def test_a_data_set_without_sense_is_refused():
 
 def test_portions_need_a_size_and_may_not_be_too_many():
     queue = WorkQueue(stall_seconds=60)
-    with pytest.raises(BadRequest, match="give portion_examples or batch_size"):
+    with pytest.raises(InvalidArgument, match="give portion_examples or batch_size"):
         queue.open(DataSpec("train", 10), worker_id="a")
-    with pytest.raises(BadRequest, match="2000000 portions; expected 1000000 at most: take larger portions"):
+    with pytest.raises(InvalidArgument, match="2000000 portions; expected 1000000 at most: take larger portions"):
         queue.open(DataSpec("train", 2_000_000, 1), worker_id="a")
     assert queue.spec is None
-    with pytest.raises(BadRequest, match="no worker has said what the data set is"):
+    with pytest.raises(InvalidArgument, match="no worker has said what the data set is"):
         queue.lease("a", 1, now=0.0)
 
 
@@ -546,7 +546,7 @@ def test_a_pass_goes_on_as_it_was_cut_whatever_the_settings_are_now():
 def test_the_data_set_is_known_to_a_restored_server():
     after = restored_queue(plain_queue(10, 3))
     after.open(data_spec(10, 3), worker_id="a")
-    with pytest.raises(BadRequest, match="num_examples 11"):
+    with pytest.raises(InvalidArgument, match="num_examples 11"):
         after.open(data_spec(11, 3), worker_id="a")
     # A queue that nobody opened can be kept too.
     after = restored_queue(WorkQueue(stall_seconds=60))
@@ -573,5 +573,5 @@ def test_deliveries_of_the_present_pass_and_seven_before_it_are_remembered():
 
 
 def test_what_is_no_state_is_one_sentence():
-    with pytest.raises(BadRequest, match="the checkpoint's work queue cannot be read"):
+    with pytest.raises(InvalidArgument, match="the checkpoint's work queue cannot be read"):
         WorkQueue(stall_seconds=60).restore({"spec": None})
