@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pyps.service.roles import Role, role_in
+from pyps.roles import Role, role_in
 from pyps_wire.errors import InvalidArgument
 
 # The authority's own; after that all certificates are to be made anew.

@@ -12,8 +12,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from pyps import logs
+from pyps.roles import Role, needed_for
 from pyps.service.limits import ByteBudget
-from pyps.service.roles import Role, needed_for
 from pyps.service.security import Access, abort, subject_of, text_of
 from pyps_wire import local_pb2 as local
 from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut

@@ -30,11 +30,11 @@ from pyps import _kernels, logs
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
+from pyps.roles import METRICS
 from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.report import learning_rates_of, memory_of
-from pyps.service.roles import METRICS
 from pyps.service.transport import Host, Transport, name_of
 from pyps.statistics import Statistics, Tally
 from pyps.work import Progress

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from pyps.roles import HELLO_AS_WORKER, PULL_AS_WORKER, Role
 from pyps.run.handshake import Greeting, Welcome, check_name
 from pyps.run.initialization import Initialization
 from pyps.service import convert
@@ -20,7 +21,6 @@ from pyps.service.calls import Call
 from pyps.service.limits import check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
-from pyps.service.roles import HELLO_AS_WORKER, PULL_AS_WORKER, Role
 from pyps.service.transport import Host, Transport
 from pyps.service.waiting import LongPoll, names_in_words
 from pyps.service.work_queue import LEASES_MAX

@@ -13,7 +13,7 @@ import grpc.aio
 
 from pyps import logs
 from pyps.config import ConfigError, ServerConfig, flag_name, variable_name
-from pyps.service.roles import Role, needed_for, role_in
+from pyps.roles import Role, needed_for, role_in
 from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsError
 
 _SCHEME = "Bearer "

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from client_support import make_client
 from pyps.certificates import Authority
 from pyps.config import flag_name, variable_name
-from pyps.service.roles import PORTS, Role
+from pyps.roles import PORTS, Role
 from pyps_client import Launch, NotAllowed, Observer
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import ROLE_OBSERVER

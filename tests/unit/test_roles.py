@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyps.config import ServerConfig
-from pyps.service.roles import METRICS, PORTS, Role, role_in
+from pyps.roles import METRICS, PORTS, Role, role_in
 from pyps.service.security import Access, is_own_machine
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotAllowed, NotAuthenticated

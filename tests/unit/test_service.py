@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from pyps.config import resolve
+from pyps.roles import Role
 from pyps.run.handshake import Greeting, Welcome
 from pyps.run.run import Run
 from pyps.service import convert, hosting
@@ -25,7 +26,6 @@ from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
-from pyps.service.roles import Role
 from pyps.service.security import Access
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.transport import Host

@@ -1,4 +1,4 @@
-"""Who may do what: the roles of callers, and the least of them that each call at each port of a server asks for."""
+"""The roles of callers, and the least role that each call at each port of a server requires."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK
 
 
 class Role(IntEnum):
-    """What a caller is. Each may do what those before it may."""
+    """The role of a caller. Each includes the roles before it."""
 
     ANYBODY = 0
     OBSERVER = 1
@@ -19,24 +19,24 @@ class Role(IntEnum):
 
     @property
     def word(self) -> str:
-        """As people, settings and certificates name it."""
+        """The name in settings, messages and certificates."""
         return self.name.lower()
 
 
-# In these calls it depends on the message what they ask for.
+# The required role of these calls depends on their messages.
 HELLO_AS_WORKER = "Hello as a worker"
 PULL_AS_WORKER = "Pull as a worker"
 METRICS = "the page of metrics"
 
 _OF_ALL_PORTS = {
-    # Orchestrators probe health without knowing a token, and learn nothing from it but that the server lives.
+    # Orchestrators probe health without a token, and learn only that the server is alive.
     "/grpc.health.v1.Health/Check": Role.ANYBODY,
     "/grpc.health.v1.Health/List": Role.ANYBODY,
     "/grpc.health.v1.Health/Watch": Role.ANYBODY,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Role.OBSERVER,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Role.OBSERVER,
 }
-# By the names that a server's start block has for what listens.
+# By the names of ports in a server's start block.
 PORTS: Mapping[str, Mapping[str, Role]] = {
     "data": {
         **_OF_ALL_PORTS,
@@ -85,7 +85,7 @@ PORTS: Mapping[str, Mapping[str, Role]] = {
         "/grpc.channelz.v1.Channelz/GetSocket": Role.OBSERVER,
     },
     "metrics": {METRICS: Role.OBSERVER},
-    # By a ticket alone, which nobody gets but who says Hello as a worker: the row of that call is theirs.
+    # By a ticket, which only Hello as a worker returns: the row of that call holds for both.
     "lane": {},
     "shared memory": {},
 }
@@ -93,15 +93,15 @@ _NEEDED: Mapping[str, Role] = {call: role for calls in PORTS.values() for call, 
 
 
 def needed_for(call: str) -> Role:
-    """The least role that may make a call, named as in the table; of one that is not there, the highest."""
+    """Return the least role that may make a call; the highest for a call that the table does not list."""
     return _NEEDED.get(call, Role.OPERATOR)
 
 
 def role_in(subject: str) -> Role:
-    """The role that a certificate names as a unit (OU) of its subject, which is text as of RFC 2253.
+    """Return the role that a certificate's subject, in the text form of RFC 2253, names as a unit (OU).
 
-    A worker's where it names none, and the least where it names several.
+    Without one it is the worker's; of several the least.
     """
-    # No comma in a value, which is escaped, is taken for the end of that value.
+    # A comma in a value is escaped, and must not end the value.
     units = re.findall(r"(?:^|[,+])OU=(\w+)(?=[,+]|$)", re.sub(r"\\.", "?", subject))
     return min((role for role in Role if role and role.word in units), default=Role.WORKER)
