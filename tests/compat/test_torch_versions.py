@@ -1,7 +1,5 @@
 """The oldest torch that the client's package names, in a fresh environment: it trains there as torch alone does."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

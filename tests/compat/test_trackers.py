@@ -1,7 +1,5 @@
 """The scripts of docs/trackers.md as they stand, all beside one run: what each tracker has kept of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The scripts of docs/trainers.md as they stand, each as two workers on two servers, to their own and the run's end."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ Once over lanes between the containers, and once through memory that they share.
 Needs a Docker engine, or DOCKER_ENGINE naming a script whose `up` starts one; skipped without.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

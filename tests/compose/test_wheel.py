@@ -3,8 +3,6 @@
 Needs an engine, as test_compose.py does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ Needs kubectl; pods need root and a Docker engine, or DOCKER_ENGINE naming a scr
 controllers: what these do to pods, the tests do.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """docker/observe under the real Prometheus: it scrapes by mutual TLS, every query has an answer, alerts fire."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """pyps.ray on a real Ray cluster of several nodes, in a network namespace; nodes, servers and workers are killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

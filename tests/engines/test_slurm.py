@@ -3,8 +3,6 @@
 The commands are those of docs/slurm.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

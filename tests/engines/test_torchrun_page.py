@@ -3,8 +3,6 @@
 They run as they stand, but for other scripts, counts and a folder, and for torchrun's `last_call_timeout` of a second.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """kill -9 of a worker in the middle of a lane's rounds: the others go on, and nothing stays behind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Links cut in the middle of a shared-memory round: the worker has its memory to itself from its next word on."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """One of two servers killed in a round, and back from its checkpoint: every update counts once, on any way."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

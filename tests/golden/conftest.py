@@ -1,7 +1,5 @@
 """The flag that writes the golden traces anew: pytest tests/golden --regenerate."""
 
-from __future__ import annotations
-
 import pytest
 
 

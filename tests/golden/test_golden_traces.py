@@ -4,8 +4,6 @@ Each trace lies beside this file; a change of behaviour shows as a changed line.
 writes them anew; the commit then explains each change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A codec that neither kernels nor torch know: a name, a number and two conversions are all that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

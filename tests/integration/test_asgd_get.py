@@ -3,8 +3,6 @@
 Zhang, Zhang, You, Zheng, Xu (ICASSP 2013); the invariants A2, A3 and A4 of the algorithm notes, section 2.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Whatever way gradients and parameters take, the same pushes in the same order give the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 

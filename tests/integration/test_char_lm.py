@@ -1,7 +1,5 @@
 """examples/char_lm.py: workers that share its epochs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

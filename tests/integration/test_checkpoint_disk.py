@@ -1,7 +1,5 @@
 """Checkpoints that cannot be written, or take long: one error, and the run goes on."""
 
-from __future__ import annotations
-
 import os
 import resource
 import stat

@@ -1,7 +1,5 @@
 """Servers that end and come back: nothing acknowledged is lost, nothing is applied twice, every bit is the same."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`pyps bench` against real servers: it measures, leaves nothing behind, and never touches what is somebody's."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable, Iterator

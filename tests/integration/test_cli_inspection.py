@@ -1,7 +1,5 @@
 """`pyps status`, `set`, `export`, `eval`, `save`, `stop` and `reset` against real servers, as a user types them."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Ctrl-C before a command has begun: amid its imports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from support import PythonProcess

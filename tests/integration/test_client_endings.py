@@ -1,7 +1,5 @@
 """A worker in its program's life, and how its end reaches the program's user and the other workers."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The figures of a run that an observer gets, for whatever logs them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C amid a step: once it has raised, nobody writes into the worker's parameters, and the next step goes on."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import operator

@@ -1,7 +1,5 @@
 """How workers come into a run: the first initialises it, others join, strangers are refused in one sentence."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

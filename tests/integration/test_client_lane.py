@@ -1,7 +1,5 @@
 """Workers over lanes: each push counts once whatever is cut, and gRPC serves where there is no lane."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

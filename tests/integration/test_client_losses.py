@@ -1,7 +1,5 @@
 """Lost connections and restarted servers: workers go on, and every push counts once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

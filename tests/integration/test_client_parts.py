@@ -4,8 +4,6 @@ They lose a server or one of themselves, and come back. The processes are thread
 of their own each; the servers are real.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

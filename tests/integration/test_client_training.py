@@ -1,7 +1,5 @@
 """The numpy client trains against real servers: what it gets back is what the formula says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

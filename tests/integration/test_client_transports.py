@@ -1,7 +1,5 @@
 """The ways of gradients and parameters, by shared memory, gRPC or in one process, and what comes when one ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

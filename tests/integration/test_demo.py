@@ -1,7 +1,5 @@
 """`pyps demo`: a short real one, and how it fails."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

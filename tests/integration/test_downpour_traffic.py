@@ -3,8 +3,6 @@
 D5 of the algorithm notes, section 2.3: what is sent falls with n_push and n_fetch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

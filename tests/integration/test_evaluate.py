@@ -1,7 +1,5 @@
 """`pyps eval` and `pyps health` against real servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

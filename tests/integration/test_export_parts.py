@@ -1,7 +1,5 @@
 """A model that is cut into parts, seen whole: export, checkpoints, eval, status and replay against real servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of the guides, in the order in which their pages show them, by which a stranger would go."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The Inspector on a real server: what it says is what happened, and only its own machine may change it."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import zlib

@@ -1,7 +1,5 @@
 """The control port for a stranger: every call through reflection alone, by both of its names, and with grpcurl."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

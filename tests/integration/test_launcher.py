@@ -1,7 +1,5 @@
 """`pyps run`: real servers, real workers, and every way that a job may end."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What servers are told of a replica that ended for good, and whether people hear that it never joined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from pyps.cli.run import Expectations

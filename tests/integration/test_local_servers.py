@@ -1,7 +1,5 @@
 """`servers="local"`: a server in the worker's own process, for it alone."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

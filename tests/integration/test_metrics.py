@@ -1,7 +1,5 @@
 """The Prometheus page of a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """The scripts of docs/migrate.md by the page's own commands: all that have pyps in them, and torch RPC's."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

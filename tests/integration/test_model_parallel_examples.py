@@ -1,7 +1,5 @@
 """The examples that cut a model over processes: they compute what the whole model does, and train on real servers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

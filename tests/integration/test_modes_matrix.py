@@ -6,8 +6,6 @@ twice. Then the universal invariants must hold (algorithm notes 1.4). test_every
 all combinations.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import Counter

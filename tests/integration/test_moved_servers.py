@@ -1,7 +1,5 @@
 """Servers that come back at another address, with their checkpoint: workers and commands find them there."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

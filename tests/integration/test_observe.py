@@ -1,7 +1,5 @@
 """What docker/observe asks for is what a server that trains tells; Grafana is given what it wants."""
 
-from __future__ import annotations
-
 import re
 import urllib.request
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Dean et al. 2012, section 4.1; D9 of the algorithm notes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """pyps_client.replica.processes and .dtensor over real process groups: what processes say, hold, hand on and refuse."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How replicas live and end: heartbeats from the first Hello on, a leave wherever it was answered."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

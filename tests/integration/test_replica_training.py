@@ -3,8 +3,6 @@
 Dean et al. 2012, sections 3 and 4.1; the processes are real, cut by torch's own parallelize_module.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

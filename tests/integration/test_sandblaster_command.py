@@ -1,7 +1,5 @@
 """`pyps sandblaster`: servers, coordinator and workers of one job, by one command."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable

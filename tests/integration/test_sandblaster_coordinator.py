@@ -1,7 +1,5 @@
 """`pyps coordinate` over real servers and workers: whatever is killed, the same bits come out."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Workers that compute portions for a coordinator (pyps_client.sandblaster), over real servers, led by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

@@ -1,7 +1,5 @@
 """Barriers on a real server: who is waited for, for how long, and what happens to those who are not."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

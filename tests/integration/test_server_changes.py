@@ -1,7 +1,5 @@
 """Protocol, rate and schedule changed while the run goes on; one owner of the learning rate."""
 
-from __future__ import annotations
-
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
 from support import configure, events_of, status_of, wait_for_event, wait_until

@@ -1,7 +1,5 @@
 """Exchange on a real server: pushes answered with the parameters after them in one stream, and pushes as a whole."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Iterator
 

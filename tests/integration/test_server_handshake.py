@@ -1,7 +1,5 @@
 """Hello and Initialize on a real server: who may join a run, and who sends the first parameters."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

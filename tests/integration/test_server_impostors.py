@@ -1,7 +1,5 @@
 """A worker is nobody else: who knows the token, a name and an incarnation, but not the secret, speaks for no worker."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """How a real server starts, is stopped, finishes its run and goes on from a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Rounds over shared memory on a real server, spoken by hand: they do what the same calls over gRPC do."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -1,7 +1,5 @@
 """Shared memory through the life of its server: where it listens, how it ends, and what a run's end means for it."""
 
-from __future__ import annotations
-
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor

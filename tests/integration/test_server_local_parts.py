@@ -1,7 +1,5 @@
 """Shared memory of workers that hold a part of the model: their own vectors, and no other shard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What hostile or broken callers send to the local socket: each is refused in words, and the server goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

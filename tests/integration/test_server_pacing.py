@@ -1,7 +1,5 @@
 """Proceed on a real server: turns, clocks, and whom a waiting worker is told of."""
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,7 +1,5 @@
 """Bad input on a real server: one clear sentence each, and the state unchanged."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import tracemalloc

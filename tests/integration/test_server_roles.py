@@ -1,7 +1,5 @@
 """Who may do what at a real server: every call of every service and every port, with each role and with none."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

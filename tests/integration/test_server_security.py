@@ -1,7 +1,5 @@
 """Who may call a real server: tokens on every port, and no open door by accident."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Waiting and load on a real server: a wait ends with what it waited for, and one caller holds up no other."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import threading

@@ -1,7 +1,5 @@
 """examples/stock_client.py: the contract is enough for a worker, to the bits of one of pyps_client."""
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 from pathlib import Path

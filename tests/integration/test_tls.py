@@ -1,7 +1,5 @@
 """TLS on every port of a server, with certificates of both ends, and what is said where it cannot be."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

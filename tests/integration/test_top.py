@@ -1,7 +1,5 @@
 """`pyps top` against real servers: what its terminal shows, what its keys do, what it costs them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """What people do around an optimizer in torch: each loop trains here as it does with torch's own, number for number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Workers that torchrun starts: each of its processes, or all of them together by DistributedDataParallel."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

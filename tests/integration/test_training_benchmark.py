@@ -1,7 +1,5 @@
 """benchmarks/training.py: every way to train takes its steps, and the figures are those of the steps."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from dataclasses import replace

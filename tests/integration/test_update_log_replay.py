@@ -1,7 +1,5 @@
 """`pyps replay` on the logs of real servers: the final bits, or where a log differs, is damaged or says too little."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

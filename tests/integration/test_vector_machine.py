@@ -1,7 +1,5 @@
 """Vectors and stages on a real server: what a coordinator and its workers call."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

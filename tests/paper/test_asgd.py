@@ -4,8 +4,6 @@ The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2, under one 
 a shard.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ under n-softsync. It is no property of machines: sum over workers what each saw 
 the sum telescopes.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import pairwise
 

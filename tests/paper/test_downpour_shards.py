@@ -4,8 +4,6 @@ Shards run independently of each other and so do model replicas. The invariants 
 algorithm notes, section 2.3; D5 over a network is in tests/integration/test_downpour_traffic.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -6,8 +6,6 @@ again (U3) or holds NaN (U7), what waits included, and one worker is a loop that
 else (U6); and the sum of the gradients for every protocol (U5). Algorithm notes, 1.4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 

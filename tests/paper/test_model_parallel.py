@@ -4,8 +4,6 @@ The invariants P1 to P3 of the algorithm notes, section 2.6, as experiments/mode
 here of small ones. Between real processes they are in tests/integration.
 """
 
-from __future__ import annotations
-
 from experiments import model_parallel as experiment
 from experiments.model_parallel_dense import Dense
 from experiments.model_parallel_patches import Patches

@@ -3,8 +3,6 @@
 Twenty workers, two of them eight times as slow, ten portions a worker: the crews of experiments/sandblaster.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from experiments import sandblaster_balance as balance

@@ -1,7 +1,5 @@
 """Sandblaster L-BFGS: Dean et al. (NeurIPS 2012), section 4.2, over the vector machines of several servers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Dean et al. 2012, section 4.2, keep all vectors on the servers; the coordinator's own numbers go with each commit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """How little Sandblaster says: no vector to its coordinator, few to its workers (Dean et al. 2012, section 4.2)."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments import sandblaster_traffic as traffic

@@ -4,8 +4,6 @@ Server" (NIPS 2013), section 2; the bound as in Petuum Bosen. Invariants R1 to R
 A worker's clock is the number of steps that it has finished; the update of its step k carries clock k.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ test_staleness_policies.py, and that L workers equal one with the L-fold minibat
 workers, c = floor(L / n) the gradients of an update, tau the staleness.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -5,8 +5,6 @@ those of Gupta, Zhang, Wang (ICDM 2016), exponential decay that of Chan and Lane
 those of Xie et al. (FedAsync, 2019); dropping is Rudra's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ time, here `serial`. The invariants H1 to H3 of the algorithm notes, section 2.1
 tests/unit/core/test_protocols.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

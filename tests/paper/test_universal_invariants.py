@@ -5,8 +5,6 @@ test_every_mode.py, the law of conservation for every protocol in test_conservat
 timestamps T, staleness is their tau (Gupta, Zhang, Wang, ICDM 2016; Zhang, Gupta, Lian, Liu, IJCAI 2016).
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """pyps_wire.allocator: blocks of messages stay mapped, unless somebody else says how."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """benchmarks/targets.py and document.py: verdicts of figures, and a page of whatever was measured."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

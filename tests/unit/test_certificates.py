@@ -1,7 +1,5 @@
 """`pyps certs`: the files that it makes, and what it says of them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints: complete or ignored, bit for bit, whatever happens to the process or the disk (ARCHITECTURE.md)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

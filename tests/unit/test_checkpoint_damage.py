@@ -1,7 +1,5 @@
 """Checkpoints that were damaged, or whose writing was cut short: complete or ignored (ARCHITECTURE.md)."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

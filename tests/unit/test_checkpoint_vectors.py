@@ -1,7 +1,5 @@
 """Checkpoints of a run with a coordinator: its vectors, of one iteration on all shards, and the queue of portions."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import threading

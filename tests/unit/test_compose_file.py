@@ -1,7 +1,5 @@
 """docker/compose.yaml: what its services run, without an engine."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import textwrap

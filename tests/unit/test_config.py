@@ -1,7 +1,5 @@
 """The server's configuration: who wins, and what a refusal says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

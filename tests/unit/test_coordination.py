@@ -1,7 +1,5 @@
 """What a coordinator plans and how its flags are read and spelled."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the demo makes of parameters, of the answers of several servers, and what it shows of them."""
 
-from __future__ import annotations
-
 import runpy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs on threads, in stages and shared out: their order, their errors, and that no thread waits."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A lane's messages, as they come a part at a time."""
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import socket

@@ -1,7 +1,5 @@
 """What the launcher tells a worker, the ports it finds, and the lines of servers that it shows."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

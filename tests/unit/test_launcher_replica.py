@@ -1,7 +1,5 @@
 """What the launcher makes of the ends of processes: real ones, without servers."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re

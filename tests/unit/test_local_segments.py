@@ -1,7 +1,5 @@
 """A worker's memory in the server: how long it is touched, and that a closed link leaves a push undone."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

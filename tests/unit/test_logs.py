@@ -1,7 +1,5 @@
 """Log lines: one event a line, whatever is in it."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The README and the pages say what is there: scripts, commands, targets and links; and what they show does run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The replies of one stream: their order, what runs ahead of them, their errors and callers who take none."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine

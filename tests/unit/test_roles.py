@@ -1,7 +1,5 @@
 """Which role a caller has, by all that a server may ask for and all that a caller may show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Frames for Pull: shared by those who ask for the same version, within their bounds, and let go in time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The service that workers call, without a network: threads, mutex, memory and keepalive of its calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """docs/extension: what the site tells of options is what the program says."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import importlib

@@ -1,7 +1,5 @@
 """`pyps slurm`: the script that it makes, what it refuses, and how sbatch gets it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Statistics: what pushes and pulls are counted as."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

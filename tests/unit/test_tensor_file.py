@@ -1,7 +1,5 @@
 """The safetensors writer: what it writes, the library reads."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `pyps top` makes of servers' answers: rates, bands of staleness, lives of servers, pictures."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Update logs: complete to the last answered push, and replayed to the same bits (U4)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """How the processes of a replica come to one view: of results, of errors, of the run."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyps_client.replica.group import own_partition

@@ -1,7 +1,5 @@
 """Rounds on a call that stays open, over real gRPC servers: pyps_client.transport.grpc."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator

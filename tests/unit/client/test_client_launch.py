@@ -1,7 +1,5 @@
 """A worker's launch settings, from the environment and from arguments."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a process ends whose replica is lost: by the thread that trains, or without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 

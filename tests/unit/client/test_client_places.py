@@ -1,7 +1,5 @@
 """Where servers are found: in lists, in files, behind a name that stands for all of them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

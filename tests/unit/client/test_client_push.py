@@ -1,7 +1,5 @@
 """What of a shard is sent when some tensors have no gradient."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Learning rates on their way from the schedule's owner to the servers."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyps_client.push import GroupRate, LearningRates

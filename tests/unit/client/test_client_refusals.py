@@ -1,7 +1,5 @@
 """Gradients that servers did not take are counted, and told of once."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyps_client.run_state import Refusals

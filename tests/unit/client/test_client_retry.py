@@ -1,7 +1,5 @@
 """How a missing server is waited for; all lines about its silence count by one clock, and tell of all that are lost."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading

@@ -1,7 +1,5 @@
 """What the protocol in force asks of a worker, from three kinds of messages."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Lent vectors and the segment in which they lie."""
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import gc

@@ -1,7 +1,5 @@
 """pyps_client.transport.shared_memory over real sockets: turns, replies in pieces, losses."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Tasks and jobs that run beside the caller: pyps_client.transport.threads."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

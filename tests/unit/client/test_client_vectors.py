@@ -1,7 +1,5 @@
 """The guard that keeps NaN and infinity from the wire."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What a forked child leaves alone of its parent's."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -1,7 +1,5 @@
 """The client where Linux's and Unix's own means are missing, as on Windows and macOS: it trains by gRPC."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from support import PythonProcess, ServerThread

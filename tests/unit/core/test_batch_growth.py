@@ -1,7 +1,5 @@
 """The growing minibatch (Zhang et al. 2013), with invariant A4 of the algorithm notes, 2.2."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """One initialiser at a time; another takes over when it falls silent."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyps.core.election import Claim, Election

@@ -1,7 +1,5 @@
 """The gate of steps: which calls an event wakes, and what a question that is repeated means."""
 
-from __future__ import annotations
-
 from pyps.core.effects import NONE, Effects
 from pyps.core.pacing import StagedPacer, StepGate, TurnTaking
 

@@ -1,7 +1,5 @@
 """What fits a shard and what does not, in words that name the numbers; and the arrays that it is kept in."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pyps.core.arrays import aligned, aligned_zeros, read_only

@@ -1,7 +1,5 @@
 """Exactly once: whatever is lost, repeated or overtaken on the way, each push is applied once or refused."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Who counts as a live worker, and who may use a worker's name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

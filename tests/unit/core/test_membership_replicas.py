@@ -1,7 +1,5 @@
 """Replicas of several processes, which live and end as one (Dean et al. 2012, section 3)."""
 
-from __future__ import annotations
-
 import pytest
 
 from pyps.core.effects import NONE

@@ -1,7 +1,5 @@
 """Who may begin a step: each pacer's rule, and that no order of comings and goings stops everybody."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What each protocol decides of a gradient; how a shard obeys is in test_shard_rounds.py."""
 
-from __future__ import annotations
-
 from pyps.core.aggregation import (
     PROTOCOLS,
     Acknowledge,

@@ -3,8 +3,6 @@
 Their arithmetic by hand is in tests/paper and tests/unit/test_kernel_rules.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules: closed forms, torch's schedulers beside them, and texts that name exactly the same schedule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A shard's promises: what a push changes, what a refused one does not, what is recorded and restored."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

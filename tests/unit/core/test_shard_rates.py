@@ -1,7 +1,5 @@
 """What makes an update's rate: base rate, schedule, batch growth, staleness, clipping; and how they are replaced."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A shard's log, done again in its order, gives the same receipts and the same bits (algorithm notes 1.4, U4)."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What a push brings back: the parameters, written by the update that it makes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

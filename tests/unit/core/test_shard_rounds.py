@@ -1,7 +1,5 @@
 """Rounds on a shard: who is in an update, when workers come late, die, push twice or have nothing to push."""
 
-from __future__ import annotations
-
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard

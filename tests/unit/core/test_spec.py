@@ -1,7 +1,5 @@
 """Behaviours from a line of text and back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies by name, in closed form; what a weighing does to a shard is in tests/paper/test_staleness_policies.py."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from itertools import product

@@ -1,7 +1,5 @@
 """Update of several gradients: their shares, their staleness, what they do not cover."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a coordinator asks for beyond the memory is refused with settings that then fit."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The instruction set on a server's shards, against numpy (Dean et al. 2012, section 4.2)."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 

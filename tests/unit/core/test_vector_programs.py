@@ -1,7 +1,5 @@
 """Coordinators of a vector machine: lives, retries, commits, and what a checkpoint sees of them."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Staged sums of gradients: each portion's newest counts, and only complete ones of the present pass are folded."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Warm start as a stage before the main protocol (algorithm notes 2.3): its text, and which stage decides when."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What workers may ask for where the server was told its rule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How far workers may set what moves the parameters, where an operator says so."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The first parameters on their way in: memory is for one model, and others are answered meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

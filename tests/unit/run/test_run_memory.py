@@ -1,7 +1,5 @@
 """A run holds its model once, however it came."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path

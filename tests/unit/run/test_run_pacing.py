@@ -1,7 +1,5 @@
 """The gate of steps in a run: who may begin an epoch ahead, and that calls of many threads are taken one by one."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier

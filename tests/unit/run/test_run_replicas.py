@@ -1,7 +1,5 @@
 """A run over real shards whose workers are replicas, without a server: rounds, stalls, the gate, a restored run."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Pushes that bring parameters back through a run: what is counted, logged and refused together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

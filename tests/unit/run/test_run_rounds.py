@@ -1,7 +1,5 @@
 """A run over real shards, without a server: rounds, the gate, changes and what waits."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

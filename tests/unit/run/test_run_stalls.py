@@ -1,7 +1,5 @@
 """Who holds the others up, and for how long: refused pushes, clocks that stand still, workers that never came."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

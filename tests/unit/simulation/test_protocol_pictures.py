@@ -1,7 +1,5 @@
 """experiments/protocol_pictures.py: the pictures are of what the protocols promise."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The virtual cluster itself: its times agree with queueing theory, and equal inputs give equal runs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

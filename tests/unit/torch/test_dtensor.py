@@ -1,7 +1,5 @@
 """What a worker of one process claims, and what a Replica refuses before it speaks to anybody."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

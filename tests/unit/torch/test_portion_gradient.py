@@ -1,7 +1,5 @@
 """The gradient of a portion: a sum over its examples, of the same bits whoever computes it, and in little memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The batches of a portion: in order, loaded ahead, and on into the portion that is likely to come next."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a data set is cut, and the portions that nobody has."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

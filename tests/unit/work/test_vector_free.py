@@ -1,7 +1,5 @@
 """The recursion on coefficients, apart from any vector."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Coordinated work: passes that a coordinator begins, claims and backup copies (Dean et al. 2012, section 4.2)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

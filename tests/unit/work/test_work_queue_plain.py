@@ -1,7 +1,5 @@
 """Plain work: epochs without a coordinator, each portion with one worker."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Whatever dies or loses answers: every example of a pass counts once (B1 and D9), and nobody sleeps for ever."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
