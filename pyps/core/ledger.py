@@ -70,22 +70,10 @@ class LedgerState:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], receipts: bytes) -> LedgerState:
         """Return the state that `to_plain` gave."""
-        if "lives" in plain:
-            each = _split(receipts)
-            entries = [
-                LedgerEntry(worker_id, incarnation, forgotten_sequence, tuple(islice(each, count)))
-                for worker_id, incarnation, forgotten_sequence, count in plain["lives"]
-            ]
-        else:
-            # Ledgers of earlier releases kept each receipt in words.
-            entries = [
-                LedgerEntry(**{**entry, "receipts": tuple(packed(_receipt(fields)) for fields in entry["receipts"])})
-                for entry in plain["entries"]
-            ]
-        # The first ones kept no names.
-        forgotten, lives_max = plain.get("forgotten", {}), plain.get("lives_max", LIVES_MAX)
-        names = {name: (incarnation, sequence) for name, (incarnation, sequence) in forgotten.items()}
-        return cls(tuple(entries), plain["forgotten_incarnation"], names, lives_max)
+        each = _split(receipts)
+        entries = tuple(LedgerEntry(*life, tuple(islice(each, count))) for *life, count in plain["lives"])
+        names = {name: (incarnation, sequence) for name, (incarnation, sequence) in plain["forgotten"].items()}
+        return cls(entries, plain["forgotten_incarnation"], names, plain["lives_max"])
 
 
 class Ledger:
@@ -255,8 +243,3 @@ def _split(receipts: bytes) -> Iterator[bytes]:
         end = start + _FIXED.size + _FIXED.unpack_from(receipts, start)[-1]
         yield receipts[start:end]
         start = end
-
-
-def _receipt(fields: Mapping[str, Any]) -> Receipt:
-    kinds = {"outcome": Outcome(fields["outcome"]), "reason": Reason(fields.get("reason", Reason.UNSPECIFIED))}
-    return Receipt(**{**fields, **kinds, "waiting_for": tuple(fields.get("waiting_for", ()))})

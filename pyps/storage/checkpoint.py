@@ -40,8 +40,6 @@ from pyps.storage.tensor_file import TensorFile, TensorReader, Writable
 from pyps_wire.errors import PypsError
 
 FORMAT_VERSION = 3
-# Of format 2 the lines of the ledger hold the receipts too.
-FORMATS_READ = (2, FORMAT_VERSION)
 MANIFEST = "manifest.json"
 
 
@@ -85,10 +83,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
         raise CheckpointDamaged(f"{file} is not what was written: its checksum differs")
-    if manifest["format_version"] not in FORMATS_READ:
+    if manifest["format_version"] != FORMAT_VERSION:
         raise CheckpointDamaged(
-            f"{path} has format version {manifest['format_version']}, this software reads"
-            f" {' and '.join(map(str, FORMATS_READ))}"
+            f"{path} has format version {manifest['format_version']}, this software reads {FORMAT_VERSION}"
         )
     return manifest
 
@@ -225,7 +222,7 @@ class Checkpoint:
                 f"{self.path / LEDGER} holds other bytes for shard {shard['shard_id']} than were written"
             )
         plain = json.loads(line)
-        receipts = self._bytes(shard, RECEIPTS) if RECEIPTS in self._files else b""
+        receipts = self._bytes(shard, RECEIPTS)
         pending, payloads = plain["pending"], split_payloads(plain["pending"], self._bytes(shard, PENDING))
         return ShardState(
             version=shard["version"],

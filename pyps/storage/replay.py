@@ -24,9 +24,6 @@ from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of
 from pyps.storage.update_log import FORMAT, LoggedUpdate, UpdateLogError, decode
 
-# Of format 2 the first line holds the receipts too.
-_FORMATS_READ = ("pyps update log 2", FORMAT)
-
 
 class NotKept(NamedTuple):
     """From here on gradients were not kept."""
@@ -52,7 +49,7 @@ class ShardLog:
         begin = next(self._lines(), None)
         if begin is None or begin["event"] != "begin":
             raise UpdateLogError(f"{path} ends before the shard's beginning")
-        if begin["format"] not in _FORMATS_READ:
+        if begin["format"] != FORMAT:
             raise UpdateLogError(f"{path} is a {begin['format']!r}, this software reads {FORMAT!r}")
         self._begin = begin
         self.shard_id: int = begin["shard_id"]
@@ -71,7 +68,6 @@ class ShardLog:
         num_slots = len(begin["slots"])
         parameters, *slots = (_floats(payload) for payload in payloads[: 1 + num_slots])
         waiting = payloads[1 + num_slots :][: len(begin["pending"])]
-        receipts = b"".join(payloads[1 + num_slots + len(waiting) :])
         return Shard(
             self.shard_id,
             parameters,
@@ -82,7 +78,7 @@ class ShardLog:
             epoch=self.run.epoch,
             version=begin["version"],
             slots=dict(zip(begin["slots"], slots, strict=True)),
-            ledger=Ledger(LedgerState.from_plain(begin["ledger"], receipts)),
+            ledger=Ledger(LedgerState.from_plain(begin["ledger"], payloads[-1])),
             pending=tuple(map(contribution_from_plain, begin["pending"], waiting)),
             examples=begin["examples"],
             learning_rate=begin["learning_rate"],

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import resource
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from safetensors.numpy import load_file
 
 from pyps.cli.export import from_checkpoints
 from pyps.config import ServerConfig, resolve
-from pyps.core.ledger import unpacked
 from pyps.core.receipt import Outcome
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
@@ -136,35 +134,6 @@ def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
     assert (slots["shard-000001.accumulator"] == shards[1].state().slots["accumulator"]).all()
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 3, 3)
-
-
-def test_a_checkpoint_whose_receipts_are_in_words_is_read(folder: CheckpointFolder) -> None:
-    """Format 2, as it was before receipts were packed."""
-    shards = adagrad_shards()
-    path = write_checkpoint(folder, shards)
-    (path / "receipts.bin").unlink()
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    manifest["format_version"] = 2
-    lines = b""
-    for shard in manifest["shards"]:
-        ledger = shards[shard["shard_id"]].state().ledger
-        entries = [
-            {**entry._asdict(), "receipts": [unpacked(receipt)._asdict() for receipt in entry.receipts]}
-            for entry in ledger.entries
-        ]
-        plain = {"entries": entries, "forgotten_incarnation": -1, "forgotten": {}, "lives_max": ledger.lives_max}
-        line = json.dumps({"ledger": plain, "pending": []}).encode()
-        del shard["receipts"], shard["checksums"]["receipts"]
-        shard["checksums"]["ledger"] = f"{zlib.crc32(line):08x}"
-        lines += line + b"\n"
-    (path / "ledger.jsonl").write_bytes(lines)
-    del manifest["files"]["receipts.bin"], manifest["checksum"]
-    manifest["files"]["ledger.jsonl"] = len(lines)
-    manifest["checksum"] = f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
-    (path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    run = folder.resume()
-    assert run is not None
-    assert [run.shards[i].ledger for i in (0, 1)] == [shards[i].state().ledger for i in (0, 1)]
 
 
 def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:

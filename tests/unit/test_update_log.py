@@ -234,21 +234,6 @@ def test_a_restored_shard_is_logged_from_where_it_stands(tmp_path: Path) -> None
     assert (replayed.version, replayed.updates) == (3, 1)
 
 
-def test_a_log_whose_receipts_are_in_words_is_replayed(log: UpdateLog, tmp_path: Path) -> None:
-    """Format 2, as it was before receipts were packed."""
-    shard = logged_shard(log, behaviour=make_behaviour("hardsync"))
-    hardsync(shard)
-    log.end()
-    path = only(tmp_path)
-    first, *lines = path.read_bytes().splitlines(keepends=True)
-    begin = decode(first)
-    assert begin is not None
-    ledger = {"entries": [], "forgotten_incarnation": -1}
-    begin |= {"format": "pyps update log 2", "ledger": ledger, "payloads": begin["payloads"][:-1]}
-    path.write_bytes(b"".join([encode(begin), *lines]))
-    assert (replay(path).difference, replay(path).version) == ("", shard.version)
-
-
 def test_a_momentum_that_was_moved_before_the_log_and_in_it_is_replayed(log: UpdateLog, tmp_path: Path) -> None:
     shard = make_shard(np.linspace(-1, 1, 16), rule="adam", epoch=2, momentum=0.5, recorder=log)
     log.begin(dataclasses.replace(HEADER, optimizer=RuleSettings.make("adam", ({},))), {0: shard})

@@ -166,15 +166,6 @@ def test_a_ledger_comes_back_from_a_checkpoint_and_answers_as_before() -> None:
         assert [again.lookup(worker_id, incarnation, s) for s in range(25)] == answers
 
 
-def test_a_ledger_of_an_earlier_release_is_read() -> None:
-    words = {"shard_id": 0, "sequence": 3, "outcome": 2, "version_before": 3, "version_after": 3, "waiting_for": ["b"]}
-    life = {"worker_id": "a", "incarnation": 9, "forgotten_sequence": 2, "receipts": [words]}
-    ledger = Ledger(LedgerState.from_plain({"entries": [life], "forgotten_incarnation": 7}, b""))
-    assert [ledger.lookup("a", incarnation, 0) for incarnation in (7, 8)] == [FORGOTTEN, None]
-    known = Receipt(0, 3, Outcome.PENDING, 3, 3, waiting_for=("b",))
-    assert [ledger.lookup("a", 9, sequence) for sequence in (2, 3, 4)] == [FORGOTTEN, known, None]
-
-
 # Properties, through a real shard: every push of every life has a parameter of its own, which counts how
 # often the push was applied.
 
