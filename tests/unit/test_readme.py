@@ -32,7 +32,6 @@ PAGE = PAGES["model-parallel"]
 LONG_LINES = {
     "ARCHITECTURE",
     "CHANGELOG",
-    "README",
     "choose",
     "model-parallel",
     "performance",
@@ -236,11 +235,31 @@ def test_the_rounds_a_second_of_the_readme_are_those_measured() -> None:
         rows = [row for row in measured if (row["subject"], row["size"], row["workers"]) == (subject, "big", 1)]
         return median(row["rounds_per_s"] for row in rows)
 
-    ours, theirs = rounds_of("pyps shared memory"), max(map(rounds_of, ("torch RPC auto", "torch RPC tcp")))
-    told = r"makes (\d+) rounds a second .*\n.* ([\d.]+) times the (\d+) of torch RPC.* makes (\d+)\.\n.*TLS.* (\d+)\."
-    [figures] = re.findall(told, README)
-    tcp, tls = rounds_of("pyps lane float32"), rounds_of("pyps lane float32, TLS")
-    assert list(figures) == [f"{ours:.0f}", f"{ours / theirs:.1f}", f"{theirs:.0f}", f"{tcp:.0f}", f"{tls:.0f}"]
+    ours_and_theirs = r"makes ([\d.]+) rounds a second over TCP, where torch RPC makes ([\d.]+)"
+    shown = ours_and_theirs + r"(?s:.*?) makes ([\d.]+); over TLS .* ([\d.]+)\."
+    [figures] = re.findall(shown, README)
+    subjects = ("pyps lane float32", "torch RPC tcp", "pyps shared memory", "pyps lane float32, TLS")
+    assert list(figures) == [f"{rounds_of(subject):.1f}" for subject in subjects]
+
+
+def test_the_samples_a_second_of_the_readme_are_those_measured() -> None:
+    measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["training"]["rows"]
+
+    def cells(subject: str, *, slowed: float = 1.0, rate: str = "10gbit") -> list[str]:
+        """Return samples a second and seconds to the loss."""
+        [row] = [row for row in measured if (row["subject"], row["rate"], row["slowed"]) == (subject, rate, slowed)]
+        return [f"{row['samples_per_s']:.1f}", f"{row['seconds_to_loss']:.1f}"]
+
+    names = ("pyps, `async`", "torch RPC, asynchronous", "DDP over gloo")
+    subjects = dict(zip(names, ("pyps async", "torch RPC async", "DDP gloo"), strict=True))
+    shown = dict(re.findall(r"^\| (.*?) \| ([\d.]+ \| [\d.]+) \|$", README, re.M))
+    assert {name: row.split(" | ") for name, row in shown.items()} == {
+        name: cells(subject, slowed=3.0) for name, subject in subjects.items()
+    }
+    [equal] = re.findall(r"DDP makes ([\d.]+) and pyps `async` ([\d.]+):", README)
+    assert list(equal) == [cells(subject)[0] for subject in ("DDP gloo", "pyps async")]
+    [alone] = re.findall(r"one process alone makes ([\d.]+) \(([\d.]+) s\)", README)
+    assert list(alone) == cells("one process alone", rate="1gbit")
 
 
 def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
