@@ -19,10 +19,9 @@ from pyps_wire.blocks import place
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, inspect, server_port, wait_until, workers_of
+from support import AnyServer, PythonProcess, Start, StartPython, inspect, server_port, wait_until, workers_of
 from wire_worker import WireWorker
 
-Start = Callable[..., PythonProcess]
 SCRIPT = str(Path(__file__).resolve().parent / "replica_script.py")
 DEADLINE = 120.0
 RUN_ID = "job"
@@ -35,7 +34,7 @@ class ReplicaJob:
 
     def __init__(
         self,
-        start_python: Start,
+        start_python: StartPython,
         servers: Sequence[AnyServer],
         *arguments: str,
         script: str = SCRIPT,
@@ -69,7 +68,7 @@ class ReplicaJob:
 
 
 def serve(
-    start_server: Callable[..., AnyServer], count: int, *flags: str, replicas: int = 1, checkpoints: Path | None = None
+    start_server: Start, count: int, *flags: str, replicas: int = 1, checkpoints: Path | None = None
 ) -> list[AnyServer]:
     """Starts the servers of a job, with a folder for the checkpoints of each where there is one for all."""
     own = [("--checkpoint-dir", str(checkpoints / f"server-{i}")) if checkpoints else () for i in range(count)]

@@ -33,7 +33,16 @@ from pyps_wire.codecs import FLOAT32
 from pyps_wire.contract import VECTOR_MACHINE, stub_of
 from pyps_wire.work_pb2 import GetWorkRequest
 from shards import make_shard, pull
-from support import DEADLINE_SECONDS, ROOT, AnyServer, PythonProcess, ServerProcess, inspect, wait_until
+from support import (
+    DEADLINE_SECONDS,
+    ROOT,
+    PythonProcess,
+    ServerProcess,
+    Start,
+    StartPython,
+    inspect,
+    wait_until,
+)
 from wire_worker import WireWorker, secret_of
 
 Doubles = npt.NDArray[np.float64]
@@ -342,8 +351,8 @@ class SandblasterJob:
 
     def __init__(
         self,
-        start_server: Callable[..., AnyServer],
-        start_python: Callable[..., PythonProcess],
+        start_server: Start,
+        start_python: StartPython,
         *,
         servers: int = 2,
         server_flags: Sequence[str] = (),

@@ -131,11 +131,7 @@ def contribution(worker_id: str = "a", values: npt.ArrayLike = (1.0,), **fields:
 
 
 def arrival(
-    worker_id: str,
-    *pending: aggregation.Contribution,
-    workers: Roster,
-    version: int = 0,
-    **fields: Any,
+    worker_id: str, *pending: aggregation.Contribution, workers: Roster, version: int = 0, **fields: Any
 ) -> aggregation.Arrival:
     """Returns the arrival of a gradient on that version, unless the fields say otherwise, while others wait."""
     arrived = contribution(worker_id, **{"base_version": version, **fields})

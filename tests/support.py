@@ -431,6 +431,9 @@ class ServerThread:
 
 
 AnyServer = ServerThread | ServerProcess
+# What the fixtures `start_server`, `start_server_process` and `start_python` give.
+Start = Callable[..., AnyServer]
+StartPython = Callable[..., PythonProcess]
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:

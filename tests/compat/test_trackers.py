@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from environments import build_environment, run
-from support import ROOT, PythonProcess, ServerProcess, shell, status_of, wait_until
+from support import ROOT, PythonProcess, Start, StartPython, shell, status_of, wait_until
 
 # The environment takes a minute to build, and more than a gigabyte while it is there.
 pytestmark = [pytest.mark.extended, pytest.mark.compat, pytest.mark.timeout(900)]
@@ -73,10 +73,7 @@ def test_the_page_names_the_versions_that_are_tried() -> None:
 
 
 def test_every_tracker_gets_the_run_s_figures(
-    python: Path,
-    tmp_path: Path,
-    start_server_process: Callable[..., ServerProcess],
-    start_python: Callable[..., PythonProcess],
+    python: Path, tmp_path: Path, start_server_process: Start, start_python: StartPython
 ) -> None:
     serve, train, track = re.findall(r"^(?:PYPS_\S+ )*(?:pyps|python) .*$", PAGE.split("```")[1], re.M)
     server = start_server_process(*serve.split()[2:], "--heartbeat-seconds", "0.5")

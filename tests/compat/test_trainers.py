@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from environments import build_environment
-from support import ROOT, PythonProcess
+from support import ROOT, StartPython
 
 # The environment takes a minute to build, and more than a gigabyte while it is there.
 pytestmark = [pytest.mark.extended, pytest.mark.compat, pytest.mark.timeout(600)]
@@ -59,7 +59,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(params=SCRIPTS)
 def run_job(
-    request: pytest.FixtureRequest, python: Path, tmp_path: Path, start_python: Callable[..., PythonProcess]
+    request: pytest.FixtureRequest, python: Path, tmp_path: Path, start_python: StartPython
 ) -> Callable[..., str]:
     """Runs the page's command with one of its scripts: all that was printed, once all have ended well."""
     [command] = re.findall(r"^pyps (run .*) -- python worker\.py$", PAGE, re.M)

@@ -21,7 +21,7 @@ from client_support import gradients_like, make_client, small_model
 from observed import FOLDER, RULES, panel_queries
 from pyps.certificates import Authority
 from pyps_client import ServerUnavailable
-from support import ROOT, ServerThread, server_port, shell, wait_until
+from support import ROOT, ServerThread, Start, server_port, shell, wait_until
 
 PROGRAMS = ("prometheus", "promtool")
 MISSING = [name for name in PROGRAMS if not shutil.which(name)]
@@ -100,7 +100,7 @@ def test_the_page_s_commands_run_and_it_tells_of_every_alert() -> None:
 
 
 @pytest.fixture
-def servers(start_server: Callable[..., ServerThread], tmp_path: Path) -> Iterator[list[ServerThread]]:
+def servers(start_server: Start, tmp_path: Path) -> Iterator[list[ServerThread]]:
     """Two servers that two workers train with, all by mutual TLS and tokens, with the files that compose makes."""
     authority = Authority(tmp_path, create=True)
     authority.make_server(["127.0.0.1"], days=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT, PythonProcess, wait_until
+from support import ROOT, PythonProcess, StartPython, wait_until
 
 torchx = pytest.importorskip("torchx", reason="TorchX is not installed: make test-engines")
 
@@ -71,7 +71,7 @@ Run = Callable[[str], PythonProcess]
 
 
 @pytest.fixture
-def run(start_python: Callable[..., PythonProcess], tmp_path: Path) -> Iterator[Run]:
+def run(start_python: StartPython, tmp_path: Path) -> Iterator[Run]:
     """Runs a text of the shell in a network of the test's own, in a folder with the examples."""
     flags = ("--net", "--pid", "--mount-proc", "--fork", "--kill-child")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -1,12 +1,11 @@
 """kill -9 of a worker in the middle of a lane's rounds: the others go on, and nothing stays behind."""
 
 import json
-from collections.abc import Callable
 
 import numpy as np
 
 from client_support import make_client
-from support import PythonProcess, ServerProcess, inspect, wait_until
+from support import Start, StartPython, inspect, wait_until
 from wire_worker import descriptors_of
 
 # 8 MB: a round takes long enough to be met in its midst.
@@ -27,7 +26,7 @@ with make_client(sys.argv[1], worker_id=sys.argv[2], tensors=gradient, **json.lo
 
 
 def test_a_worker_killed_in_its_round_leaves_nothing_and_no_update_in_part(
-    start_server_process: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess]
+    start_server_process: Start, start_python: StartPython
 ) -> None:
     server = start_server_process("--staleness", "none")
     with make_client(server.data, worker_id="steady", tensors=GRADIENT, **OPTIONS) as steady:

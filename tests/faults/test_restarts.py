@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +19,8 @@ from pyps_client.push import Plan
 from pyps_client.vectors import Vector
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH, Receipt
-from support import ServerProcess, checksums, inspect, wait_until
+from support import ServerProcess, Start, checksums, inspect, wait_until
 from wire_worker import maps_of, segments_of
-
-Start = Callable[..., ServerProcess]
 
 # Four shards on each server, 8 MB: a round takes long enough to be met in its midst.
 MODEL = {"x": np.zeros(4_000_000, np.float32)}

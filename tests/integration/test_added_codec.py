@@ -1,7 +1,5 @@
 """A codec that neither kernels nor torch know: a name, a number and two conversions are all that it needs."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,7 @@ from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, Codec
 from pyps_wire.partition import Partition
 from shards import gradient as make_gradient
-from support import AnyServer
-
-Start = Callable[..., AnyServer]
+from support import Start
 
 
 class ScaledBytes(Codec):

@@ -3,7 +3,6 @@
 Zhang, Zhang, You, Zheng, Xu (ICASSP 2013); the invariants A2, A3 and A4 of the algorithm notes, section 2.2.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -20,8 +19,6 @@ from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseReques
 from shards import run_together
 from support import ServerThread, inspect
 from training import joined
-
-StartServer = Callable[..., ServerThread]
 
 # Several shards, so that a snapshot could be torn.
 TENSORS = {f"tensor-{i}": np.zeros(100, np.float32) for i in range(5)}

@@ -20,7 +20,7 @@ from pyps_wire.partition import Model, Tensor
 from support import (
     DEADLINE_SECONDS,
     ServerProcess,
-    ServerThread,
+    Start,
     connected,
     events_of,
     inspect,
@@ -29,8 +29,6 @@ from support import (
     wait_until,
 )
 from wire_worker import WireWorker
-
-Start = Callable[..., ServerProcess]
 
 
 def mounted(folder: Path, size: str) -> bool:
@@ -95,7 +93,7 @@ def check_full_disk(start_server_process: Start, folder: Path, *, make_room: Cal
 
 
 def test_a_folder_that_is_gone_ends_no_server_and_is_taken_again_once_it_is_back(
-    start_server: Callable[..., ServerThread], tmp_path: Path
+    start_server: Start, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
     server = start_server("--checkpoint-dir", str(folder), "--checkpoint-seconds", "0.1")
@@ -131,9 +129,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     disk.goes_on.set()
 
 
-def test_leases_end_while_a_checkpoint_is_written(
-    start_server: Callable[..., ServerThread], tmp_path: Path, slow_disk: SlowDisk
-) -> None:
+def test_leases_end_while_a_checkpoint_is_written(start_server: Start, tmp_path: Path, slow_disk: SlowDisk) -> None:
     often = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.1")
     server = start_server(*often, "--lease-seconds", "1", "--heartbeat-seconds", "0.3")
     with WireWorker(server.data) as worker:
@@ -144,7 +140,7 @@ def test_leases_end_while_a_checkpoint_is_written(
 
 
 def test_callers_who_wait_for_a_checkpoint_hold_up_no_answer(
-    start_server: Callable[..., ServerThread], tmp_path: Path, slow_disk: SlowDisk
+    start_server: Start, tmp_path: Path, slow_disk: SlowDisk
 ) -> None:
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "1000")
     with WireWorker(server.data) as worker, connected(server.control) as channel:
@@ -159,7 +155,7 @@ def test_callers_who_wait_for_a_checkpoint_hold_up_no_answer(
 
 
 def test_the_end_takes_no_longer_than_it_may_whatever_holds_it_up(
-    start_server: Callable[..., ServerThread], tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+    start_server: Start, tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
@@ -174,9 +170,7 @@ def test_the_end_takes_no_longer_than_it_may_whatever_holds_it_up(
     stopping.join(DEADLINE_SECONDS)
 
 
-def test_a_model_and_its_logs_are_their_owner_s_alone(
-    start_server: Callable[..., ServerThread], tmp_path: Path
-) -> None:
+def test_a_model_and_its_logs_are_their_owner_s_alone(start_server: Start, tmp_path: Path) -> None:
     told = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--update-log", str(tmp_path / "log"))
     server = start_server(*told, "--log-gradients")
     with WireWorker(server.data) as worker:

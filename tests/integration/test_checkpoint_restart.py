@@ -14,10 +14,8 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import PypsError
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, checksums, inspect, wait_until
+from support import ServerThread, Start, checksums, inspect, wait_until
 from wire_worker import WireWorker, values_of
-
-Start = Callable[..., ServerThread]
 
 MODEL = Model((Tensor("first", (40, 60)), Tensor("last", (500,))), shard_size=512)
 ADAGRAD = common.OptimizerSettings(

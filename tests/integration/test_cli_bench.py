@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,8 @@ from client_support import addresses, gradients_like, make_client, small_model, 
 from pyps.cli.bench import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, inspect, wait_until
+from support import AnyServer, PythonProcess, Start, StartPython, inspect, wait_until
 from wire_worker import QUICK_LEASES, WireWorker
-
-Start = Callable[..., AnyServer]
-StartPython = Callable[..., PythonProcess]
 
 # One thousand parameters, for so many seconds a line.
 BENCH = ("-m", "pyps", "bench", "--parameters", "1000", "--seconds")

@@ -2,7 +2,7 @@
 
 import json
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from pathlib import Path
 
@@ -21,10 +21,8 @@ from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.contract import WORK_QUEUE, stub_of
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, ServerThread, configure, inspect, server_port, shell, wait_until, workers_of
+from support import AnyServer, Start, configure, inspect, server_port, shell, wait_until, workers_of
 from wire_worker import WireWorker
-
-Start = Callable[..., ServerThread]
 
 
 def controls(servers: Sequence[AnyServer]) -> str:

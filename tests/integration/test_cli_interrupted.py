@@ -1,8 +1,6 @@
 """Ctrl-C before a command has begun: amid its imports."""
 
-from collections.abc import Callable
-
-from support import PythonProcess
+from support import StartPython
 
 # Runs `pyps`, and has Ctrl-C come when the module named first is imported.
 INTERRUPTED = """
@@ -19,7 +17,7 @@ runpy.run_module("pyps", run_name="__main__")
 """
 
 
-def test_ctrl_c_amid_imports_ends_with_its_status_alone(start_python: Callable[..., PythonProcess]) -> None:
+def test_ctrl_c_amid_imports_ends_with_its_status_alone(start_python: StartPython) -> None:
     command = ("serve", "--port", "0", "--control-port", "0", "--metrics-port", "0")
     modules = ("typer", "pyps_wire.errors", "pyps.cli.serve")
     processes = [start_python("-c", INTERRUPTED, module, *command, fresh=True) for module in modules]

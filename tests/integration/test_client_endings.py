@@ -8,7 +8,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,8 @@ import torch
 from client_support import gradients_like, make_client, small_model
 from pyps_client import Observer, ServerUnavailable, lease, leave
 from pyps_client import worker as session
-from support import AnyServer, PythonProcess, checksums, child_environment, wait_until, workers_of
+from support import Start, StartPython, checksums, child_environment, wait_until, workers_of
 from training import joined
-
-Start = Callable[..., AnyServer]
-StartPython = Callable[..., PythonProcess]
 
 # What a wait for the lease would last; nobody may wait for it.
 LEASE_SECONDS = 300.0

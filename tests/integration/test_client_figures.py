@@ -1,16 +1,13 @@
 """The figures of a run that an observer gets, for whatever logs them."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import InvalidArgument, Launch, Observer
-from support import ServerThread, server_port, shell, wait_until
-
-Start = Callable[..., ServerThread]
+from support import Start, server_port, shell, wait_until
 
 
 def test_an_observer_gets_the_figures_of_all_servers_and_workers(start_server: Start) -> None:

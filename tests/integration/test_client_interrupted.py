@@ -22,9 +22,7 @@ from pyps_client.transport.shared_memory import SharedMemoryLink
 from pyps_client.transport.threads import Threads
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.local_pb2 import LocalRequest
-from support import PythonProcess, ServerProcess, inspect, wait_until
-
-Start = Callable[..., ServerProcess]
+from support import ServerProcess, Start, StartPython, inspect, wait_until
 
 
 def stop(server: ServerProcess) -> None:
@@ -99,7 +97,7 @@ while True:
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
-    start_server_process: Start, start_python: Callable[..., PythonProcess], stopped: bool
+    start_server_process: Start, start_python: StartPython, stopped: bool
 ) -> None:
     """Whether it waits for a server that does not answer, or is amid busy rounds."""
     for way in ("shm", "tcp", "grpc"):

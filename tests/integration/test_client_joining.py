@@ -2,7 +2,6 @@
 
 import re
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
@@ -45,9 +44,7 @@ from pyps_client.lease import Lease
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import open_channel
-from support import AnyServer, PythonProcess, inspect, replace_file, server_port, wait_until
-
-Start = Callable[..., AnyServer]
+from support import Start, StartPython, inspect, replace_file, server_port, wait_until
 
 # How long an initialiser may be silent is bounded by the lease.
 SHORT_LEASE = ("--lease-seconds", "6", "--heartbeat-seconds", "0.3")
@@ -114,7 +111,7 @@ def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_serve
 
 
 def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
-    start_server: Start, start_python: Callable[..., PythonProcess]
+    start_server: Start, start_python: StartPython
 ) -> None:
     clock = Clock()
     started = [start_server("--lease-seconds", "10", clock=clock) for _ in range(2)]

@@ -5,7 +5,6 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.errors import MalformedFrame, WrongSize
 from pyps_wire.lane import Lane
 from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer
-from support import AnyServer, inspect, wait_until
-
-Start = Callable[..., AnyServer]
+from support import Start, inspect, wait_until
 
 # Several shards, larger than what one receive brings.
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}

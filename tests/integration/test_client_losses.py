@@ -20,9 +20,8 @@ from client_support import (
 from pyps_client import RunFinished, ServerUnavailable, StateLost
 from pyps_client.push import GroupRate, Plan
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
-from support import AnyServer, inspect, wait_until
+from support import Start, inspect, wait_until
 
-Start = Callable[..., AnyServer]
 MakeProxy = Callable[[str], CuttingProxy]
 
 # Several shards, and frames large enough for more than one of HTTP/2's.

@@ -16,9 +16,8 @@ from client_support import Clock, CuttingProxy, addresses, gradients_like, make_
 from pyps_client import Client, RunFinished, WaitTimedOut
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, REASON_STALE
-from support import PythonProcess, ServerThread, inspect, wait_until
+from support import ServerThread, Start, StartPython, inspect, wait_until
 
-Start = Callable[..., ServerThread]
 RATE = 0.05
 # A worker that is to be stopped: a process, which tells of each step.
 WORKER = f"""
@@ -286,7 +285,7 @@ def states(server: ServerThread) -> dict[str, str]:
 
 
 def test_a_paused_worker_stops_counting_and_comes_back(
-    start_server: Start, start_python: Callable[..., PythonProcess], pool: ThreadPoolExecutor
+    start_server: Start, start_python: StartPython, pool: ThreadPoolExecutor
 ) -> None:
     clock = Clock()
     flags = ("--lease-seconds", "10", "--heartbeat-seconds", "0.3", "--stall-seconds", "300", "--expected-workers", "2")

@@ -22,9 +22,8 @@ from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
-from support import AnyServer, ServerThread, server_port, wait_until, workers_of
+from support import ServerThread, Start, server_port, wait_until, workers_of
 
-Start = Callable[..., AnyServer]
 T = TypeVar("T")
 
 QUICK = ("--heartbeat-seconds", "0.1")

@@ -1,7 +1,6 @@
 """The numpy client trains against real servers: what it gets back is what the formula says."""
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,9 +8,7 @@ import pytest
 from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
 from pyps_client import InvalidArgument, ModelMismatch, NotFinite
 from pyps_client.arrays import Arrays
-from support import ServerThread
-
-Start = Callable[..., ServerThread]
+from support import Start
 
 
 def test_pulling_again_changes_nothing_and_costs_no_parameters(start_server: Start) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import BFLOAT16, FLOAT16, Codec
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
 from pyps_wire.partition import Model, ShardRange, Tensor
-from support import DEADLINE_SECONDS, AnyServer, inspect, wait_until
-
-Start = Callable[..., AnyServer]
+from support import DEADLINE_SECONDS, AnyServer, Start, inspect, wait_until
 
 # Several shards, and frames large enough for more than one of HTTP/2's.
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}

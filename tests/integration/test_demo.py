@@ -1,7 +1,6 @@
 """`pyps demo`: a short real one, and how it fails."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,10 @@ from typer.testing import CliRunner
 
 from pyps.cli.demo import example as command
 from pyps.cli.main import app
-from support import PythonProcess
-
-Start = Callable[..., PythonProcess]
+from support import StartPython
 
 
-def test_the_demo_trains_and_draws(start_python: Start, tmp_path: Path) -> None:
+def test_the_demo_trains_and_draws(start_python: StartPython, tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "demo.png"
     sizes = ("--servers", "1", "--workers", "1", "--epochs", "12")
     demo = start_python("-m", "pyps", "demo", *sizes, "--picture", str(picture))
@@ -29,7 +26,7 @@ def test_the_demo_trains_and_draws(start_python: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_the_demo_learns_under_another_protocol_and_optimizer(start_python: Start, tmp_path: Path) -> None:
+def test_the_demo_learns_under_another_protocol_and_optimizer(start_python: StartPython, tmp_path: Path) -> None:
     # Three quarters of the demo's own.
     flags = ("--protocol", "backup:b=1", "--optimizer", "adam", "--epochs", "30")
     demo = start_python("-m", "pyps", "demo", *flags, "--picture", str(tmp_path / "demo.png"))
@@ -42,7 +39,7 @@ def test_the_demo_learns_under_another_protocol_and_optimizer(start_python: Star
 
 
 @pytest.mark.extended
-def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: Start, tmp_path: Path) -> None:
+def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: StartPython, tmp_path: Path) -> None:
     flags = ("--epochs", "1", "--workers", "1", "--servers", "1", "--picture", str(tmp_path / "demo.png"))
     demo = start_python("-m", "pyps", "demo", *flags)
 

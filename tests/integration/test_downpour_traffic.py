@@ -3,15 +3,11 @@
 D5 of the algorithm notes, section 2.3: what is sent falls with n_push and n_fetch.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
-from support import ServerThread, status_of
+from support import Start, status_of
 from training import backward, batches, gradients_of, joined, mlp, parameters_of
-
-StartServer = Callable[..., ServerThread]
 
 STEPS = 24
 # A multiple of every n_push and n_fetch; the first step also says Hello and sends the first parameters.
@@ -20,7 +16,7 @@ MODEL_BYTES = 4 * 4522
 
 
 def test_a_worker_of_the_papers_loop_pushes_its_first_gradient_alone_and_steps_at_its_own_rate(
-    start_server: StartServer,
+    start_server: Start,
 ) -> None:
     server = start_server()
     model = mlp()
@@ -35,7 +31,7 @@ def test_a_worker_of_the_papers_loop_pushes_its_first_gradient_alone_and_steps_a
             assert status_of(server).version_max == 1
 
 
-def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: StartServer) -> None:
+def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: Start) -> None:
     """A step sends 1 / n_push gradients and fetches 1 / n_fetch models: exactly, in payload bytes."""
     for n_push, n_fetch in ((1, 1), (4, 4), (2, 8), (8, 2)):
         server = start_server()

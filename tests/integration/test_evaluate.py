@@ -1,20 +1,16 @@
 """`pyps eval` and `pyps health` against real servers."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pyps_client
-from support import PythonProcess, ServerThread, shell
-
-StartServer = Callable[..., ServerThread]
-Start = Callable[..., PythonProcess]
+from support import PythonProcess, StartPython, shell
 
 
 @pytest.fixture
-def evaluation(start_python: Start, tmp_path: Path) -> Callable[..., PythonProcess]:
+def evaluation(start_python: StartPython, tmp_path: Path) -> StartPython:
     """`pyps eval` of a script with this text."""
     path = tmp_path / "score.py"
 
@@ -29,7 +25,7 @@ MEAN = "def evaluate(parameters):\n    return {'mean': parameters['w'].mean()}\n
 
 
 def test_snapshots_of_a_running_model_are_scored_until_the_servers_are_gone(
-    start_server: StartServer, evaluation: Callable[..., PythonProcess]
+    start_server: StartPython, evaluation: StartPython
 ) -> None:
     server = start_server()
     with pyps_client.Client({"w": np.full(100, 2.5, np.float32)}, servers=server.data):
@@ -45,7 +41,7 @@ def test_snapshots_of_a_running_model_are_scored_until_the_servers_are_gone(
 
 
 def test_a_script_that_scores_nothing_is_told_of_by_its_own_lines(
-    start_server: StartServer, evaluation: Callable[..., PythonProcess]
+    start_server: StartPython, evaluation: StartPython
 ) -> None:
     server = start_server()
     cases = (
@@ -62,13 +58,13 @@ def test_a_script_that_scores_nothing_is_told_of_by_its_own_lines(
     assert ended.output().endswith("failed with the error above.\n")
 
 
-def test_health_asks_the_servers_that_the_environment_names(start_server: StartServer) -> None:
+def test_health_asks_the_servers_that_the_environment_names(start_server: StartPython) -> None:
     server = start_server()
     for variable, address in (("PYPS_SERVERS", server.data), ("PYPS_CONTROL", server.control)):
         assert shell("health", **{variable: address}) == f"{address} SERVING\n"
 
 
-def test_health_tells_a_serving_server_from_none(start_server: StartServer, start_python: Start) -> None:
+def test_health_tells_a_serving_server_from_none(start_server: StartPython, start_python: StartPython) -> None:
     server = start_server()
     healthy = start_python("-m", "pyps", "health", "--servers", f"{server.data},{server.control}")
     assert healthy.wait() == 0

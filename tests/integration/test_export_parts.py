@@ -1,7 +1,6 @@
 """A model that is cut into parts, seen whole: export, checkpoints, eval, status and replay against real servers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,9 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import partition
 from replicas import CUT, cut_run, push_tensors, whole_tensors
-from support import ServerThread, inspect, shell
+from support import ServerThread, Start, inspect, shell
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerThread]
 PLAN = partition(CUT, num_servers=2)
 
 

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,8 @@ from safetensors.numpy import load_file
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import Launch, RemoteOptimizer
-from support import ROOT, PythonProcess, ServerThread, shell, status_of
+from support import ROOT, PythonProcess, Start, StartPython, shell, status_of
 from training import joined
-
-Start = Callable[..., PythonProcess]
 
 
 def blocks(page: str) -> list[str]:
@@ -39,7 +37,7 @@ def variables(block: str) -> dict[str, str]:
     return dict(re.findall(r"(PYPS_\w+|OMP_\w+)=(\S+)", block))
 
 
-def test_a_run_is_changed_stopped_and_forgotten(start_server: Callable[..., ServerThread]) -> None:
+def test_a_run_is_changed_stopped_and_forgotten(start_server: Start) -> None:
     server = start_server("--run-id", "digits")
     [block] = blocks("change")
     protocol, rate, stop, reset = commands(block.replace("127.0.0.1:7610", server.data))
@@ -58,9 +56,7 @@ def test_a_run_is_changed_stopped_and_forgotten(start_server: Callable[..., Serv
     assert status_of(server).num_shards == 0
 
 
-def test_a_model_is_saved_and_exported(
-    start_server: Callable[..., ServerThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_saved_and_exported(start_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"))
     _, saving, exporting = blocks("keep")
@@ -88,7 +84,7 @@ def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_a_script_of_ones_own_trains_beside_another(
-    start_server: Callable[..., ServerThread], start_python: Start, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     shutil.copy(ROOT / "examples" / "minimal.py", tmp_path / "train.py")
     serving, working = (block for block in blocks("quickstart") if "--run-id mine" in block or "train.py" in block)
@@ -102,9 +98,7 @@ def test_a_script_of_ones_own_trains_beside_another(
     assert status_of(server).run_id == "mine"
 
 
-def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(
-    start_server: Callable[..., ServerThread],
-) -> None:
+def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(start_server: Start) -> None:
     x, y = torch.randn(8, 4), torch.randn(8, 2)
     model, losses = torch.nn.Linear(4, 2), []
     names = {"torch": torch, "model": model, "twin": torch.nn.Linear(4, 2), "first": True}
@@ -117,7 +111,7 @@ def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(
     assert losses[-1] < losses[0]
 
 
-def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Callable[..., ServerThread]) -> None:
+def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Start) -> None:
     loop = blocks("trainers")[-1]
     servers = {name: start_server("--run-id", name) for name in ("maker", "judge")}
     for server, port in zip(servers.values(), (7610, 7620), strict=True):
@@ -137,7 +131,7 @@ def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Callable
 @pytest.mark.extended
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl, by which the page makes a token, is not installed")
 def test_two_machines_train_by_tls_and_a_token(
-    start_server: Callable[..., ServerThread], start_python: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_server: Start, start_python: StartPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -3,7 +3,7 @@
 import itertools
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -17,10 +17,8 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, inspect, wait_until, workers_of
+from support import AnyServer, Start, inspect, wait_until, workers_of
 from wire_worker import WireWorker, values_of
-
-Start = Callable[..., AnyServer]
 
 MODEL = Model((Tensor("first", (40, 50)), Tensor("last", (3,)), Tensor("scalar", ())), shard_size=1008)
 

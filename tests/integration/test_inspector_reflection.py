@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pyps_wire.contract import WORK_QUEUE, stub_of
 from pyps_wire.work_pb2 import DataSpec, OpenWorkRequest
-from support import DEADLINE_SECONDS, AnyServer, connected
+from support import DEADLINE_SECONDS, AnyServer, Start, connected
 from wire_worker import WireWorker
-
-Start = Callable[..., AnyServer]
 
 INSPECTOR = "pyps.v1.Inspector"
 # The calls of the service with a request each, the ones that end things last, and a field of each answer.

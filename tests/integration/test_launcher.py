@@ -6,7 +6,7 @@ import shlex
 import signal
 import socket
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -18,9 +18,7 @@ from pyps.cli.run import Kept
 from pyps.config import ConfigError
 from pyps.storage.folder import newest
 from pyps_wire.errors import PypsError
-from support import PythonProcess, wait_until
-
-Start = Callable[..., PythonProcess]
+from support import PythonProcess, StartPython, wait_until
 
 # A worker that tells its name and waits for its end.
 WAITING = "import os, signal; print('ready', os.environ['PYPS_WORKER_ID'], flush=True); signal.pause()"
@@ -28,7 +26,7 @@ WAITING = "import os, signal; print('ready', os.environ['PYPS_WORKER_ID'], flush
 JOINED = f"import numpy, pyps_client; pyps_client.Client({{'w': numpy.zeros(4, numpy.float32)}}); {WAITING}"
 
 
-def run(start_python: Start, *flags: str, code: str, env: dict[str, str | None] | None = None) -> PythonProcess:
+def run(start_python: StartPython, *flags: str, code: str, env: dict[str, str | None] | None = None) -> PythonProcess:
     """Starts `pyps run` with workers that run this Python text."""
     return start_python("-m", "pyps", "run", *flags, "--", "python", "-c", code, env=env)
 
@@ -42,7 +40,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive, f"left behind: {alive}"
 
 
-def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) -> None:
+def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: StartPython) -> None:
     code = (
         "import os; print(os.environ['PYPS_WORKER_INDEX'], 'of', os.environ['PYPS_WORKER_COUNT'], "
         "len(os.environ['PYPS_SERVERS'].split(',')), len(os.environ['PYPS_CONTROL'].split(',')), "
@@ -66,7 +64,7 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
 
 
 def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
-    start_python: Start, tmp_path: Path
+    start_python: StartPython, tmp_path: Path
 ) -> None:
     """With all that one may want of its servers: what each says, and an update log of its own."""
     code = (
@@ -106,7 +104,7 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     assert f"run mine w {exported[0]!s}\n" in second.output()
 
 
-def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: Start) -> None:
+def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: StartPython) -> None:
     code = (
         "import os, signal, numpy, pyps_client\n"
         "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
@@ -124,7 +122,7 @@ def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: Star
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
-    start_python: Start, tmp_path: Path
+    start_python: StartPython, tmp_path: Path
 ) -> None:
     code = (
         "import numpy, pathlib, pyps_client\n"
@@ -142,7 +140,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
 
 
 def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_is_not_said_to_hold_one(
-    start_python: Start, tmp_path: Path
+    start_python: StartPython, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])", encoding="utf-8")
@@ -158,7 +156,7 @@ def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_i
     assert f"There was nothing to resume in {tmp_path}: the run begins anew." in launcher.output()
 
 
-def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: Start, tmp_path: Path) -> None:
+def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: StartPython, tmp_path: Path) -> None:
     flag = tmp_path / "go"
     code = (
         "import os, pathlib, sys, time\n"
@@ -177,7 +175,7 @@ def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: St
     assert "worker-2 finished" in output
 
 
-def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: Start) -> None:
+def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: StartPython) -> None:
     grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"{grandchild}; {WAITING}"
     launcher = run(start_python, "--workers", "2", code=code)
@@ -192,7 +190,7 @@ def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: 
     assert_gone(everybody)
 
 
-def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Start) -> None:
+def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: StartPython) -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITING}"
     launcher = run(start_python, code=code)
     launcher.wait_for_output("ready worker-0")
@@ -207,7 +205,7 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Sta
     assert_gone(everybody)
 
 
-def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python: Start, tmp_path: Path) -> None:
+def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python: StartPython, tmp_path: Path) -> None:
     launcher = run(start_python, "--workers", "2", "--checkpoint-dir", str(tmp_path), code=JOINED)
     for name in ("worker-0", "worker-1"):
         launcher.wait_for_output(f"ready {name}")
@@ -220,7 +218,7 @@ def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python:
     assert newest(tmp_path / "server-0") is not None
 
 
-def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: Start) -> None:
+def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: StartPython) -> None:
     launcher = run(start_python, "--servers", "2", code=WAITING)
     wait_until(lambda: servers_of(launcher), what="the first server")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
@@ -231,7 +229,7 @@ def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: Start) -> 
     assert_gone(everybody)
 
 
-def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Start) -> None:
+def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: StartPython) -> None:
     code = (
         "import os, sys, numpy, pyps_client\n"
         "if os.environ['PYPS_WORKER_INDEX'] == '1': sys.exit(3)\n"
@@ -249,7 +247,7 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Star
     )
 
 
-def test_a_server_that_dies_ends_the_run(start_python: Start, tmp_path: Path) -> None:
+def test_a_server_that_dies_ends_the_run(start_python: StartPython, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     often = {"PYPS_CHECKPOINT_SECONDS": "0.1"}
     launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=JOINED, env=often)
@@ -285,7 +283,7 @@ def test_an_absurd_number_of_servers_is_refused() -> None:
     assert "less than or equal to 64" in result.output
 
 
-def test_a_command_that_does_not_exist_is_named(start_python: Start) -> None:
+def test_a_command_that_does_not_exist_is_named(start_python: StartPython) -> None:
     launcher = start_python("-m", "pyps", "run", "--", "no-such-program", "train.py")
 
     assert launcher.wait() == 1
@@ -293,7 +291,7 @@ def test_a_command_that_does_not_exist_is_named(start_python: Start) -> None:
     assert "Traceback" not in launcher.output()
 
 
-def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: Start) -> None:
+def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: StartPython) -> None:
     # An address of documentation (RFC 5737), which is nobody's.
     launcher = run(start_python, code=WAITING, env={"PYPS_HOST": "203.0.113.9", "PYPS_INSECURE": "1"})
 
@@ -311,7 +309,7 @@ def refusal(command: str, *arguments: str, env: Mapping[str, str] | None = None)
     return line
 
 
-def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: Start) -> None:
+def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: StartPython) -> None:
     for flags, message in (
         (("--optimizer", "nonesuch:learning_rate=1"), "'nonesuch' is unknown"),
         (("--optimizer", "adam:amsgrad=true"), "adam has no setting 'amsgrad'"),
@@ -388,7 +386,7 @@ def meeting(folder: Path) -> str:
     """)
 
 
-def test_a_replica_is_started_again_and_meets_elsewhere(start_python: Start, tmp_path: Path) -> None:
+def test_a_replica_is_started_again_and_meets_elsewhere(start_python: StartPython, tmp_path: Path) -> None:
     """What its processes are told is in tests/unit/test_launcher_environment.py."""
     launcher = run(start_python, "--replicas", "2", "--parts", "2", "--max-restarts", "1", code=meeting(tmp_path))
     for name in ("replica-0.0", "replica-0.1", "replica-1.0", "replica-1.1"):
@@ -421,7 +419,9 @@ def test_a_replica_is_started_again_and_meets_elsewhere(start_python: Start, tmp
     assert len(set(met)) == len({port for _, port in met}) == 3, "a place for each life"
 
 
-def test_a_worker_that_fails_is_started_again_and_trains_the_same_run(start_python: Start, tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_started_again_and_trains_the_same_run(
+    start_python: StartPython, tmp_path: Path
+) -> None:
     once = tmp_path / "once"
     code = (
         "import os, pathlib, signal, numpy, pyps_client\n"

@@ -1,14 +1,11 @@
 """What servers are told of a replica that ended for good, and whether people hear that it never joined."""
 
-from collections.abc import Callable
-
 from pyps.cli.run import Expectations
 from pyps_wire import inspector_pb2 as pb
 from replicas import CUT
-from support import ServerThread, inspect
+from support import ServerThread, Start, inspect
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerThread]
 NUM_SERVERS = 2
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from client_support import make_client
 from pyps.service import metrics
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, server_loop, shell, wait_until
+from support import ServerThread, Start, server_loop, shell, wait_until
 from wire_worker import WireWorker
 
 # So many shards that the page is longer than what lies between a server and a reader with small buffers.
 LARGE = Model((Tensor("t", (1600,)),), shard_size=16)
 
-Start = Callable[..., ServerThread]
 
 FAMILIES = {
     "pyps_info": "gauge",

@@ -4,12 +4,11 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support import ROOT, PythonProcess
+from support import ROOT, StartPython
 
 PAGE = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
 SCRIPTS = {name: text for text, name in re.findall(r"^```python\n(# (\w+\.py)\b.*?)^```", PAGE, re.M | re.S)}
@@ -37,9 +36,7 @@ def test_the_figures_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_script_trains_by_the_command_below_it(
-    name: str, tmp_path: Path, start_python: Callable[..., PythonProcess]
-) -> None:
+def test_a_script_trains_by_the_command_below_it(name: str, tmp_path: Path, start_python: StartPython) -> None:
     (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
     program, *arguments = shlex.split(COMMANDS[name])
 

@@ -2,21 +2,18 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from replicas import DEADLINE, ReplicaJob, Start, serve
-from support import ROOT, ServerThread
-
-StartServer = Callable[..., ServerThread]
+from replicas import DEADLINE, ReplicaJob, serve
+from support import ROOT, Start, StartPython
 
 EXAMPLES = ROOT / "examples"
 TRAINING = str(ROOT / "tests" / "replica_process.py")
 
 
-def losses(start_python: Start, folder: Path, example: str, *how: str, processes: int) -> list[float]:
+def losses(start_python: StartPython, folder: Path, example: str, *how: str, processes: int) -> list[float]:
     """The example's first losses under torch's own optimizer, by so many processes."""
     folder.mkdir()
     world = (str(processes), str(folder / "store"))
@@ -28,7 +25,7 @@ def losses(start_python: Start, folder: Path, example: str, *how: str, processes
 
 
 @pytest.mark.extended
-def test_a_cut_transformer_trains_as_the_whole_one(start_python: Start, tmp_path: Path) -> None:
+def test_a_cut_transformer_trains_as_the_whole_one(start_python: StartPython, tmp_path: Path) -> None:
     """P1: Dean et al. 2012, section 3."""
     whole = losses(start_python, tmp_path / "whole", "transformer", "none", processes=1)
     for cut in ("tensor", "pipeline"):
@@ -37,7 +34,7 @@ def test_a_cut_transformer_trains_as_the_whole_one(start_python: Start, tmp_path
 
 
 def test_bands_of_unequal_height_train_as_the_whole_network_and_send_no_node_twice(
-    start_python: Start, tmp_path: Path
+    start_python: StartPython, tmp_path: Path
 ) -> None:
     """P1 and P2: Dean et al. 2012, section 3; three bands of eight rows, so one has neighbours on both sides."""
     whole = losses(start_python, tmp_path / "whole", "patches", processes=1)
@@ -49,7 +46,7 @@ def test_bands_of_unequal_height_train_as_the_whole_network_and_send_no_node_twi
 @pytest.mark.extended
 @pytest.mark.parametrize("cut", ["tensor", "pipeline"])
 def test_two_replicas_of_two_processes_train_a_transformer(
-    start_server: StartServer, start_python: Start, cut: str
+    start_server: Start, start_python: StartPython, cut: str
 ) -> None:
     job = start_job(start_server, start_python, "model_parallel.py", "--cut", cut, "--steps", "12")
     outputs = job.ended_well()
@@ -60,7 +57,7 @@ def test_two_replicas_of_two_processes_train_a_transformer(
 
 
 def test_two_replicas_of_two_processes_train_patches_and_count_what_crosses(
-    start_server: StartServer, start_python: Start
+    start_server: Start, start_python: StartPython
 ) -> None:
     job = start_job(start_server, start_python, "patches.py", "--epochs", "4")
     output = "".join(job.ended_well())
@@ -82,14 +79,14 @@ def test_two_replicas_of_two_processes_train_patches_and_count_what_crosses(
     assert float(accuracy) > 0.8
 
 
-def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_python: Start) -> None:
+def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_python: StartPython) -> None:
     script = start_python(str(EXAMPLES / "model_parallel.py"), "--cut", "tensor")
 
     assert script.wait() == 2
     assert "--cut tensor does not go with 1 processes a replica" in script.output()
 
 
-def start_job(start_server: StartServer, start_python: Start, example: str, *arguments: str) -> ReplicaJob:
+def start_job(start_server: Start, start_python: StartPython, example: str, *arguments: str) -> ReplicaJob:
     """Two replicas of two processes on two servers, which stay to be asked."""
     servers = serve(start_server, 2, replicas=2)
     return ReplicaJob(start_python, servers, *arguments, script=str(EXAMPLES / example), replicas=2)

@@ -9,7 +9,7 @@ all combinations.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from pyps_client import Client, Observer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
 from shards import make_shard, push, run_together
-from support import DEADLINE_SECONDS, ServerThread, inspect
+from support import DEADLINE_SECONDS, ServerThread, Start, inspect
 from wire_worker import WireWorker
 
 FACTORS: Mapping[str, tuple[str | int, ...]] = {
@@ -107,7 +107,7 @@ def cover() -> list[Cell]:
 class Cluster:
     """Three servers for jobs of so many workers. A run takes as many of them as it needs; the next replaces it."""
 
-    def __init__(self, start_server: Callable[..., ServerThread], workers: int, logs: Path):
+    def __init__(self, start_server: Start, workers: int, logs: Path):
         self.workers, self.logs = workers, logs
         flags = ("--expected-workers", str(workers), "--update-log", str(logs), "--log-gradients")
         self.servers = [start_server(*flags) for _ in range(3)]
@@ -214,9 +214,7 @@ def flat(tensors: Mapping[str, Floats]) -> Floats:
 
 
 @pytest.mark.parametrize("workers", FACTORS["workers"])
-def test_each_mode_keeps_the_universal_invariants(
-    start_server: Callable[..., ServerThread], tmp_path: Path, workers: int
-) -> None:
+def test_each_mode_keeps_the_universal_invariants(start_server: Start, tmp_path: Path, workers: int) -> None:
     cells = cover()
     kinds = {name: {str(getattr(cell, name)).partition(":")[0] for cell in cells} for name in ("protocol", "policy")}
     assert kinds == {"protocol": {*PROTOCOLS} - {"sandblaster"}, "policy": {kind.name for kind in POLICIES.values()}}

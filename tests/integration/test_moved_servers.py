@@ -1,15 +1,12 @@
 """Servers that come back at another address, with their checkpoint: workers and commands find them there."""
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from support import ServerThread, replace_file, server_port, shell, wait_until
-
-Start = Callable[..., ServerThread]
+from support import ServerThread, Start, replace_file, server_port, shell, wait_until
 
 
 def pushed(client: object, seed: int) -> set[int]:

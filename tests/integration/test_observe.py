@@ -3,7 +3,6 @@
 import re
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -11,16 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from client_support import gradients_like, make_client, small_model
 from observed import BOARD, FOLDER, RULES, labels_grouped_by, panel_queries, selectors
-from support import ROOT, ServerThread, wait_until, workers_of
+from support import ROOT, Start, wait_until, workers_of
 
 COMPOSE = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
 # What a scrape adds.
 SCRAPED = {"job": "pyps", "instance": "server-0:7612"}
 
 
-def test_every_query_reads_what_a_server_that_trains_tells(
-    start_server: Callable[..., ServerThread], tmp_path: Path
-) -> None:
+def test_every_query_reads_what_a_server_that_trains_tells(start_server: Start, tmp_path: Path) -> None:
     server = start_server("--checkpoint-dir", str(tmp_path), "--heartbeat-seconds", "0.2")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for worker in (a, b):

@@ -19,12 +19,18 @@ from pyps_client.transport.connection import Connection
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
-from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, server_port, wait_until, workers_of
+from support import (
+    ROOT,
+    AnyServer,
+    PythonProcess,
+    Start,
+    StartPython,
+    server_port,
+    wait_until,
+    workers_of,
+)
 
-Start = Callable[..., ServerThread]
-StartProcess = Callable[..., ServerProcess]
 NAME = "replica-0"
-StartPython = Callable[..., PythonProcess]
 Values = list[npt.NDArray[np.float32]]
 
 QUICK = ("--heartbeat-seconds", "0.1")
@@ -149,7 +155,7 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
 
 
 @pytest.mark.extended
-def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: StartProcess) -> None:
+def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: Start) -> None:
     servers = start_servers(start_server_process, 2, *SHORT)
     told = addresses(servers)
     with session_of(told) as session:

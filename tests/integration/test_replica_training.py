@@ -7,7 +7,6 @@ import json
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from torch import nn
 from pyps.cli.export import from_checkpoints
 from pyps_wire.work_pb2 import GetWorkRequest
 from replica_script import EXAMPLES, RULES, batches, groups_of, network
-from replicas import DEADLINE, SCRIPT, ReplicaJob, Start, serve, shards_of, wait_for_pushes
-from support import AnyServer, ServerThread, inspect, wait_until, workers_of
-
-StartServer = Callable[..., ServerThread]
+from replicas import DEADLINE, SCRIPT, ReplicaJob, serve, shards_of, wait_for_pushes
+from support import AnyServer, Start, StartPython, inspect, wait_until, workers_of
 
 
 def kept(servers: list[AnyServer], folder: Path) -> dict[str, torch.Tensor]:
@@ -57,7 +54,7 @@ def assert_close(found: dict[str, torch.Tensor], model: nn.Module, tolerance: fl
 
 
 @pytest.mark.extended
-def test_a_job_of_pyps_run_takes_the_steps_of_the_whole_model(start_python: Start, tmp_path: Path) -> None:
+def test_a_job_of_pyps_run_takes_the_steps_of_the_whole_model(start_python: StartPython, tmp_path: Path) -> None:
     """P1, by the command that people type."""
     flags = ("--servers", "1", "--parts", "2", "--checkpoint-dir", str(tmp_path))
     script = ("--steps", "10", "--save", str(tmp_path / "state.pt"))
@@ -74,12 +71,7 @@ def test_a_job_of_pyps_run_takes_the_steps_of_the_whole_model(start_python: Star
     ("rule", "num_servers", "extra"), [("adam", 1, ("--schedule",)), ("sgd", 2, ("--cut", "pipeline"))]
 )
 def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
-    start_server: StartServer,
-    start_python: Start,
-    tmp_path: Path,
-    rule: str,
-    num_servers: int,
-    extra: tuple[str, ...],
+    start_server: Start, start_python: StartPython, tmp_path: Path, rule: str, num_servers: int, extra: tuple[str, ...]
 ) -> None:
     """P1, through the servers: columns and rows, and the stages of a pipeline."""
     servers = serve(start_server, num_servers, checkpoints=tmp_path)
@@ -89,7 +81,7 @@ def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
 
 @pytest.mark.parametrize(("rule", "flags"), [("sgd", ("--clip-norm", "0.5")), ("adagrad", ())])
 def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_process(
-    start_server: StartServer, start_python: Start, tmp_path: Path, rule: str, flags: tuple[str, ...]
+    start_server: Start, start_python: StartPython, tmp_path: Path, rule: str, flags: tuple[str, ...]
 ) -> None:
     """Pushes and pulls of process 0 are over sooner than those of process 1, which are over when the one worker's are.
 
@@ -110,7 +102,7 @@ def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_pr
 
 
 def test_overlapped_replicas_push_each_example_once_and_know_of_the_runs_end_by_the_same_step(
-    start_server: StartServer, start_python: Start
+    start_server: Start, start_python: StartPython
 ) -> None:
     """Here pushes and pulls take the time they take, another on each process."""
     servers = serve(start_server, 2, replicas=2)
@@ -130,7 +122,7 @@ def test_overlapped_replicas_push_each_example_once_and_know_of_the_runs_end_by_
 
 
 def test_a_minibatch_with_nan_in_one_process_is_left_out_by_all(
-    start_server: StartServer, start_python: Start, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     servers = serve(start_server, 2, checkpoints=tmp_path)
     for output in ReplicaJob(start_python, servers, "--steps", "6", "--nan-at", "3").ended_well():
@@ -139,7 +131,7 @@ def test_a_minibatch_with_nan_in_one_process_is_left_out_by_all(
 
 
 def test_each_part_contacts_its_own_shards_and_nothing_else(
-    start_server: StartServer, start_python: Start, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     """P3 and D4, as the servers saw it."""
     release = tmp_path / "release"
@@ -166,7 +158,7 @@ def test_each_part_contacts_its_own_shards_and_nothing_else(
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_a_barrier_takes_replicas_for_workers(start_server: StartServer, start_python: Start, overlap: str) -> None:
+def test_a_barrier_takes_replicas_for_workers(start_server: Start, start_python: StartPython, overlap: str) -> None:
     """A round is an update of both replicas; nothing goes on beside the computation then."""
     servers = serve(start_server, 2, "--protocol", "hardsync", replicas=2)
     job = ReplicaJob(start_python, servers, "--steps", "12", "--overlap", overlap, replicas=2)
@@ -175,7 +167,7 @@ def test_a_barrier_takes_replicas_for_workers(start_server: StartServer, start_p
 
 
 def test_p5_a_step_reaches_no_server_before_every_process_has_finished_it(
-    start_server: StartServer, start_python: Start, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     """Process 1 of replica 0 is held before a step that process 0 has begun; each push is an update."""
     steps = 4
@@ -208,7 +200,7 @@ def test_p5_a_step_reaches_no_server_before_every_process_has_finished_it(
 
 
 def test_portions_of_a_replica_that_is_killed_go_to_another_and_each_counts_once_an_epoch(
-    start_server: StartServer, start_python: Start, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     """Replica 0 ends one epoch, in which one replica waits for the other's last portion, and dies amid a portion."""
     # On one server: one that had heard of the killed process alone would wait for its lease.
@@ -242,7 +234,7 @@ def test_portions_of_a_replica_that_is_killed_go_to_another_and_each_counts_once
 
 @pytest.mark.parametrize("later", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_run_of_two_parts_goes_on_with_one_process_or_two(
-    start_server: StartServer, start_python: Start, tmp_path: Path, later: int
+    start_server: Start, start_python: StartPython, tmp_path: Path, later: int
 ) -> None:
     servers = serve(start_server, 2, checkpoints=tmp_path)
     ReplicaJob(start_python, servers, "--steps", "4").ended_well()
@@ -267,7 +259,7 @@ def test_a_run_of_two_parts_goes_on_with_one_process_or_two(
 
 @pytest.mark.extended
 def test_a_killed_process_takes_its_replica_and_the_launcher_starts_one_that_rejoins(
-    start_python: Start, tmp_path: Path
+    start_python: StartPython, tmp_path: Path
 ) -> None:
     release = tmp_path / "release"
     sizes = ("--servers", "2", "--replicas", "2", "--parts", "2", "--max-restarts", "1", "--protocol", "hardsync")
@@ -305,7 +297,7 @@ def test_a_killed_process_takes_its_replica_and_the_launcher_starts_one_that_rej
 
 
 def test_a_mistake_of_one_process_is_refused_by_all_in_the_same_words(
-    start_server: StartServer, start_python: Start
+    start_server: Start, start_python: StartPython
 ) -> None:
     servers = serve(start_server, 2)
     for case, words in (

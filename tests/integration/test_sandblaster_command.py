@@ -2,16 +2,13 @@
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from sandblaster import END_SECONDS, SCRIPT
-from support import PythonProcess, wait_until
-
-StartPython = Callable[..., PythonProcess]
+from support import PythonProcess, StartPython, wait_until
 
 
 def coordinator_of(launcher: PythonProcess) -> psutil.Process | None:

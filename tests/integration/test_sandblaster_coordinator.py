@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +16,7 @@ from pyps.cli.coordination.link import Link
 from pyps_client import Client
 from pyps_client.launch import Launch
 from sandblaster import END_SECONDS, SandblasterJob, figures, planned_bytes, summary
-from support import AnyServer, PythonProcess, ServerThread, server_port, wait_until
-
-StartServer = Callable[..., AnyServer]
-StartPython = Callable[..., PythonProcess]
+from support import PythonProcess, ServerThread, Start, StartPython, server_port, wait_until
 
 ITERATIONS = 6
 PORTIONS = 8
@@ -63,7 +60,7 @@ def undisturbed(outcome: Outcome) -> str:
 
 
 @pytest.fixture
-def job(start_server: StartServer, start_python: StartPython) -> SandblasterJob:
+def job(start_server: Start, start_python: StartPython) -> SandblasterJob:
     """Two servers that nobody has come to."""
     return SandblasterJob(start_server, start_python)
 
@@ -100,7 +97,7 @@ def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
 
 
 def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server: Start, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
     job = SandblasterJob(start_server, start_python, server_flags=leases)
@@ -134,7 +131,7 @@ def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: Sandblaste
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
-    start_server: StartServer, start_python: StartPython
+    start_server: Start, start_python: StartPython
 ) -> None:
     # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
     job = SandblasterJob(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
@@ -190,10 +187,7 @@ def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
 
 
 def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
-    start_server_process: StartServer,
-    start_python: StartPython,
-    undisturbed: str,
-    tmp_path: Path,
+    start_server_process: Start, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
     job = SandblasterJob(start_server_process, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
@@ -236,7 +230,7 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Sa
 
 
 def test_an_interrupted_coordinator_says_how_to_go_on(
-    start_server: StartServer, start_python: StartPython, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     job = SandblasterJob(start_server, start_python, servers=1)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
@@ -250,7 +244,7 @@ def test_an_interrupted_coordinator_says_how_to_go_on(
 
 
 def test_a_coordinator_of_servers_under_another_protocol_is_refused(
-    start_server: StartServer, start_python: StartPython
+    start_server: Start, start_python: StartPython
 ) -> None:
     server = start_server("--run-id", "other")
     with Client({"w": np.ones(4, np.float32)}, launch=Launch(server.data, run_id="other")) as client:
@@ -262,9 +256,7 @@ def test_a_coordinator_of_servers_under_another_protocol_is_refused(
     assert "a coordinator needs 'sandblaster': start the servers with --protocol sandblaster" in coordinator.output()
 
 
-def test_a_coordinator_without_workers_says_what_it_waited_for(
-    start_server: StartServer, start_python: StartPython
-) -> None:
+def test_a_coordinator_without_workers_says_what_it_waited_for(start_server: Start, start_python: StartPython) -> None:
     job = SandblasterJob(start_server, start_python, servers=1)
 
     coordinator = job.coordinate(env={"PYPS_START_WAIT_SECONDS": "0.5"})
@@ -275,7 +267,7 @@ def test_a_coordinator_without_workers_says_what_it_waited_for(
 
 
 def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
-    start_server: StartServer, caplog: pytest.LogCaptureFixture
+    start_server: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = str(server_port())
     server = start_server("--run-id", "blast", "--port", port)
@@ -310,7 +302,7 @@ def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
     ],
 )
 def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
-    start_server: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
+    start_server: Start, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
 ) -> None:
     said = {}
     for num_parameters, shard_size in sizes.items():

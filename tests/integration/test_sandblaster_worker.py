@@ -27,12 +27,18 @@ from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from sandblaster import instruction
-from support import DEADLINE_SECONDS, PythonProcess, ServerThread, compensated_sum, inspect, wait_until
+from support import (
+    DEADLINE_SECONDS,
+    ServerThread,
+    Start,
+    StartPython,
+    compensated_sum,
+    inspect,
+    wait_until,
+)
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
 from wire_worker import CHANNEL_OPTIONS, secret_of
 
-Start = Callable[..., ServerThread]
-StartPython = Callable[..., PythonProcess]
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 
 

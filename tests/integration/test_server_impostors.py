@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,10 +20,8 @@ from pyps_wire.contract import METHODS, PROTOCOL_VERSION
 from pyps_wire.in_process import SERVERS
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
-from support import DEADLINE_SECONDS, ServerThread, events_of, inspect, wait_until, workers_of
+from support import DEADLINE_SECONDS, ServerThread, Start, events_of, inspect, wait_until, workers_of
 from wire_worker import QUICK_LEASES, SMALL, LocalSocket, LocalWorker, WireWorker, crew, refusal_of, sgd, values_of
-
-Start = Callable[..., ServerThread]
 
 # What the calls that workers make say besides their sender, so that nothing else speaks against them; of a call that
 # is not here, as one that is new, the sender alone.

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -25,13 +25,11 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
 from pyps_wire.partition import Model, Tensor
-from support import DEADLINE_SECONDS, ServerThread, inspect, wait_until
+from support import DEADLINE_SECONDS, ServerThread, Start, inspect, wait_until
 from wire_worker import WireWorker
 
 OPEN, PUSH, EXCHANGE, PULL, END, FAILURE = range(1, 7)
 PREFIX = struct.Struct("<III")
-
-Start = Callable[..., ServerThread]
 
 
 class RawLane:

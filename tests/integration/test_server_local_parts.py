@@ -1,6 +1,6 @@
 """Shared memory of workers that hold a part of the model: their own vectors, and no other shard."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,10 +10,8 @@ from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import InvalidArgument, NotInitialized, ReplicaLost
 from replicas import CUT, cut_run, push_tensors, vectors_of, whole_tensors
-from support import AnyServer, checksums, inspect, wait_until, workers_of
+from support import AnyServer, Start, checksums, inspect, wait_until, workers_of
 from wire_worker import LocalSocket, LocalWorker, local_worker, maps_of, refusal_of
-
-Start = Callable[..., AnyServer]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Who may do what at a real server: every call of every service and every port, with each role and with none."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,9 @@ from pyps_client import Launch, NotAllowed, Observer
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import METHODS
-from support import DEADLINE_SECONDS, ServerThread, shell
+from support import DEADLINE_SECONDS, Start, shell
 from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of
 
-Start = Callable[..., ServerThread]
 Metadata = tuple[tuple[str, str], ...]
 
 ROLES = (Role.OBSERVER, Role.WORKER, Role.OPERATOR)

@@ -28,9 +28,7 @@ from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.tcp import TcpLane
 from pyps_wire.errors import InvalidArgument, NotAuthenticated
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, LaneOffer
-from support import ServerThread, replace_file, server_port, shell, wait_until
-
-Start = Callable[..., ServerThread]
+from support import Start, replace_file, server_port, shell, wait_until
 
 
 def variables(settings: dict[str, str]) -> dict[str, str]:

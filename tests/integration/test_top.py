@@ -32,10 +32,18 @@ from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.contract import INSPECTOR
 from pyps_wire.work_pb2 import WorkProgress
-from support import ROOT, ServerProcess, ServerThread, child_environment, replace_file, server_port, shell, status_of
+from support import (
+    ROOT,
+    ServerProcess,
+    ServerThread,
+    Start,
+    child_environment,
+    replace_file,
+    server_port,
+    shell,
+    status_of,
+)
 from wire_worker import WireWorker
-
-Start = Callable[..., ServerThread]
 
 
 def text_of(app: Top) -> str:
@@ -334,9 +342,7 @@ def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are() -> No
         watch(Top([address], None, interval_seconds=0.2), story)
 
 
-def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(
-    start_server_process: Callable[..., ServerProcess],
-) -> None:
+def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process: Start) -> None:
     server = start_server_process()
     workers = [WireWorker(server.data, f"worker-{index}") for index in range(4)]
     for worker in workers:

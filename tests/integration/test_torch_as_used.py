@@ -26,10 +26,7 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 def assert_trains_as_torch(
-    start_server,
-    loop: Loop,
-    make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
-    **options: str,
+    start_server, loop: Loop, make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd, **options: str
 ) -> None:
     """Runs the same loop with torch's own optimizer and with servers'."""
     model, twin = mlp(), mlp()

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +25,9 @@ from pyps_wire.in_process import SERVERS
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
 from sandblaster import WireCoordinator, instruction
-from support import DEADLINE_SECONDS, ServerThread
+from support import DEADLINE_SECONDS, ServerThread, Start
 from wire_worker import WireWorker, refusal_of, values_of
 
-Start = Callable[..., ServerThread]
 # Five shards, the last of which is shorter.
 MODEL = Model((Tensor("layer.weight", (10, 7)),), shard_size=16)
 SIZE = 70

@@ -2,11 +2,10 @@
 
 import os
 import platform
-from collections.abc import Callable
 
 import pytest
 
-from support import PythonProcess
+from support import StartPython
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc, whose allocator it is")
 
@@ -39,9 +38,6 @@ del blocks
 before = resident()
 print(kept, give_back_free_memory() and before - resident())
 """
-
-
-StartPython = Callable[..., PythonProcess]
 
 
 def run(start_python: StartPython, program: str, **variables: str) -> tuple[str, int]:

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +18,7 @@ from pyps.core.rules import RULES
 from pyps.core.staleness import POLICIES
 from pyps_wire import inspector_pb2
 from shards import make_run
-from support import ROOT, PythonProcess, ServerThread, inspect, parse_flags
+from support import ROOT, PythonProcess, Start, StartPython, inspect, parse_flags
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -75,9 +74,7 @@ def test_the_worker_script_is_the_example() -> None:
         assert f"## A worker in {sum(map(bool, example.splitlines()))} lines\n" in page
 
 
-def test_the_worker_script_trains_as_it_stands(
-    start_server: Callable[..., ServerThread], start_python: Callable[..., PythonProcess]
-) -> None:
+def test_the_worker_script_trains_as_it_stands(start_server: Start, start_python: StartPython) -> None:
     server = start_server()
     worker = start_python(str(ROOT / "examples" / "minimal.py"), env={"PYPS_SERVERS": server.data})
 

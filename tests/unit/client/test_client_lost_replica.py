@@ -1,6 +1,5 @@
 """How a process ends whose replica is lost: by the thread that trains, or without it."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,9 +7,7 @@ import pytest
 from pyps_client import leave
 from pyps_client.lease import LostReplica
 from pyps_wire.errors import ReplicaLost, Superseded
-from support import PythonProcess
-
-StartPython = Callable[..., PythonProcess]
+from support import StartPython
 
 HANGS = """\
 import sys, threading

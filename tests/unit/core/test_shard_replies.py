@@ -52,12 +52,7 @@ class Exchanged:
 
 
 def exchange(
-    shard: Shard,
-    pushed: Gradient,
-    *workers: str,
-    held_version: int = -1,
-    codec: Codec = FLOAT32,
-    **others: Any,
+    shard: Shard, pushed: Gradient, *workers: str, held_version: int = -1, codec: Codec = FLOAT32, **others: Any
 ) -> Exchanged:
     memory = bytearray(b"\xaa" * (codec.max_bytes(shard.length) + 2 * MARGIN))
     reply = Reply(memory, MARGIN, codec)

@@ -46,11 +46,7 @@ class Worker:
     """A model with its portion gradient, and the vector that it is sent from."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_of: Callable[[nn.Module, Any], Any] | None = None,
-        *,
-        keep_apart: bool = False,
+        self, model: nn.Module, loss_of: Callable[[nn.Module, Any], Any] | None = None, *, keep_apart: bool = False
     ) -> None:
         self.model = model
         self.layout: Layout = plan(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
