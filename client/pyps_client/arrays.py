@@ -59,7 +59,7 @@ class Client:
         """Join the run.
 
         `tensors`: float32 arrays by name. `optimizer`: the servers' rule and its settings. `servers`: "host:port",
-        several with commas between, or "local" for one in this process; PYPS_SERVERS by default. `launch`: the servers
+        several with commas between, or "local" for one that it starts; PYPS_SERVERS by default. `launch`: the servers
         and everything else about the connection, instead of `servers`. Raises a ConfigurationError where one of these
         is wrong, or differs from the run's.
         """

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from pyps_client import local_server
 from pyps_client.credentials import Credentials, check_token, read_token
 from pyps_client.log import logger
 from pyps_client.places import places_of
@@ -19,10 +20,9 @@ from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import InvalidArgument
-from pyps_wire.in_process import end_local_server, start_local_server
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
-# Instead of addresses: a server in the worker's own process, for that process alone.
+# Instead of addresses: a server that the worker starts on its machine, for itself alone.
 LOCAL = "local"
 # What torchrun calls a job on several nodes that it was given no --rdzv-id for.
 NO_RUN_ID = "none"
@@ -50,8 +50,8 @@ class Launch:
     A setting that is left out, or None, is read from its PYPS_ variable: `run_id` from PYPS_RUN_ID.
 
     `servers`: data addresses, host:port, in the order that all workers share; "file:/path" for a file with one a line;
-    "dns:COUNT@name:port" for so many servers behind one name; or "local" for a server in this process, with a new run,
-    which ends with its last worker.
+    "dns:COUNT@name:port" for so many servers behind one name; or "local" for a server that this worker starts on this
+    machine, with a new run, and ends when it leaves.
     `run_id`: the run to join; empty for the run that the servers hold, before its first update. Under torchrun the
     default is its --rdzv-id.
     `worker_id`: unique among live workers; empty for "worker-INDEX" with an index, and host-pid without.
@@ -72,7 +72,7 @@ class Launch:
     "float16" or "bfloat16", or torch's types. Servers hold and update float32.
     `transport`: "auto" is shared memory with a server on this machine; elsewhere a lane (a TCP connection for large
     messages) where the server has one, or else gRPC. "shm" and "tcp" (the lane) fail rather than use another; "grpc" is
-    gRPC everywhere; "in_process" calls servers in the worker's own process without a socket.
+    gRPC everywhere.
     `shard_size`: the most parameters of a shard; the same for all workers.
 
     Raises InvalidArgument for a value that is not allowed.
@@ -167,12 +167,6 @@ class Launch:
             )
         if local:
             _check_alone(max(self.parts, self.worker_count or 1))
-            if self.transport not in ("auto", "in_process"):
-                raise InvalidArgument(
-                    f"transport is {self.transport!r}, but servers is 'local', a server in this process without a "
-                    "port: leave transport out, or start `pyps serve` and name it."
-                )
-            object.__setattr__(self, "transport", "in_process")
         codec_of(self.gradient_codec)
         codec_of(self.parameter_codec)
         check_transport(self.transport)
@@ -229,12 +223,12 @@ class Launch:
         if self.servers != (LOCAL,):
             return self
         _check_alone(num_processes)
-        return self.with_(servers=(start_local_server(),))
+        own = {"servers": (local_server.start(),), "use_proxy": False}
+        return self.with_(**own, tls_ca="", tls_cert="", tls_key="")
 
     def end(self) -> None:
-        """Ends the server that was begun, if nobody trains there; other servers go on."""
-        if self.transport == "in_process":
-            end_local_server(self.servers[0])
+        """End the server that `begun` started; other servers go on."""
+        local_server.end(self.servers[0])
 
     def with_(self, **settings: Any) -> Launch:
         """Return a copy with other settings; variables are not read again."""
@@ -245,7 +239,7 @@ class Launch:
 def _check_alone(num_processes: int) -> None:
     if num_processes > 1:
         raise InvalidArgument(
-            "servers is 'local', a server in this process, but several processes are to share it: start `pyps serve` "
+            "servers is 'local', a server for one process, but several processes are to share it: start `pyps serve` "
             "and name it, or train with `pyps run`, which names its own where the script names none."
         )
 
@@ -300,8 +294,8 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
         )
     if LOCAL in addresses:
         raise InvalidArgument(
-            "servers is 'local', a server within a worker's own process, which nobody else can reach: start `pyps "
-            "serve` and name it, as host:port."
+            "servers is 'local', a server that a worker starts for itself alone: start `pyps serve` and name it, as "
+            "host:port."
         )
     parsed = tuple(place for address in addresses for place in places_of(address, port=port))
     for address in parsed:

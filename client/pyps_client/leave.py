@@ -197,8 +197,7 @@ def watch(lease: Any) -> None:
 
 
 def _close_at_exit() -> None:
-    # What was made before the newest worker, such as torch's process group or a server in this process, is there until
-    # all have left.
+    # What was made before the newest worker, such as torch's process group, is there until all have left.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 

@@ -350,7 +350,7 @@ class Worker:
 
     @property
     def transport(self) -> str:
-        """The way of lent vectors: "shm" (shared with all servers), "tcp", "grpc", "in_process" or "mixed"."""
+        """The way of lent vectors: "shm" (shared with all servers), "tcp", "grpc" or "mixed"."""
         return self._sharing.transport
 
     @property

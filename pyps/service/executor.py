@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -24,14 +24,11 @@ Job: TypeAlias = Callable[[], object]
 class KernelExecutor:
     """Runs a server's kernel work so that the event loop is never held up for long."""
 
-    def __init__(self, threads: int, *, logged: bool = False, pool: Executor | None = None):
-        """`logged` where each push is written to a disk, for which an event loop must not wait.
-
-        `pool` is where its threads are, if not in one of its own.
-        """
+    def __init__(self, threads: int, *, logged: bool = False):
+        """`logged` where each push is written to a disk, for which an event loop must not wait."""
         self.threads = threads
         self.inline_parameters_max = 0 if logged else INLINE_PARAMETERS_MAX
-        self._pool = pool or ThreadPoolExecutor(threads, thread_name_prefix="kernel")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kernel")
 
     def is_little(self, num_parameters: int) -> bool:
         """Whether work on that many parameters may be done on the event loop.

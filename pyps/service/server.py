@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,6 @@ from pyps.service.calls import LATE_MIN, Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.hosting import Grpc
-from pyps.service.in_process import InProcess
 from pyps.service.inspector import Inspector
 from pyps.service.lane.listener import Tcp
 from pyps.service.limits import ByteBudget
@@ -65,7 +63,7 @@ SIGNALS_APART_SECONDS = 1.0
 _CALLS_SHARE = 0.4
 
 # Nearest first: the last is the way of all that none of the others knows.
-TRANSPORTS: Sequence[type[Transport]] = (InProcess, SharedMemory, Tcp, Grpc)
+TRANSPORTS: Sequence[type[Transport]] = (SharedMemory, Tcp, Grpc)
 
 # Whether a server ends with its workers now, by the word of --exit-when.
 _ALL_WORKERS: Mapping[str, Callable[[Run], bool]] = {
@@ -103,8 +101,6 @@ class Server:
         *,
         instruction_set: str,
         clock: Callable[[], float] = time.monotonic,
-        transports: Sequence[type[Transport]] = TRANSPORTS,
-        pool: Executor | None = None,
     ):
         self._config = config
         self._instruction_set = instruction_set
@@ -126,7 +122,7 @@ class Server:
         self._standstill = Standstill(TICK_SECONDS, clock=clock)
         self._budget = ByteBudget(config.max_in_flight_bytes, self._run)
         self._threads = config.threads or len(os.sched_getaffinity(0))
-        self._work = KernelExecutor(self._threads, logged=self._update_log is not None, pool=pool)
+        self._work = KernelExecutor(self._threads, logged=self._update_log is not None)
         self._host = Host(
             config=config,
             access=Access(config),
@@ -140,7 +136,7 @@ class Server:
             serializations=Serializations(),
             checkpoints=self._checkpoints,
         )
-        self._transports = [transport(self._host) for transport in transports]
+        self._transports = [transport(self._host) for transport in TRANSPORTS]
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._status = 0

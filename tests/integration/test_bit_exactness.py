@@ -116,8 +116,6 @@ WAYS: dict[str, tuple[str, bool, bool, Converter | None]] = {
     "lane of float32 that torch converts": ("tcp", True, True, TorchConverter()),
     "shared memory, push and pull": ("shm", True, False, None),
     "shared memory": ("shm", True, True, TorchConverter()),
-    "one process, Push and Pull": ("in_process", False, False, None),
-    "one process": ("in_process", True, True, None),
 }
 CODECS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
 

@@ -207,11 +207,8 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) 
     with (
         session(servers, "near") as near,
         session(servers, "far", transport="grpc") as far,
-        session(servers, "inside", transport="in_process") as inside,
     ):
         assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
-        # Nothing has been lent: all goes by calls.
-        assert inside.transport == "in_process"
         answers = json.loads(shell("status", "--json", "--servers", addresses(servers)))["servers"]
         table = shell("status", "--wide", "--servers", addresses(servers))
         with urllib.request.urlopen(f"http://{servers[0].metrics}/metrics", timeout=20) as page:
@@ -220,8 +217,8 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) 
     # Gradients and parameters of the whole model: the segment is one for all servers.
     assert shared[0] >= 2 * 4 * 2048 and shared[1] == 0
     told = [{worker["workerId"]: worker["transport"] for worker in answer["workers"]} for answer in answers]
-    assert told == [{"near": near, "far": "grpc", "inside": "in_process"} for near in ("shm", "grpc")]
-    for name in ("shm", "grpc", "in_process"):
+    assert told == [{"near": near, "far": "grpc"} for near in ("shm", "grpc")]
+    for name in ("shm", "grpc"):
         assert f'pyps_workers_by_transport{{transport="{name}"}} 1.0' in counted
     rows = {line.split()[1]: line for line in table.splitlines() if " alive" in line and "workers" not in line}
     assert "grpc, shm" in rows["near"]

@@ -1,4 +1,4 @@
-"""The ways of gradients and parameters, by shared memory, gRPC or in one process, and what comes when one ends."""
+"""The transports of gradients and parameters: shared memory, the lane and gRPC, and the end of one."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -40,10 +39,7 @@ from support import DEADLINE_SECONDS, AnyServer, Start, inspect, wait_until
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
 
 
-BETWEEN_PROCESSES = ["shm", "tcp", "grpc"]
-
-
-@pytest.fixture(params=[*BETWEEN_PROCESSES, "in_process"])
+@pytest.fixture(params=["shm", "tcp", "grpc"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -138,7 +134,6 @@ def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: s
         reference.check(client.snapshot())
 
 
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES, indirect=True)
 def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
     start_server_process: Start, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,49 +321,6 @@ def test_a_server_that_stops_sharing_is_served_by_a_lane_from_then_on(
         client.exchange(gradients_like(small_model(), 1))
         assert client.session.held_versions.epochs == (1,)
         assert client.refused == {}
-
-
-def test_a_server_of_the_workers_process_is_found_again_by_its_address_and_no_socket_is_used(
-    start_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpc, "insecure_channel", None)
-    reference, tensors = Reference(small_model()), small_model()
-    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-    server = start_server(*checkpoints)
-    with make_client(server.data, transport="in_process") as client:
-        reference.step(gradients_like(tensors, 0))
-        reference.check(client.exchange(gradients_like(tensors, 0)))
-        server.stop()
-        start_server(*checkpoints, "--resume", "--port", server.data.rsplit(":", 1)[1])
-        reference.check(client.pull())
-        reference.step(gradients_like(tensors, 1))
-        reference.check(client.exchange(gradients_like(tensors, 1)))
-        assert client.session.held_versions.epochs == (1,)
-        assert client.session.transport == "in_process"
-        assert not links()
-
-
-def test_ctrl_c_ends_a_pull_that_a_server_of_the_process_holds_and_the_next_step_goes_on(start_server: Start) -> None:
-    server = start_server("--protocol", "async")
-
-    def interrupt() -> None:
-        wait_until(lambda: inspect(server.control, "GetStatus").waiting_for, what="the pull to be held")
-        signal.raise_signal(signal.SIGINT)
-
-    with lending(server.data, transport="in_process") as (session, gradient, parameters), ThreadPoolExecutor(1) as pool:
-        interrupting = pool.submit(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            session.pull([parameters], min_versions={0: 99}, wait_seconds=600)
-        interrupting.result(DEADLINE_SECONDS)
-        wait_until(lambda: not inspect(server.control, "GetStatus").waiting_for, what="the end of the pull")
-        assert {receipt.outcome for receipt in session.exchange(Plan([gradient], [parameters]))} == {OUTCOME_APPLIED}
-        assert session.transport == "in_process"
-
-
-def test_an_address_that_no_server_of_the_process_has_is_told_with_those_there_are(start_server: Start) -> None:
-    words = rf"no server of this process answers at 127.0.0.1:1 .*there: .*{start_server().data}"
-    with pytest.raises(ServerUnavailable, match=words):
-        make_client("127.0.0.1:1", transport="in_process", start_wait_seconds=0.0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto"])

@@ -1,14 +1,14 @@
-"""`servers="local"`: a server in the worker's own process, for it alone."""
+"""`servers="local"`: a server that a worker starts for itself alone."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pyps_client import Client, Launch, Observer
+from pyps_client import Client, Launch, Observer, local_server
 from pyps_wire.errors import InvalidArgument, UnsupportedOptimizer
-from pyps_wire.in_process import SERVERS
 from support import PythonProcess, shell, wait_until
 
 SGD = ("sgd", {"learning_rate": 1.0})
@@ -24,15 +24,16 @@ def ones(value: float) -> dict[str, np.ndarray]:
 
 
 def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(SERVERS)
     monkeypatch.setenv("PYPS_SERVERS", "local")
+    monkeypatch.setenv("PYPS_PROTOCOL", "no protocol of this worker's server")
     with Client(ones(1), SGD) as first, Client(ones(5), SGD, servers=" Local") as second:
-        assert (first.session.transport, second.session.transport) == ("in_process", "in_process")
         for _ in range(2):
             newer = first.exchange(ones(0.25)), second.exchange(ones(0.25))
         assert [float(each["w"][0]) for each in newer] == [0.5, 4.5], "each trains a run of its own"
-        assert len(set(SERVERS) - before) == 2
-    wait_until(lambda: set(SERVERS) == before, what="the end of servers whose worker has left")
+        processes = list(local_server._servers.values())
+        assert len(processes) == 2
+    assert not local_server._servers
+    assert [process.returncode for process in processes] == [0, 0]
 
 
 def test_who_is_not_alone_is_told_to_start_a_server() -> None:
@@ -41,21 +42,23 @@ def test_who_is_not_alone_is_told_to_start_a_server() -> None:
             Launch("local", **others)
 
 
-def test_a_server_in_the_process_is_reached_by_no_port() -> None:
-    before = set(SERVERS)
-    for transport in ("grpc", "shm"):
-        with pytest.raises(InvalidArgument, match=f"transport is '{transport}', but servers is 'local'"):
-            Launch("local", transport=transport)
-    wait_until(lambda: set(SERVERS) <= before, what="no server more")
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_it_is_reached_by_the_transport_that_was_chosen(transport: str) -> None:
+    with Client(ones(1), SGD, launch=Launch("local", transport=transport, tls_ca="", use_proxy=True)) as client:
+        assert float(client.exchange(ones(0.5))["w"][0]) == 0.5
+        assert client.session.transport == transport
 
 
-def test_what_is_refused_leaves_no_server() -> None:
-    before = set(SERVERS)
+def test_what_is_refused_leaves_no_server(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidArgument, match="wait_seconds"):
         Client(ones(1), SGD, launch=Launch("local", wait_seconds=-1))
     with pytest.raises(UnsupportedOptimizer):
         Client(ones(1), ("no such rule", {}), servers="local")
-    wait_until(lambda: set(SERVERS) <= before, what="the end of a server that nobody trains at")
+    monkeypatch.setenv("PYPS_ISA", "none such")
+    with pytest.raises(InvalidArgument, match="local server ended with status 2: its lines say why"):
+        Client(ones(1), SGD, servers="local")
+    assert "PYPS_ISA in the environment cannot be used" in capfd.readouterr().err
+    assert not local_server._servers
 
 
 def test_a_replica_of_several_processes_is_told_to_start_a_server() -> None:
@@ -64,22 +67,20 @@ def test_a_replica_of_several_processes_is_told_to_start_a_server() -> None:
 
 
 def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = set(SERVERS)
-    with pytest.raises(InvalidArgument, match="which nobody else can reach: start `pyps serve`"):
+    words = "starts for itself alone: start `pyps serve`"
+    with pytest.raises(InvalidArgument, match=words):
         Observer("local")
     monkeypatch.setenv("PYPS_SERVERS", "local")
-    with pytest.raises(InvalidArgument, match="which nobody else can reach"):
+    with pytest.raises(InvalidArgument, match=words):
         Observer()
     script = tmp_path / "score.py"
     script.write_text("def evaluate(parameters): return 0\n", encoding="utf-8")
     for command in (["status"], ["eval", str(script)], ["stop"], ["coordinate"]):
-        assert "which nobody else can reach: start `pyps serve`" in shell(*command, status=2), command
-    assert set(SERVERS) <= before
+        assert words in shell(*command, status=2), command
+    assert not local_server._servers
 
 
 def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pyps.service.local", "pyps.service"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyps", None)
     with pytest.raises(InvalidArgument, match="needs the package pyps"):
         Launch("local").begun(1)
@@ -94,6 +95,7 @@ client = Client({"w": np.zeros(3, np.float32)}, ("sgd", {"learning_rate": 1.0}),
 client.exchange({"w": np.ones(3, np.float32)})
 if child := os.fork():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    client.exchange({"w": np.ones(3, np.float32)})
 raise SystemExit(3)
 """
 
@@ -104,19 +106,41 @@ def test_a_program_may_end_without_a_word_and_so_may_a_child_that_it_forked() ->
         assert all(line.startswith("pyps: ") for line in process.output().splitlines()), process.output()
 
 
+KILLED = """
+import os, signal
+import numpy as np
+from pyps_client import Client, local_server
+
+client = Client({"w": np.zeros(3, np.float32)}, ("sgd", {"learning_rate": 1.0}), servers="local")
+[server] = local_server._servers.values()
+print(server.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_with_a_worker_that_is_killed() -> None:
+    with PythonProcess("-c", KILLED) as process:
+        assert process.wait() == -9
+        [pid] = [int(line) for line in process.output().splitlines() if line.isdecimal()]
+        wait_until(lambda: _is_gone(pid), what="the server's end")
+
+
+def _is_gone(pid: int) -> bool:
+    """Return whether no process has that number, but for one that nobody has waited for."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return state in ("", "Z")
+
+
 TRAINS_TO_THE_VERY_END = """
 import atexit
 import threading
 import torch
 from pyps_client import RemoteOptimizer
-from pyps_wire.in_process import SERVERS
 
 model = torch.nn.Linear(3, 1)
-atexit.register(lambda: print("updates:", run.content.shards[0].version))
+atexit.register(lambda: print("updates:", optimizer.global_step))
 optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), servers="local", push_every=2)
 optimizer.join()
-[server] = SERVERS.values()
-run = server._host.run
 
 def step():
     optimizer.zero_grad()
@@ -155,8 +179,7 @@ main()
 """
 
 
-def test_a_program_ends_well_whatever_its_server_is_amid() -> None:
-    # The server's own end, which the optimizer's begins, was under way when the interpreter ended: 3 of 15 aborted.
+def test_a_program_whose_optimizer_is_collected_ends_well() -> None:
     processes = [PythonProcess("-c", COLLECTED_BEFORE_THE_END) for _ in range(4)]
     for process in processes:
         with process:

@@ -166,7 +166,7 @@ class Training:
     def client(self, worker_id: str) -> Client:
         optimizer = (self.cell.rule, self.cell.hyperparameters)
         options = {"worker_id": worker_id, "run_id": self.run_id, "optimizer": optimizer, "wait_seconds": 30}
-        client: Client = make_client(self.addresses, transport="in_process", **options)
+        client: Client = make_client(self.addresses, transport="shm", **options)
         return client
 
     def work(self, index: int) -> None:

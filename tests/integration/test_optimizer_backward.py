@@ -46,7 +46,7 @@ over_messages = pytest.mark.parametrize("transport", ["grpc", "tcp"])
         ("tcp", "async", 2, "float32"),
         ("tcp", "hardsync", 1, "bfloat16"),
         ("shm", "async", 2, "float32"),
-        ("in_process", "hardsync", 1, "float32"),
+        ("shm", "hardsync", 1, "float32"),
     ],
 )
 def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, protocol, num_servers, codec) -> None:

@@ -393,7 +393,7 @@ def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_se
         assert optimizer.steps == optimizer.global_step == 1
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm", "in_process"])
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
 def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_server, transport) -> None:
     def told() -> dict[str, object]:
         kind = RemoteOptimizer

@@ -31,7 +31,7 @@ def test_a_stock_client_trains_to_the_bits_of_ours(start_server, stock: ModuleTy
 
     assert status_of(server).version_max == 20
     assert workers_of(server.control)["stock"].state == "finished"
-    server, options = start_server("--protocol", protocol), {"tensors": stock.TENSORS, "transport": "in_process"}
+    server, options = start_server("--protocol", protocol), {"tensors": stock.TENSORS, "transport": "shm"}
     with make_client(server.data, optimizer=(stock.RULE, stock.HYPERPARAMETERS), **options) as client:
         parameters = client.pull()
         for step in range(20):

@@ -24,7 +24,7 @@ CLIENT_FLOORS = (
     *(
         tuple(f"pyps_client.{module}" for module in floor.split())
         for floor in (
-            "log version fork vectors retry credentials places",
+            "log version fork vectors retry credentials places local_server",
             "transport launch",
             "leave replica.group run_state departures",
             "push pull join lease figures",
@@ -155,10 +155,8 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "no module of the client imports from a floor above its own": lambda i: (
         i.is_by("pyps_client") and _floor(i.name) > _floor(i.importer)
     ),
-    # A client asks for pyps.service.local by name, where it is installed: no import that could be seen here.
-    "nothing but cli and the server within a worker imports cli or the server": lambda i: (
-        i.is_of("pyps.cli", "pyps.service.server")
-        and not i.is_by("pyps.cli", "pyps.service.server", "pyps.service.local", "pyps.__main__")
+    "nothing but cli imports cli or the server": lambda i: (
+        i.is_of("pyps.cli", "pyps.service.server") and not i.is_by("pyps.cli", "pyps.service.server", "pyps.__main__")
     ),
     "the client imports no more than its distribution asks for": lambda i: (
         i.is_by("pyps_wire", "pyps_client")

@@ -19,7 +19,6 @@ from pyps.service import convert, hosting
 from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
-from pyps.service.in_process import InProcess
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
@@ -33,8 +32,8 @@ from pyps_client.transport import grpc as channel
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.contract import METHODS, PROTOCOL_VERSION
-from pyps_wire.errors import InvalidArgument, ServerUnavailable
+from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseRequest
 from shards import serving
@@ -68,15 +67,6 @@ def host_of(run: Run, executor: KernelExecutor) -> Host:
     """What a server around that run has."""
     access, budget = Access(run.config), ByteBudget(2**20)
     return Host(run.config, access, None, run, executor, budget, Awaited(1), Health(), Serializations(), None)
-
-
-def test_a_call_to_a_server_of_the_process_whose_loop_has_ended_finds_it_gone() -> None:
-    transport = InProcess(host_of(Watched(), KernelExecutor(1)))
-    asyncio.run(transport.start((), "127.0.0.1:1"))
-    called = transport.call(METHODS["Hello"], iter(()), print)
-    with pytest.raises(ServerUnavailable, match="the server has ended"):
-        called.result(0)
-    asyncio.run(transport.stop(0))
 
 
 def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:

@@ -91,7 +91,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Check model, optimizer and settings; the servers are called when the worker joins.
 
-        `servers`: "host:port", several with commas between, or "local" for a server in this process; PYPS_SERVERS by
+        `servers`: "host:port", several with commas between, or "local" for a server that it starts; PYPS_SERVERS by
         default. `launch`: a Launch, with the servers and everything else about the connection, instead of `servers`.
         `overlap`: "off" waits for each push and pull. "step" makes them in parallel to the computation, which costs
         about one version of staleness; minibatches that end meanwhile are summed in the next push. "backward" sends a
@@ -289,7 +289,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def transport(self) -> str:
-        """The way of gradients and parameters: "shm" (shared memory), "tcp", "grpc", "in_process" or "mixed"."""
+        """The way of gradients and parameters: "shm" (shared memory), "tcp", "grpc" or "mixed"."""
         self.join()
         return self._session.transport
 

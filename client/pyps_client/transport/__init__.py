@@ -235,13 +235,12 @@ class Transport(ABC):
         )
 
 
-# Loaded when they are used: one of them needs what only Linux has, another may have no server to call.
+# Loaded when they are used: one of them needs what only Linux has.
 _CLASSES = {
     "auto": "pyps_client.transport.shared_memory:SharedMemory",
     "shm": "pyps_client.transport.shared_memory:OnlySharedMemory",
     "tcp": "pyps_client.transport.tcp:OnlyTcp",
     "grpc": "pyps_client.transport.grpc:Grpc",
-    "in_process": "pyps_client.transport.in_process:InProcess",
 }
 TRANSPORTS = tuple(_CLASSES)
 

@@ -41,11 +41,6 @@ class Memory:
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         self._memory = mmap.mmap(-1, num_bytes, **flags)
 
-    @property
-    def whole(self) -> memoryview:
-        """All of it."""
-        return memoryview(self._memory)
-
     def vector(self, offset: int, size: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
         """The numbers that begin `offset` bytes from the start. The mapping lasts as long as such a vector."""
         return np.frombuffer(self._memory, dtype, size, offset)

@@ -143,7 +143,7 @@ def test_addresses_are_read_or_refused_by_name() -> None:
         ("host:70000", "has port 70000; expected 1 to 65535"),
         ("::1", "'::1' is malformed"),
         ("a:1,b:2,a:1", "a:1 is listed twice"),
-        ("a:1, local", "'local', a server within a worker's own process, which nobody else can reach"),
+        ("a:1, local", "'local', a server that a worker starts for itself alone"),
     ):
         with pytest.raises(InvalidArgument, match=complaint):
             parse_servers(servers)

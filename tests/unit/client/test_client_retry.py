@@ -15,7 +15,7 @@ from pyps_client.lease import Heartbeat
 from pyps_client.retry import LinkLost, Outage, RetryPolicy, Wait
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection, Servers
-from pyps_client.transport.in_process import InProcess
+from pyps_client.transport.grpc import Grpc
 from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.parameter_server_pb2 import HeartbeatRequest
 from support import DEADLINE_SECONDS, server_port, wait_until
@@ -194,17 +194,16 @@ def test_a_wait_counts_from_the_attempt_that_failed_before_it_but_has_its_whole_
     assert outage.note("server 0", "reset", at=time.monotonic()) >= now
 
 
-def test_heartbeats_that_go_by_no_grpc_take_a_new_channel_after_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Channel] = []
+    make = Grpc.channel
 
-    make = InProcess.channel
-
-    def channel(self: InProcess, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
+    def channel(self: Grpc, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
         made.append(make(self, address, credentials, use_proxy=use_proxy))
         return made[-1]
 
-    monkeypatch.setattr(InProcess, "channel", channel)
-    launch = Launch(servers=("nobody:1",), transport="in_process")
+    monkeypatch.setattr(Grpc, "channel", channel)
+    launch = Launch(servers=(f"127.0.0.1:{server_port()}",), transport="grpc")
     beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
     beats.keep(Connection(0, launch=launch), 0.01)
     try:

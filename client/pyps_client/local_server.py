@@ -1,0 +1,98 @@
+"""A server for one worker alone, `servers="local"`: a child process on loopback that ends with the worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
+
+START_SECONDS = 60.0
+END_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+
+# The child reads its stdin, whose other end is the worker's alone: it is at its end however the worker's process ends.
+_CODE = """
+import os, runpy, signal, threading
+
+def end_with_parent():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+runpy.run_module("pyps", run_name="__main__", alter_sys=True)
+"""
+# "gone" ends it where a forked child of the worker's process still holds that other end.
+_FLAGS = (
+    *("serve", "--port", "0", "--control-port", "0", "--metrics-port", "0", "--log-level", "warning"),
+    *("--exit-when", "gone", "--ready-file"),
+)
+
+# By data address.
+_servers: dict[str, subprocess.Popen[bytes]] = {}
+
+
+def start() -> str:
+    """Start a server with a run of its own, and return its data address.
+
+    Raises:
+        InvalidArgument: The package pyps is not installed, or the server refused to start.
+    """
+    if importlib.util.find_spec("pyps") is None:
+        raise InvalidArgument(
+            "servers='local' starts a server on this machine, which needs the package pyps: install it from the "
+            "folder that this client came from; or name servers."
+        )
+    # The worker's settings are none of the server's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYPS_")}
+    environment |= {name: os.environ[name] for name in ("PYPS_ISA",) if name in os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryDirectory(prefix="pyps-local-") as folder:
+        ready = Path(folder, "ready.json")
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, *_FLAGS, str(ready)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            # Ctrl-C in the terminal ends the worker, which leaves its run first.
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            while not ready.exists():
+                if process.poll() is not None:
+                    raise InvalidArgument(
+                        f"The local server ended with status {process.returncode}: its lines say why."
+                    )
+                if time.monotonic() > deadline:
+                    raise ServerUnavailable(f"The local server does not answer after {START_SECONDS:g} s.")
+                time.sleep(_POLL_SECONDS)
+            address: str = json.loads(ready.read_text(encoding="utf-8"))["data"]
+        except BaseException:
+            _end(process)
+            raise
+    _servers[address] = process
+    return address
+
+
+def end(address: str) -> None:
+    """End the server that `start` started there; nothing happens for any other address."""
+    if (process := _servers.pop(address, None)) is not None:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
