@@ -113,8 +113,8 @@ def demo(
         command=(sys.executable, str(WORKER), "--epochs", str(epochs), "--optimizer", optimizer, "--anneal"),
         num_servers=servers,
         num_workers=workers,
-        lanes=resolved.lane_port != "off",
         server_flags=spelled(settings),
+        config=resolved,
     )
     mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {behaviour.staleness.text}, {optimizer}"
     raise typer.Exit(Demo(job, mode=mode, console=console, picture=picture).run())

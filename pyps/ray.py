@@ -1,4 +1,4 @@
-"""`pyps.ray.run`: a job on a Ray cluster, servers and workers as actors that Ray places and starts again."""
+"""`pyps.ray.run`: a job on a Ray cluster; servers and workers are actors, which Ray places and restarts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from pyps.certificates import Authority
 from pyps.config import ConfigError, ServerConfig, variable_name
-from pyps.launcher.environment import START_SECONDS, check_job, worker_environment, worker_name
-from pyps.launcher.job import JobError
+from pyps.launcher.environment import START_SECONDS, check_job, own_folders, worker_environment, worker_name
+from pyps.launcher.job import STOP_SPARE_SECONDS, JobError
 from pyps.launcher.process import ChildProcess
 from pyps.run import handshake
 from pyps.storage.folder import newest
@@ -42,20 +42,18 @@ __all__ = ["run"]
 T = TypeVar("T")
 logger = logging.getLogger("pyps.ray")
 
-# How long Ray may look for room, and how often that is told.
-PLACE_SECONDS, TELL_SECONDS = 1800.0, 10.0
-# How long workers whose nodes are gone are waited for once all others have finished.
+# How long Ray may look for room, and how often that is logged.
+PLACE_SECONDS, LOG_SECONDS = 1800.0, 10.0
+# How long the job waits for workers whose nodes are gone, once all others have finished.
 LOST_SECONDS = 60.0
-# What servers get beyond the time that they take for themselves.
-STOP_SPARE_SECONDS = 10.0
-# A job's certificates go with it.
+# The job's own certificates end with it.
 CERTIFICATE_DAYS = 365
-# What the job decides by itself, or has an argument for.
+# Settings that the job makes itself, or has an argument for.
 _NO_SETTINGS = {
     *("host", "port", "control_port", "metrics_port", "ready_file"),
     *("expected_workers", "run_id", "checkpoint_dir", "resume"),
 }
-# The file in a server's folder of checkpoints that says where it is.
+# The file with a server's address, in its folder for checkpoints.
 ADDRESS = "address"
 _GUARDS = {"token_file", "tls_cert", "insecure"}
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -63,22 +61,24 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to run, checked as far as can be before anything is started."""
+    """A job, checked before anything is started."""
 
     num_servers: int
     num_workers: int
-    # What Ray keeps for each actor, the servers first.
+    # The resources of each actor, the servers first.
     bundles: list[dict[str, float]]
     max_restarts: int
     run_id: str
-    # Of checkpoints, as every node is to see it.
-    folder: Path | None
-    # Flags that every server gets.
+    # Flags of every server.
     flags: tuple[str, ...]
-    # The caller's PYPS_ variables, and those of settings that were given; and what servers make of both.
+    # The caller's PYPS_ variables, those of settings that were given, and the configuration that both make.
     environment: dict[str, str]
     settings: dict[str, str]
     config: ServerConfig
+
+    def folder(self, server: str) -> Path | None:
+        """Return a server's folder for checkpoints, as every node sees it."""
+        return self.config.checkpoint_dir / server if self.config.checkpoint_dir else None
 
 
 def run(
@@ -94,18 +94,29 @@ def run(
     resume: bool = False,
     **settings: object,
 ) -> list[T | None]:
-    """Trains on a Ray cluster, and returns what `train_fn` returned in each worker, by the workers' numbers.
+    """Train on a Ray cluster; return the results of `train_fn` by the workers' numbers.
 
-    `train_fn` is called without arguments in each worker's process, where `RemoteOptimizer` finds its servers by
-    itself. What it raises ends the job, and is raised here.
-    `resources`, `server_resources`: what Ray keeps for each worker and each server, {"CPU": 1} unless told otherwise.
-    `max_restarts`: how often Ray starts a worker again whose process or node died, -1 for without end. One that died
-    more often, or for which Ray has no room once all others have finished, leaves None in its place.
-    `checkpoint_dir`: a folder that all nodes see, for checkpoints, one inside it per server. Ray starts a server that
-    died again, from its newest checkpoint; without a folder a server's death ends the job.
-    `resume`: continue the newest checkpoints.
-    Every other setting is one of `pyps serve`, by its name: protocol="softsync:n=4".
-    Raises PypsError for what cannot be, before anything is started, and JobError where the job cannot go on.
+    Args:
+        train_fn: Called without arguments in each worker's process, where `RemoteOptimizer` finds its servers by
+            itself. An exception from it ends the job, and is raised here.
+        servers: How many servers to start.
+        workers: How many workers to start.
+        resources: What Ray keeps for each worker; {"CPU": 1} by default.
+        server_resources: What Ray keeps for each server; {"CPU": 1} by default.
+        max_restarts: How often Ray restarts a worker whose process or node died; -1 for no limit. The result is None
+            for one that died more often, or for which Ray has no room once all others have finished.
+        run_id: The run's name; "" makes one.
+        checkpoint_dir: A folder that all nodes see, for checkpoints, one inside it per server. Ray restarts a server
+            that died, from its newest checkpoint; without a folder a server's death ends the job.
+        resume: Continue the newest checkpoints.
+        **settings: Any other setting of `pyps serve` by its name.
+
+    Raises:
+        PypsError: An argument or a setting cannot be used; nothing was started.
+        JobError: The job cannot go on.
+
+    Example:
+        losses = pyps.ray.run(train, workers=4, resources={"GPU": 1}, protocol="softsync:n=4")
     """
     for name, number, least in (("servers", servers, 1), ("workers", workers, 1), ("max_restarts", max_restarts, -1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
@@ -115,21 +126,21 @@ def run(
     try:
         cloudpickle.dumps(train_fn)
     except Exception as error:
-        raise ConfigError(f"train_fn holds what cannot be sent to workers: {_first_line(error)}") from None
+        raise ConfigError(f"train_fn cannot be sent to workers: {_first_line(error)}") from None
     handshake.check_name(run_id, what="run_id")
     if run_id != run_id.strip():
         raise ConfigError(f"run_id is {run_id!r}; expected a name without spaces around it")
-    if checkpoint_dir is not None and not (isinstance(checkpoint_dir, str | os.PathLike) and str(checkpoint_dir)):
-        raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder's path")
-    if resume and checkpoint_dir is None:
-        raise ConfigError("resume needs a folder to resume from: give checkpoint_dir too")
+    if checkpoint_dir is not None:
+        if not (isinstance(checkpoint_dir, str | os.PathLike) and str(checkpoint_dir)):
+            raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder's path")
+        checkpoint_dir = Path(checkpoint_dir).absolute()
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
     if unknown := settings.keys() - known:
         raise ConfigError(
             f"there is no setting {min(unknown)!r} for servers on Ray; there are {', '.join(sorted(known))}"
         )
+    settings |= {"expected_workers": workers, "checkpoint_dir": checkpoint_dir, "resume": resume or None}
     given = {name: str(value) for name, value in settings.items() if value not in (None, "")}
-    given["expected_workers"] = str(workers)
     config = check_job(given, num_servers=servers, num_workers=workers)
     ours = {name for name in os.environ if name.startswith("PYPS_")} - {*map(variable_name, _NO_SETTINGS)}
     run_name = run_id or f"run-{secrets.token_hex(4)}"
@@ -139,8 +150,7 @@ def run(
         bundles=[_bundle("server_resources", server_resources)] * servers + [_bundle("resources", resources)] * workers,
         max_restarts=max_restarts,
         run_id=run_name,
-        folder=None if checkpoint_dir is None else Path(checkpoint_dir).absolute(),
-        flags=(*(["--resume"] if resume else ()), *(["--run-id", run_name] if run_id or not resume else ())),
+        flags=("--run-id", run_name) if run_id or not config.resume else (),
         environment={name: os.environ[name] for name in ours},
         settings={variable_name(name): value for name, value in given.items()},
         config=config,
@@ -152,10 +162,10 @@ def run(
         results = job.results(train_fn)
     finally:
         problems = job.end()
-    if plan.folder is not None:
+    if config.checkpoint_dir:
         if problems:
-            raise JobError(f"what was last in the model may not be kept: {'; '.join(problems)}")
-        logger.info("the model was kept: pyps export model.safetensors --checkpoint %s", plan.folder)
+            raise JobError(f"the model's last state may not be kept: {'; '.join(problems)}")
+        logger.info("the model was kept: pyps export model.safetensors --checkpoint %s", config.checkpoint_dir)
     return results
 
 
@@ -170,35 +180,36 @@ def _bundle(name: str, resources: Mapping[str, float] | None) -> dict[str, float
 
 
 class Job:
-    """A job's actors, which are there until `end`."""
+    """A job's actors, until `end`."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._group: Any = None
         self._servers: list[Any] = []
         self._workers: list[Any] = []
-        # What is waited for: calls of actors, and what to do with each that came back.
+        # Calls of actors in progress, and the handler of each.
         self._pending: dict[Any, Callable[[Any], None]] = {}
         self._training: set[int] = set()
         self._results: dict[int, Any] = {}
-        # What `pyps status` needs, as paths.
+        # Paths of the files that `pyps status` needs, by their variables.
         self._shown: dict[str, str] = {}
 
     def results(self, train_fn: Callable[[], T]) -> list[T | None]:
-        """Starts all, waits for the workers, and returns what they returned."""
+        """Start servers and workers; return the workers' results once all have ended."""
         plan = self._plan
         self._place()
         guard = self._guard()
         for index in range(plan.num_servers):
-            bounds = {"max_restarts": -1 if plan.folder else 0, "max_task_retries": -1, "max_concurrency": 3}
+            restarts = -1 if plan.config.checkpoint_dir else 0
+            bounds = {"max_restarts": restarts, "max_task_retries": -1, "max_concurrency": 3}
             self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard))
         served = []
         for index, server in enumerate(self._servers):
             served.append(_get(server.address.remote()))
             self._watch(index)
-        self._tell(served, guard)
+        self._log_addresses(served, guard)
         for index in range(plan.num_workers):
-            # Ray counts each try to reach a worker that is being started again as one: only restarts are bounded.
+            # Ray counts each attempt to reach a restarting worker as a retry: only restarts are bounded.
             bounds = {"max_restarts": plan.max_restarts, "max_task_retries": -1}
             worker = self._actor(Worker, plan.num_servers + index, **bounds).remote(index, plan, guard)
             self._workers.append(worker)
@@ -216,24 +227,24 @@ class Job:
         return ray.remote(kind).options(scheduling_strategy=place, **options)
 
     def _place(self) -> None:
-        # Servers on one node would share what it can send.
+        # Servers on one node would share its bandwidth.
         self._group = placement_group(self._plan.bundles, strategy="SPREAD")
         deadline = time.monotonic() + PLACE_SECONDS
-        while not self._group.wait(timeout_seconds=TELL_SECONDS):
+        while not self._group.wait(timeout_seconds=LOG_SECONDS):
             wanted = f"{self._plan.bundles}; free are {ray.available_resources()}"
             logger.warning("waiting for room for %s", wanted)
             if time.monotonic() > deadline:
                 raise JobError(f"Ray found no room in {PLACE_SECONDS:g} s for {wanted}")
 
     def _guard(self) -> dict[str, bytes]:
-        """Token and certificate of the job's own, as files by their names; none where they were given."""
+        """Return the job's own tokens and authority, as files by their names; none if the settings name some."""
         here = ray.util.get_node_ip_address()
         if self._plan.config.given & _GUARDS or ipaddress.ip_address(here).is_loopback:
             return {}
         guard = {name: secrets.token_hex(16).encode() for name in ("token", "operator")}
         return guard | {name: content for name, content in _signed(here).items() if name.startswith("ca.")}
 
-    def _tell(self, served: list[dict[str, Any]], guard: Mapping[str, bytes]) -> None:
+    def _log_addresses(self, served: list[dict[str, Any]], guard: Mapping[str, bytes]) -> None:
         files = {"PYPS_TLS_CA": "ca.crt", "PYPS_TOKEN_FILE": "operator"} if guard else {}
         self._shown = {name: _in_memory(guard[file]) for name, file in files.items()}
         shown = "".join(f"{name}={path} " for name, path in self._shown.items())
@@ -247,7 +258,7 @@ class Job:
         self._pending[end] = partial(self._server_ended, index)
 
     def _wait(self) -> None:
-        """Acts on what comes back until no worker is waited for."""
+        """Handle calls as they end, until no worker trains."""
         alone_since = None
         while self._training:
             ready, _ = ray.wait(list(self._pending), timeout=1.0)
@@ -263,7 +274,7 @@ class Job:
                 self._training.clear()
 
     def _homeless(self) -> set[int]:
-        """Workers whose nodes are gone, and for which Ray has found no others yet."""
+        """Return the workers whose nodes are gone, and for which Ray has found no others yet."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         places = placement_group_table(self._group)["bundles_to_node_id"]
         first = self._plan.num_servers
@@ -278,20 +289,20 @@ class Job:
             if not self._training and not self._results:
                 raise JobError(f"no worker finished; their last lines say why ({_first_line(error)})") from None
         else:
-            # Its process holds memory, of a GPU perhaps, that others may need.
+            # Its process holds memory, perhaps of a GPU, that others may need.
             ray.kill(self._workers[index])
 
     def _server_ended(self, index: int, ref: Any) -> None:
         try:
             ray.get(ref)
-            logger.warning("server-%d has ended as it was told to", index)
+            logger.warning("server-%d has ended by its settings", index)
         except RayActorError as error:
-            if self._plan.folder is None:
+            if not self._plan.config.checkpoint_dir:
                 raise JobError(
                     f"server-{index} died, and the run cannot go on without its shards ({_first_line(error)}). The "
                     "model was not kept: give checkpoint_dir, a folder that all nodes see."
                 ) from None
-            logger.warning("server-%d died: Ray starts it again, from its newest checkpoint", index)
+            logger.warning("server-%d died: Ray restarts it, from its newest checkpoint", index)
             self._pending[self._servers[index].address.remote()] = partial(self._came_back, index)
 
     def _came_back(self, index: int, ref: Any) -> None:
@@ -300,7 +311,7 @@ class Job:
         logger.warning("server-%d is back at %s", index, served["data"])
 
     def end(self) -> list[str]:
-        """Ends what still runs, servers by SIGTERM, at which they save; returns what went wrong with that."""
+        """End the actors, servers by SIGTERM, at which they save; return what went wrong."""
         for worker in self._workers:
             ray.kill(worker)
         seconds, problems = self._plan.config.drain_seconds + STOP_SPARE_SECONDS, []
@@ -326,7 +337,7 @@ def _get(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except RayTaskError as error:
-        # Without the trace of a refusal in words.
+        # A refusal is a sentence, and needs no trace.
         if isinstance(error.cause, JobError):
             raise error.cause from None
         raise
@@ -337,7 +348,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _signed(host: str, **authority: bytes) -> dict[str, bytes]:
-    """The files of an authority, made anew where none is given, and of a server's certificate that it signed."""
+    """Return the files of an authority, new if none is given, and of a server's certificate that it signed."""
     with tempfile.TemporaryDirectory(prefix="pyps-") as name:
         folder = Path(name)
         for file, content in authority.items():
@@ -347,14 +358,14 @@ def _signed(host: str, **authority: bytes) -> dict[str, bytes]:
 
 
 def _in_memory(content: bytes) -> str:
-    """The path of a file that is there as long as this process: one on disk would outlive a process that is killed."""
+    """Return the path of a file in this process's memory: one on disk would outlive a killed process."""
     file = os.memfd_create("pyps")
     os.write(file, content)
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
 class Server:
-    """The actor of a server: the process of a `pyps serve`, whose end is the actor's."""
+    """The actor of a server: a process of `pyps serve`, whose end is the actor's."""
 
     def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes]) -> None:
         self._name = f"server-{index}"
@@ -364,27 +375,27 @@ class Server:
         self._ended = threading.Event()
         self._stopping = False
         self._child: ChildProcess | None = None
-        # Raised to whoever asks for the address: of an actor that never was Ray would say it by a trace.
+        # Raised by `address`: for an error in a constructor Ray prints a trace.
         self._failure = ""
         self._failure = self._start(plan, guard)
         self._folder.cleanup()
 
-    # What stands before each of its lines in Ray's log.
+    # Ray puts it before each of the actor's lines.
     def __repr__(self) -> str:
         return self._name
 
     def address(self) -> dict[str, Any]:
-        """What the server wrote into its ready file."""
+        """Return the content of the server's ready file."""
         if self._failure:
             raise JobError(self._failure)
         return self._served
 
     def wait(self) -> None:
-        """Returns once the server has ended as it was told to."""
+        """Return once the server has ended by its settings."""
         self._ended.wait()
 
     def stop(self, seconds: float) -> int | None:
-        """Ends the server, and returns its status."""
+        """End the server; return its status."""
         self._stopping = True
         if self._child is not None:
             self._child.signal(signal.SIGTERM)
@@ -392,23 +403,20 @@ class Server:
         return self._child.returncode if self._child else 0
 
     def _start(self, plan: Plan, guard: Mapping[str, bytes]) -> str:
-        """Starts the server; returns why it does not serve, empty where it does."""
-        host, own = ray.util.get_node_ip_address(), plan.folder and plan.folder / self._name
-        # Ray's own property reads one that it deprecates.
+        """Start the server; return why it does not serve, "" if it does."""
+        host, own = ray.util.get_node_ip_address(), plan.folder(self._name)
+        # Ray's own property reads a deprecated one.
         with warnings.catch_warnings(action="ignore"):
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         if again and own and (not own.is_dir() or newest(own) is None):
             return (
-                f"{self._name} came back on {host}, where {own} holds no checkpoint: name a folder that all nodes "
+                f"{self._name} was restarted on {host}, where {own} holds no checkpoint: name a folder that all nodes "
                 "see, or have the first checkpoint written sooner (checkpoint_seconds)"
             )
         flags = [*plan.flags, *self._guarded(host, guard), "--host", host, "--ready-file", str(self._ready)]
         flags += ["--port", "0", "--control-port", "0", "--metrics-port", "0"]
         flags += ["--lane-port", "off" if plan.config.lane_port == "off" else "0"]
-        if plan.config.update_log is not None:
-            flags += ["--update-log", str(plan.config.update_log / self._name)]
-        if own:
-            flags += ["--checkpoint-dir", str(own), *(["--resume"] if again else [])]
+        flags += [*own_folders(plan.config, self._name), *(["--resume"] if own and again else [])]
         self._child = ChildProcess(
             self._name,
             [sys.executable, "-m", "pyps", "serve", *flags],
@@ -419,7 +427,7 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while not self._ready.exists():
             if self._ended.wait(0.05) and again:
-                # The one before may still save, and hold the folder: Ray tries again.
+                # The process before may still save, and lock the folder: Ray tries again.
                 time.sleep(1.0)
                 self._folder.cleanup()
                 os._exit(1)
@@ -427,14 +435,14 @@ class Server:
                 return f"{self._name} ended, or did not serve within {START_SECONDS:g} s; its last lines say why"
         self._served = json.loads(self._ready.read_text(encoding="utf-8"))
         if own:
-            # For workers that lost it: replaced as a whole, before anybody is told the address.
+            # For workers that lost the server: replaced as a whole, before any caller gets the address.
             written = own / f".{ADDRESS}"
             written.write_text(self._served["data"], encoding="utf-8")
             written.replace(own / ADDRESS)
         return ""
 
     def _guarded(self, host: str, guard: Mapping[str, bytes]) -> list[str]:
-        """The flags for the job's own tokens, and for a certificate of this host's, if it has any."""
+        """Return the flags for the job's own tokens, and for a certificate of this host."""
         if not guard:
             return []
         guard = {**guard, **_signed(host, **{name: guard[name] for name in ("ca.crt", "ca.key")})}
@@ -445,7 +453,7 @@ class Server:
     def _end(self, child: ChildProcess) -> None:
         if child.returncode and (self._ready.exists() or self._served) and not self._stopping:
             _print("", f"{self._name} {child.how_it_ended()}")
-            # Ray starts the actor again, and so the server.
+            # Ray restarts the actor, and so the server.
             os._exit(1)
         self._ended.set()
 
@@ -488,9 +496,10 @@ class Worker:
         return result
 
     def _place(self, index: int, address: str) -> str:
-        """Where a server is to be looked for: in its file, where this node sees that, else at its address."""
-        file = (self._plan.folder or Path()) / f"server-{index}" / ADDRESS
-        return f"file:{file}" if file.is_file() and file.read_text(encoding="utf-8") == address else address
+        """Return a server's place: its file, if this node sees that, else its address."""
+        folder = self._plan.folder(f"server-{index}")
+        shared = folder and (folder / ADDRESS).is_file() and (folder / ADDRESS).read_text(encoding="utf-8") == address
+        return f"file:{folder}/{ADDRESS}" if shared else address
 
 
 def _print(name: str, line: str) -> None:

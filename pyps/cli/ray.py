@@ -15,8 +15,8 @@ import typer
 
 from pyps.cli.control import fail
 from pyps.cli.run import CONTEXT_SETTINGS as CONTEXT_SETTINGS
-from pyps.cli.run import Resume, RunId, WorkerCommand
-from pyps.cli.serve import OF_A_JOB, with_settings
+from pyps.cli.run import RunId, WorkerCommand
+from pyps.cli.serve import KEPT, OF_A_JOB, with_settings
 from pyps.config import ConfigError
 from pyps.launcher.job import JobError
 from pyps.launcher.process import ChildProcess
@@ -25,7 +25,7 @@ from pyps_wire.errors import PypsError
 _BUNDLE = "What Ray keeps for each {}, as CPU=4,GPU=1."
 
 
-@with_settings(*OF_A_JOB, "checkpoint_seconds", "insecure")
+@with_settings(*OF_A_JOB, *KEPT, "checkpoint_seconds", "insecure")
 def ray(
     command: WorkerCommand,
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
@@ -34,18 +34,14 @@ def ray(
     server_resources: Annotated[str, typer.Option(help=_BUNDLE.format("server"))] = "CPU=1",
     max_restarts: Annotated[int, typer.Option(help="How often Ray starts a failed worker again.", min=-1)] = 3,
     run_id: RunId = "",
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints that all nodes see.", envvar="PYPS_CHECKPOINT_DIR")
-    ] = None,
-    resume: Resume = False,
     **settings: Any,
 ) -> None:
     """Start servers and workers on a Ray cluster and end with them.
 
     Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by default. Set any
     other setting of `pyps serve` by its PYPS_ variable, which `pyps serve --help` names. Ray restarts workers as often
-    as --max-restarts says, and servers from their checkpoints. The exit status is 0 only if every worker finished
-    with 0.
+    as --max-restarts says, and servers from their checkpoints, if all nodes see --checkpoint-dir. The exit status is 0
+    only if every worker finished with 0.
     """
     try:
         import pyps.ray as launcher
@@ -62,8 +58,6 @@ def ray(
             server_resources=_bundle("--server-resources", server_resources),
             max_restarts=max_restarts,
             run_id=run_id,
-            checkpoint_dir=checkpoint_dir,
-            resume=resume,
             **settings,
         )
     except KeyboardInterrupt:
@@ -78,7 +72,7 @@ def ray(
 
 @dataclass(frozen=True)
 class Command:
-    """The function of each worker: runs a program, in a folder where the node has it; its failure is the worker's."""
+    """The function of each worker: run a program, in a folder if the node has it, and fail with it."""
 
     command: tuple[str, ...]
     folder: str

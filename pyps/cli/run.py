@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from pyps.cli.control import Control, inherited_token
-from pyps.cli.serve import OF_A_JOB, with_settings
-from pyps.config import ConfigError, ServerConfig
+from pyps.cli.serve import KEPT, OF_A_JOB, with_settings
+from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.launcher.job import LineHandler
@@ -29,10 +29,7 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
 
 WAIT_SECONDS = 1.0
-# Added to the time in which servers drain.
-STOP_SPARE_SECONDS = 10.0
 NOT_KEPT = "The model {} kept: add --checkpoint-dir FOLDER."
-LOG_VARIABLE = "PYPS_UPDATE_LOG"
 SERVERS_MAX = 64
 WORKERS_MAX = 256
 _CALL_SECONDS = 5.0
@@ -47,11 +44,6 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 WorkerCommand = Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)]
 LocalServers = Annotated[int, typer.Option("--servers", help="Servers to start.", min=1, max=SERVERS_MAX)]
 RunId = Annotated[str, typer.Option(help="The run's name; empty makes one.")]
-CheckpointDir = Annotated[
-    Path | None,
-    typer.Option(help="Folder for checkpoints, one inside it per server.", envvar="PYPS_CHECKPOINT_DIR"),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")]
 Stay = Annotated[bool, typer.Option("--stay", help="Keep serving after the workers' end, until Ctrl-C.")]
 Verbose = Annotated[
@@ -59,7 +51,7 @@ Verbose = Annotated[
 ]
 
 
-@with_settings(*OF_A_JOB, "log_gradients")
+@with_settings(*OF_A_JOB, *KEPT, "update_log", "log_gradients")
 def run(
     command: WorkerCommand,
     servers: LocalServers = 1,
@@ -82,12 +74,6 @@ def run(
         int, typer.Option(help="How often each worker that failed is started again, all its parts.", min=0)
     ] = 0,
     run_id: RunId = "",
-    checkpoint_dir: CheckpointDir = None,
-    resume: Resume = False,
-    update_log: Annotated[
-        Path | None,
-        typer.Option(help="Folder for logs of every push and update, one inside it per server.", envvar=LOG_VARIABLE),
-    ] = None,
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
@@ -99,9 +85,10 @@ def run(
     """Start servers and workers on this machine and end with them.
 
     Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by
-    default. Servers listen on free ports of 127.0.0.1. Set any other setting of `pyps serve` by its PYPS_ variable,
-    which `pyps serve --help` names, or in --config. A worker that dies is reported, and started
-    again as often as --max-restarts says; the exit status is 0 only if the last life of every worker finished with 0.
+    default. Servers listen on free ports of 127.0.0.1, and each has its own folder inside --checkpoint-dir and
+    --update-log. Set any other setting of `pyps serve` by its PYPS_ variable, which `pyps serve --help` names, or in
+    --config. A worker that dies is reported, and started again as often as --max-restarts says; the exit status is 0
+    only if the last life of every worker finished with 0.
 
     With --parts a worker is a replica: several processes that hold a part of the model each and count as one
     worker. torch.distributed finds the processes of a replica, and no others, in RANK, LOCAL_RANK, WORLD_SIZE,
@@ -120,30 +107,13 @@ def run(
         num_parts=parts,
         restarts_max=max_restarts,
         run_id=run_id,
-        resume=resume,
     )
-    folders = Folders(checkpoint_dir, update_log)
-    run_locally(
-        job, settings, folders, config, expected_workers=expected_workers or workers, stay=stay, verbose=verbose
-    )
-
-
-class Folders(NamedTuple):
-    """The job's folders for checkpoints and update logs, inside which each server has its own."""
-
-    checkpoints: Path | None
-    update_logs: Path | None = None
-
-    def settings(self, server: str = "") -> dict[str, str | bool | None]:
-        """Return the job's folders, or a server's own, by the names of the settings."""
-        folders = {"checkpoint_dir": self.checkpoints, "update_log": self.update_logs}
-        return {name: str(folder / server) if folder else None for name, folder in folders.items()}
+    run_locally(job, settings, config, expected_workers=expected_workers or workers, stay=stay, verbose=verbose)
 
 
 def run_locally(
     settings: JobSettings,
     server_settings: Mapping[str, str | bool | None],
-    folders: Folders,
     config: Path | None,
     *,
     expected_workers: int,
@@ -153,9 +123,8 @@ def run_locally(
     """Check everything, run the job on this machine, and exit with its status.
 
     Args:
-        settings: The job, without the servers' flags.
+        settings: The job, without the settings of its servers.
         server_settings: Settings of every server by their names.
-        folders: Where the servers write, each into a folder of its own.
         config: A TOML file with more settings of the servers.
         expected_workers: How many workers the servers wait for.
         stay: Keep serving after the workers' end, until a signal.
@@ -163,22 +132,15 @@ def run_locally(
     """
     server_settings = {**server_settings, "expected_workers": str(expected_workers)}
     num_servers = settings.num_servers
-    resolved = check_job(
-        {**server_settings, **folders.settings()}, config, num_servers=num_servers, num_workers=settings.num_workers
-    )
-    kept = Kept.of(resolved, folders.checkpoints, num_servers=num_servers)
-    if settings.resume:
-        if not kept.folders:
-            raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
+    resolved = check_job(server_settings, config, num_servers=num_servers, num_workers=settings.num_workers)
+    kept = Kept(resolved.checkpoint_dir, num_servers)
+    if resolved.resume:
         kept.check_servers()
-    resume = ("--resume",) if settings.resume else ()
     settings = replace(
         settings,
-        lanes=resolved.lane_port != "off",
-        server_flags=(*spelled(server_settings, config), *resume),
-        each_server_flags=tuple(spelled(folders.settings(f"server-{index}")) for index in range(num_servers)),
-        after_a_death=partial(kept.after_a_death, resumed=settings.resume),
-        server_stop_seconds=resolved.drain_seconds + STOP_SPARE_SECONDS,
+        config=resolved,
+        server_flags=spelled(server_settings, config),
+        after_a_death=partial(kept.after_a_death, resumed=resolved.resume),
     )
     expectations = Expectations(expected_workers)
     names = [settings.process_name(settings.num_workers - 1, settings.num_processes - 1)]
@@ -192,7 +154,12 @@ def run_locally(
             worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
         ),
     )
-    raise typer.Exit(run_job(job, output, stay=stay, kept=kept))
+    with job.handle_signals(), job:
+        status = _run_until_done(job, output, stay=stay, kept=kept)
+    if job.workers:
+        output.announce(kept.in_words(job.ended_badly))
+    # A server that could not write its last checkpoint is a failure.
+    raise typer.Exit(status or (1 if job.ended_badly else 0))
 
 
 def attention_only(output: PrefixedOutput) -> LineHandler:
@@ -213,18 +180,6 @@ def attention_only(output: PrefixedOutput) -> LineHandler:
     return line
 
 
-def run_job(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept) -> int:
-    """Run the job to its end, print what became of the model, and return the exit status.
-
-    With `stay` the servers serve until a signal. A server that could not write its last checkpoint is a failure.
-    """
-    with job.handle_signals(), job:
-        status = _run_until_done(job, output, stay=stay, kept=kept)
-    if job.workers:
-        output.announce(kept.in_words(job.ended_badly))
-    return status or (1 if job.ended_badly else 0)
-
-
 def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept) -> int:
     try:
         job.start()
@@ -240,10 +195,10 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept)
         f"run {job.run_id}. Look inside: pyps status --servers {control}"
     )
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")
-    if not kept.folders:
+    if not kept.folder:
         output.announce(NOT_KEPT.format("will not be"))
-    elif job.settings.resume and not kept.found:
-        output.announce(f"There was nothing to resume in {kept.folder}: the run begins anew.")
+    elif job.settings.config.resume and not kept.found:
+        output.announce(f"There was nothing to resume in {kept.folder}: a new run begins.")
     while not job.done:
         job.wait(WAIT_SECONDS)
     if stay and not job.server_died and job.signal_number is None:
@@ -263,17 +218,15 @@ def _wait_for_signal(job: Job) -> None:
 
 @dataclass(frozen=True)
 class Kept:
-    """The folder for checkpoints as it was named, and each server's own; none without --checkpoint-dir."""
+    """The job's folder for checkpoints, which has one for each server; None if none are written."""
 
     folder: Path | None
-    folders: tuple[Path, ...]
+    num_servers: int
 
-    @classmethod
-    def of(cls, config: ServerConfig, job_folder: Path | None, *, num_servers: int) -> Kept:
-        """Return the folders in the job's own, or the one of the servers' configuration."""
-        if job_folder is not None:
-            return cls(job_folder, tuple(job_folder / f"server-{index}" for index in range(num_servers)))
-        return cls(config.checkpoint_dir, (config.checkpoint_dir,) if config.checkpoint_dir else ())
+    @property
+    def folders(self) -> list[Path]:
+        """The servers' folders."""
+        return [self.folder / f"server-{index}" for index in range(self.num_servers)] if self.folder else []
 
     @cached_property
     def found(self) -> list[Checkpoint]:
@@ -287,18 +240,18 @@ class Kept:
         """Refuse to resume a run with another number of servers."""
         for checkpoint in self.found:
             num_servers = checkpoint.header.num_servers
-            if num_servers != len(self.folders):
+            if num_servers != self.num_servers:
                 raise ConfigError(
-                    f"--servers is {len(self.folders)}, but the run in {self.folder} has {num_servers}, each with its "
+                    f"--servers is {self.num_servers}, but the run in {self.folder} has {num_servers}, each with its "
                     f"part of the model: resume it with --servers {num_servers}"
                 )
 
     def after_a_death(self, name: str, *, resumed: bool) -> str:
         """Return how to go on once the server of that name has died."""
-        if not self.folders:
+        if not self.folder:
             return NOT_KEPT.format("was not")
         if any(folder.name == name and _newest_in(folder) is None for folder in self.folders):
-            return f"It had written no checkpoint: its part of the model is lost. Begin anew, without {self.folder}."
+            return f"It had written no checkpoint: its part of the model is lost. Start again without {self.folder}."
         again = ["pyps", *sys.argv[1:2], *([] if resumed else ["--resume"]), *sys.argv[2:]]
         return f"Go on from the newest checkpoints: {shlex.join(again)}"
 
@@ -312,8 +265,8 @@ class Kept:
             without = ", ".join(one.name for one in self.folders if _newest_in(one) is None)
             none_yet = f"{without} held none of it" if found else "the servers held none yet"
             return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
-        # The job's folder stands for all in it, unless an earlier job left others there.
-        in_one = self.folders == (self.folder,) or {*self.folder.glob("server-*")} == {*self.folders}
+        # The job's folder names all servers' in it, unless an earlier job left others there.
+        in_one = {*self.folder.glob("server-*")} == {*self.folders}
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
         command = shlex.join(["pyps", "export", "model.safetensors", *flags])
         if ended_badly:

@@ -10,27 +10,18 @@ import typer
 
 from pyps.cli.coordination.link import PROTOCOL
 from pyps.cli.coordination.settings import PORTIONS_HELP, PORTIONS_MAX, CoordinationSettings, with_coordination
-from pyps.cli.run import (
-    WORKERS_MAX,
-    CheckpointDir,
-    ConfigFile,
-    Folders,
-    LocalServers,
-    Resume,
-    RunId,
-    Stay,
-    Verbose,
-    run_locally,
-)
+from pyps.cli.run import CONTEXT_SETTINGS as CONTEXT_SETTINGS
+from pyps.cli.run import WORKERS_MAX, ConfigFile, LocalServers, RunId, Stay, Verbose, run_locally
+from pyps.cli.serve import KEPT, with_settings
 from pyps.config import ConfigError
 from pyps.launcher import JobSettings
 
 # So that a fast worker gets more of them than a slow one.
 PORTIONS_PER_WORKER = 10
-# Flags after the worker's program are the program's, with and without a -- before it.
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+_OF_SERVERS = (*KEPT, "max_vector_bytes")
 
 
+@with_settings(*_OF_SERVERS)
 @with_coordination
 def sandblaster(
     command: Annotated[
@@ -47,16 +38,10 @@ def sandblaster(
         ),
     ] = 0,
     run_id: RunId = "",
-    checkpoint_dir: CheckpointDir = None,
-    resume: Resume = False,
-    max_vector_bytes: Annotated[
-        int | None,
-        typer.Option(help="Bytes that each server may spend on vectors and staged gradients.", show_default=False),
-    ] = None,
     config: ConfigFile = None,
     stay: Stay = False,
     verbose: Verbose = False,
-    **coordination: Any,
+    **settings: Any,
 ) -> None:
     """Train by Sandblaster L-BFGS on this machine: servers, a coordinator, and workers that run one script.
 
@@ -64,17 +49,16 @@ def sandblaster(
     dies costs only time, if there is another; a killed coordinator is started again and continues. The exit status is 0
     only if the coordinator and all workers finished with 0.
     """
-    coordinator = CoordinationSettings(portions=portions or PORTIONS_PER_WORKER * workers, **coordination)
+    of_servers = {"protocol": PROTOCOL} | {name: settings.pop(name) for name in _OF_SERVERS}
+    coordinator = CoordinationSettings(portions=portions or PORTIONS_PER_WORKER * workers, **settings)
     job = JobSettings(
         command=worker_command(command),
         num_servers=servers,
         num_workers=workers,
         run_id=run_id,
-        resume=resume,
         coordinator_flags=coordinator.as_flags(),
     )
-    settings = {"protocol": PROTOCOL, "max_vector_bytes": "" if max_vector_bytes is None else str(max_vector_bytes)}
-    run_locally(job, settings, Folders(checkpoint_dir), config, expected_workers=workers, stay=stay, verbose=verbose)
+    run_locally(job, of_servers, config, expected_workers=workers, stay=stay, verbose=verbose)
 
 
 def worker_command(command: list[str]) -> tuple[str, ...]:

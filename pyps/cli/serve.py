@@ -1,4 +1,4 @@
-"""`pyps serve`: runs one server; its flags are the fields of ServerConfig, some of which other commands share."""
+"""`pyps serve`: runs one server. Its flags are the fields of ServerConfig; other commands share some of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 import os
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,21 +23,24 @@ OF_A_JOB = (
     *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
     *("bounds", "stall_seconds", "start_together", "stop_after"),
 )
+KEPT = ("checkpoint_dir", "resume")
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's `**settings` by a flag for each of these settings, or for all."""
+    return partial(with_flags, added=_parameters(names))
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True)
-        parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD] + _parameters(names)
-        # typer reads a command's flags from there.
-        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        return command
 
-    return decorate
+def with_flags(command: Callable[..., None], added: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Replace a command's `**` parameter by these parameters, but for those that it declares itself."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    parameters += [one for one in added if one.name not in own.parameters]
+    # typer reads a command's flags from there.
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 def _parameters(names: Collection[str]) -> list[inspect.Parameter]:

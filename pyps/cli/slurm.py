@@ -70,9 +70,7 @@ def slurm(
     folder = folder or Path("runs", run_id)
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"--run-id is {run_id!r}; expected letters, digits, . _ and -, as it names the job too")
-    resolved = check_job(
-        {**settings, "expected_workers": str(workers)}, config, num_servers=servers, num_workers=workers
-    )
+    check_job({**settings, "expected_workers": str(workers)}, config, num_servers=servers, num_workers=workers)
     for_all = _lines("--sbatch", sbatch, refused=_OWN)
     chosen = _CHOSEN.format(
         run_id=run_id,
@@ -93,12 +91,12 @@ def slurm(
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"--folder is {folder}, but {there} is a file: name another")
-    kept = Kept.of(resolved, folder, num_servers=servers)
+    kept = Kept(folder, servers)
     if resume:
         kept.check_servers()
         if not kept.found:
             # An earlier job may still write some.
-            typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint it begins anew.", err=True)
+            typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint a new run begins.", err=True)
     elif kept.found:
         raise ConfigError(f"{folder} holds a run already: continue it with --resume, or name another --folder")
     raise typer.Exit(_submit(script))

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ class JobSettings:
         num_parts: Processes of each worker, which torch.distributed connects; None for plain workers.
         restarts_max: How often a failed worker is restarted, with all its processes.
         run_id: The run's name; "" makes one.
-        resume: The servers continue a checkpoint and its run.
-        lanes: The servers offer lanes, on free ports.
         server_flags: Flags of every server.
-        each_server_flags: More flags, for each server its own.
+        config: The configuration of the servers, as `check_job` returns it.
         coordinator_flags: Flags of `pyps coordinate`; None for a job without a coordinator.
         after_a_death: Returns advice, in a sentence, once the server of that name has died.
         start_seconds: How long servers may take to serve.
-        worker_stop_seconds, server_stop_seconds: How long they may take to end after SIGTERM.
+        worker_stop_seconds: How long workers may take to end after SIGTERM.
         replica_end_seconds: How long the other processes of a replica that lost one may take to end.
         replica_early_seconds: When to announce that others outlive a process that finished.
         coordinator_end_seconds: How long a coordinator may outlive the workers, to report the run's end.
@@ -48,15 +46,12 @@ class JobSettings:
     num_parts: int | None = None
     restarts_max: int = 0
     run_id: str = ""
-    resume: bool = False
-    lanes: bool = True
     server_flags: tuple[str, ...] = ()
-    each_server_flags: tuple[tuple[str, ...], ...] = ()
+    config: ServerConfig = field(default_factory=ServerConfig)
     coordinator_flags: tuple[str, ...] | None = None
     after_a_death: Callable[[str], str] = lambda name: ""
     start_seconds: float = START_SECONDS
     worker_stop_seconds: float = 10.0
-    server_stop_seconds: float = 30.0
     replica_end_seconds: float = 10.0
     replica_early_seconds: float = 60.0
     coordinator_end_seconds: float = 15.0
@@ -168,6 +163,12 @@ def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])}
 
 
+def own_folders(config: ServerConfig, server: str) -> tuple[str, ...]:
+    """Return the flags of a server's folders, each inside the job's for checkpoints or update logs."""
+    job_s = {name: getattr(config, name) for name in ("checkpoint_dir", "update_log")}
+    return spelled({name: str(folder / server) for name, folder in job_s.items() if folder})
+
+
 def check_job(
     settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int, num_workers: int
 ) -> ServerConfig:
@@ -176,32 +177,21 @@ def check_job(
     Args:
         settings: Settings of the servers by their names; empty ones are left out.
         config: A TOML file with more.
-        num_servers: The job's servers.
-        num_workers: The job's workers.
 
     Raises:
-        PypsError: For what every server, every worker, or the run once it has all its servers would refuse.
+        PypsError: Every server or every worker would refuse a setting, or the run would once it has all its servers.
     """
     given = {name: value for name, value in settings.items() if value not in ("", None)}
     # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
     ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
     resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
     resolved.behaviour.aggregation.check_servers(num_servers)
-    check_workers(num_workers)
-    return resolved
-
-
-def check_workers(num_workers: int) -> None:
-    """Raise ConfigError or InvalidArgument for variables that all workers of a job would refuse."""
+    address = ["127.0.0.1:1"]
     environment = worker_environment(
-        os.environ,
-        index=0,
-        count=num_workers,
-        data_addresses=["127.0.0.1:1"],
-        control_addresses=["127.0.0.1:2"],
-        run_id="",
+        os.environ, index=0, count=num_workers, data_addresses=address, control_addresses=address, run_id=""
     )
     Launch(environment=environment)
+    return resolved
 
 
 def spelled(settings: Mapping[str, str | bool | None], config: Path | None = None) -> tuple[str, ...]:

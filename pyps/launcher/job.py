@@ -19,11 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from pyps.launcher.environment import Group, JobSettings, visible_gpus, worker_environment, worker_name
+from pyps.launcher.environment import Group, JobSettings, own_folders, visible_gpus, worker_environment, worker_name
 from pyps.launcher.ports import free_port
 from pyps.launcher.process import COORDINATOR, SUPERSEDED, ChildProcess, Coordinator
 from pyps.launcher.replica import Replicas
 
+# What servers get beyond the time in which they drain.
+STOP_SPARE_SECONDS = 10.0
 # Takes the name of a child and a line of its output.
 LineHandler = Callable[[str, str], None]
 
@@ -131,7 +133,7 @@ class Job:
         """End what still runs, workers before servers, by SIGTERM and then SIGKILL."""
         self._stopping = True
         self._stop([*self._coordinators(), *self.workers], seconds=self.settings.worker_stop_seconds)
-        self._stop(self.servers, seconds=self.settings.server_stop_seconds)
+        self._stop(self.servers, seconds=self.settings.config.drain_seconds + STOP_SPARE_SECONDS)
 
     def exit_status(self) -> int:
         """Return the exit status of the workers, or 128 and the number of a signal."""
@@ -188,14 +190,14 @@ class Job:
 
     def _start_server(self, index: int, ready_file: Path) -> ChildProcess:
         flags = ["--port", "0", "--control-port", "0", "--metrics-port", "0", "--ready-file", str(ready_file)]
-        flags += ["--lane-port", "0" if self.settings.lanes else "off"]
-        if not self.settings.resume or self.settings.run_id:
+        config, name = self.settings.config, f"server-{index}"
+        flags += ["--lane-port", "off" if config.lane_port == "off" else "0"]
+        if not config.resume or self.settings.run_id:
             flags += ["--run-id", self.run_id]
-        flags += self.settings.server_flags
-        if self.settings.each_server_flags:
-            flags += self.settings.each_server_flags[index]
+        # Of a flag that is given twice the last one holds.
+        flags += [*self.settings.server_flags, *own_folders(config, name)]
         environment = {"PYTHONUNBUFFERED": "1"} | os.environ
-        return self._start_child(f"server-{index}", [sys.executable, "-m", "pyps", "serve", *flags], environment)
+        return self._start_child(name, [sys.executable, "-m", "pyps", "serve", *flags], environment)
 
     def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
         deadline = time.monotonic() + self.settings.start_seconds

@@ -153,7 +153,7 @@ def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_i
     assert launcher.wait() == 0
     assert "worker-0 | a folder ['--workers', '7', '--lr', '1']" in launcher.output()
     assert f"No whole model was kept in {tmp_path}: the servers held none yet." in launcher.output()
-    assert f"There was nothing to resume in {tmp_path}: the run begins anew." in launcher.output()
+    assert f"There was nothing to resume in {tmp_path}: a new run begins." in launcher.output()
 
 
 def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: StartPython, tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_a_server_that_dies_ends_the_run(start_python: StartPython, tmp_path: Pa
 
 def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path: Path) -> None:
     (tmp_path / "server-1").mkdir()
-    kept = Kept(tmp_path, (tmp_path / "server-0", tmp_path / "server-1"))
-    lost = f"It had written no checkpoint: its part of the model is lost. Begin anew, without {tmp_path}."
+    kept = Kept(tmp_path, 2)
+    lost = f"It had written no checkpoint: its part of the model is lost. Start again without {tmp_path}."
     assert kept.after_a_death("server-1", resumed=False) == lost
     assert kept.after_a_death("server-0", resumed=False) == lost
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from functools import partial
+from typing import Annotated, get_type_hints
 
 import typer
 
+from pyps.cli.serve import with_flags
 from pyps.lbfgs.optimizer import LINE_SEARCHES, LbfgsSettings
 from pyps_wire.errors import InvalidArgument
 
@@ -101,18 +102,12 @@ class CoordinationSettings:
         )
 
 
-def with_coordination(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's `**coordination` by a flag for each setting that it does not declare itself."""
-    own = inspect.signature(command, eval_str=True)
-    kinds = get_type_hints(CoordinationSettings, include_extras=True)
-    added = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=kinds[each.name])
+_KINDS = get_type_hints(CoordinationSettings, include_extras=True)
+# Replaces a command's `**` parameter by a flag for each setting that it does not declare itself.
+with_coordination = partial(
+    with_flags,
+    added=[
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=_KINDS[each.name])
         for each in fields(CoordinationSettings)
-        if each.name not in own.parameters
-    ]
-    parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD] + added
-    # typer reads a command's flags from there.
-    edited: Any = command
-    edited.__signature__ = own.replace(parameters=parameters)
-    edited.__annotations__ = {one.name: one.annotation for one in parameters}
-    return command
+    ],
+)
