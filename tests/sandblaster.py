@@ -19,13 +19,13 @@ from pyps.core.vectors.program import Instruction, Operation, combine_answers
 from pyps.lbfgs.machine import (
     GRADIENT_CHANGE,
     POINT_CHANGE,
+    PUSH_HISTORY,
     VECTORS,
     Evaluation,
     ServerState,
     allocate,
     combine,
     fold,
-    push_history,
 )
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
@@ -163,7 +163,7 @@ class VectorWorld:
         """Puts a pair into the history."""
         self.load(POINT_CHANGE, s)
         self.load(GRADIENT_CHANGE, y)
-        self.execute(push_history(), allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE))
+        self.execute(PUSH_HISTORY, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE))
 
 
 class Passes:

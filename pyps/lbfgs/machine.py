@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from pyps.core.vectors.program import GRADIENT, POINT, Instruction, Operation
@@ -68,28 +69,18 @@ TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE, DIRECTION = "t", "s", "y", "d"
 VECTORS = (POINT, GRADIENT, TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE, DIRECTION)
 
 
-def allocate(target: str) -> Instruction:
-    return Instruction(Operation.ALLOC, target=target)
-
-
-def copy(target: str, left: str) -> Instruction:
-    return Instruction(Operation.COPY, target=target, left=left)
+# Instructions by their operands, which are those of `Instruction` in order.
+allocate = partial(Instruction, Operation.ALLOC)
+copy = partial(Instruction, Operation.COPY)
+dot = partial(Instruction, Operation.DOT, "")
+norm1 = partial(Instruction, Operation.NORM1, "")
+norm_inf = partial(Instruction, Operation.NORM_INF, "")
+PUSH_HISTORY = Instruction(Operation.PUSH_HISTORY, left=POINT_CHANGE, right=GRADIENT_CHANGE)
+DROP_OLDEST = Instruction(Operation.DROP_OLDEST)
 
 
 def combine(target: str, names: Sequence[str], scalars: Sequence[float]) -> Instruction:
     return Instruction(Operation.COMBINE, target=target, names=tuple(names), scalars=tuple(scalars))
-
-
-def dot(left: str, right: str) -> Instruction:
-    return Instruction(Operation.DOT, left=left, right=right)
-
-
-def norm1(left: str) -> Instruction:
-    return Instruction(Operation.NORM1, left=left)
-
-
-def norm_inf(left: str) -> Instruction:
-    return Instruction(Operation.NORM_INF, left=left)
 
 
 def products(names: Sequence[str], others: Sequence[str]) -> Instruction:
@@ -98,14 +89,6 @@ def products(names: Sequence[str], others: Sequence[str]) -> Instruction:
 
 def fold(target: str, stage_ids: Sequence[int], example_count: int) -> Instruction:
     return Instruction(Operation.FOLD, target=target, stage_ids=tuple(stage_ids), count=example_count)
-
-
-def push_history() -> Instruction:
-    return Instruction(Operation.PUSH_HISTORY, left=POINT_CHANGE, right=GRADIENT_CHANGE)
-
-
-def drop_oldest() -> Instruction:
-    return Instruction(Operation.DROP_OLDEST)
 
 
 def move(left: str, scalar: float = 0.0, right: str = "") -> Instruction:

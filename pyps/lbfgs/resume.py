@@ -10,17 +10,17 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pyps.core.vectors.program import GRADIENT, PARAMETERS, POINT, Instruction
 from pyps.lbfgs.machine import (
     DIRECTION,
+    DROP_OLDEST,
     GRADIENT_CHANGE,
     POINT_CHANGE,
+    PUSH_HISTORY,
     TRIAL_GRADIENT,
     VECTORS,
     Machine,
     ServerState,
     allocate,
     copy,
-    drop_oldest,
     move,
-    push_history,
 )
 from pyps_wire.errors import InvalidArgument
 
@@ -76,7 +76,7 @@ class LbfgsState:
 
     def commit(self) -> list[Instruction]:
         """Return the program that accepts this state's point, for servers whose trial it is."""
-        new_pair = [push_history(), *[drop_oldest()] * self.drops, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
+        new_pair = [PUSH_HISTORY, *[DROP_OLDEST] * self.drops, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
         return [*(new_pair if self.pushed else ()), copy(POINT, PARAMETERS), copy(GRADIENT, TRIAL_GRADIENT)]
 
     def to_text(self) -> str:
@@ -174,9 +174,9 @@ def _align_pair_numbers(machine: Machine, servers: Sequence[ServerState], state:
         return replace(state, held=0, newest=0)
     newest = max(max(of_server, default=0) for of_server in numbers) + 1
     for server, of_server in enumerate(numbers):
-        program = [drop_oldest()] * (len(of_server) - 1)
+        program = [DROP_OLDEST] * (len(of_server) - 1)
         for number in range(max(of_server, default=0) + 1, newest + 1):
-            drop = [drop_oldest()] if of_server or number > 1 else []
-            program += [push_history(), *drop, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
+            drop = [DROP_OLDEST] if of_server or number > 1 else []
+            program += [PUSH_HISTORY, *drop, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE)]
         machine.execute_on(server, *program)
     return replace(state, held=1, newest=newest)
