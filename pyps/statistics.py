@@ -1,4 +1,4 @@
-"""What a server counts about the pushes and pulls it served and the waits: in total, by worker and by shard."""
+"""Counts of pushes, pulls and waits: in total, by worker and by shard."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ APPLY_SECONDS_BOUNDS = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
 RECENT_RECEIPTS_MAX = 1000
-# Workers counted one by one; beyond it the one that pushed longest ago is forgotten: memory is bounded.
+# Workers with counts of their own. Beyond that the one that pushed longest ago is forgotten: memory is bounded.
 WORKERS_MAX = 4096
-# Shards that are listed of each worker; of more the first.
+# Shards listed for each worker; of more the first.
 SHARDS_LISTED_MAX = 1024
 # Staleness is counted exactly below this, and to 1 part in 8 above.
 EXACT_STALENESS_BELOW = 1024
@@ -29,22 +29,22 @@ EXACT_STALENESS_BELOW = 1024
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of pushed shards and what became of them."""
+    """Counts of pushed shards by outcome. Names that the message Tally has too are sent to callers."""
 
-    applied: int = 0
-    pending: int = 0
-    rejected: int = 0
-    duplicate: int = 0
+    pushes_applied: int = 0
+    pushes_pending: int = 0
+    pushes_rejected: int = 0
+    pushes_duplicate: int = 0
     updates: int = 0
-    # Seconds that workers were kept waiting for others.
+    # Seconds that workers waited for others.
     blocked_seconds: float = 0.0
-    # Rejected pushes by reason; their sum is `rejected`.
+    # Rejected pushes by reason.
     reasons: dict[Reason, int] = field(default_factory=dict)
     bytes_in: int = 0
     bytes_out: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
-    # Gradients that updates were made of, and what staleness left of the step size for each.
+    # Gradients in updates, and the share of the step size that staleness left of each.
     rate_scale_count: int = 0
     rate_scale_sum: float = 0.0
     histogram: dict[int, int] = field(default_factory=dict)
@@ -53,15 +53,15 @@ class Tally:
         """Count one answered push."""
         self.bytes_in += payload_bytes
         if receipt.duplicate:
-            self.duplicate += 1
+            self.pushes_duplicate += 1
             return
         if receipt.outcome is Outcome.APPLIED:
-            self.applied += 1
+            self.pushes_applied += 1
             self.updates += receipt.version_after - receipt.version_before
         elif receipt.outcome is Outcome.PENDING:
-            self.pending += 1
+            self.pushes_pending += 1
         else:
-            self.rejected += 1
+            self.pushes_rejected += 1
             self.reasons[receipt.reason] = self.reasons.get(receipt.reason, 0) + 1
             return
         bucket = staleness = receipt.staleness
@@ -72,28 +72,28 @@ class Tally:
         self.histogram[bucket] = self.histogram.get(bucket, 0) + 1
 
     @property
-    def dropped(self) -> int:
-        """Pushes that were good, and that the protocol did not need."""
+    def pushes_dropped(self) -> int:
+        """Valid pushes that the protocol did not need."""
         return self.reasons.get(Reason.DROPPED, 0)
 
     @property
-    def staleness_count(self) -> int:
-        """Gradients taken, each with its staleness."""
-        return self.applied + self.pending
+    def rejected_by_reason(self) -> dict[str, int]:
+        return {reason.name.lower(): count for reason, count in self.reasons.items()}
 
     @property
     def staleness_mean(self) -> float:
-        """The mean staleness of the gradients taken; 0 before the first."""
-        return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
+        """The mean staleness of accepted gradients; 0 before the first."""
+        accepted = self.pushes_applied + self.pushes_pending
+        return self.staleness_sum / accepted if accepted else 0.0
 
     @property
     def rate_scale_mean(self) -> float:
-        """The mean of what staleness left of the learning rate: 1 for nothing lost, and before the first update."""
+        """The mean share of the step size that staleness left; 1 before the first update."""
         return self.rate_scale_sum / self.rate_scale_count if self.rate_scale_count else 1.0
 
     @property
     def step_lost(self) -> float:
-        """The part of the step size that staleness took: 0 for nothing, 1 for all."""
+        """The share of the step size that staleness took."""
         return 1.0 - self.rate_scale_mean
 
     def include(self, other: Tally) -> None:
@@ -107,7 +107,6 @@ class Tally:
             self.histogram[bucket] = self.histogram.get(bucket, 0) + count
 
     def copy(self) -> Tally:
-        """An independent copy."""
         return replace(self, histogram=dict(self.histogram), reasons=dict(self.reasons))
 
 
@@ -115,14 +114,14 @@ _SUMS = tuple(item.name for item in fields(Tally) if item.name not in ("reasons"
 
 
 class Contacts(NamedTuple):
-    """The shards that a worker has pushed to and those that it was sent, ascending; at most SHARDS_LISTED_MAX each."""
+    """The shards that a worker pushed to, and those that it was sent; at most SHARDS_LISTED_MAX each."""
 
-    pushed: tuple[int, ...] = ()
-    pulled: tuple[int, ...] = ()
+    pushed: set[int]
+    pulled: set[int]
 
 
 class LoggedReceipt(NamedTuple):
-    """A receipt, whose it was, and when (in the run's clock)."""
+    """A receipt, with its worker and the time by the run's clock."""
 
     worker_id: str
     receipt: Receipt
@@ -131,7 +130,7 @@ class LoggedReceipt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ApplySeconds:
-    """A histogram of the seconds that pushes took in their shard: counts[i] lie at or below bounds[i]."""
+    """A histogram of the seconds that pushes took in their shard: counts[i] are at or below bounds[i]."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -140,17 +139,17 @@ class ApplySeconds:
 
 
 class Statistics:
-    """Counts pushes, pulls and waits, for everybody and by worker and shard.
+    """Counts pushes, pulls and waits. Every method may be called from any thread.
 
-    Every method may be called from any thread. One lock guards all; a push holds it for a few additions. What is
-    counted by shard is added up when it is asked for.
+    One lock guards all; a push holds it for a few additions. The total over shards is added up on request.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # Guarded by _lock. The first holds what belongs to no shard.
-        self._beside = Tally()
-        self._workers: OrderedDict[str, tuple[Tally, _Shards]] = OrderedDict()
+        # Guarded by _lock.
+        # Counts that belong to no shard.
+        self._of_no_shard = Tally()
+        self._workers: OrderedDict[str, tuple[Tally, Contacts]] = OrderedDict()
         self._shards: dict[int, Tally] = {}
         self._recent: deque[LoggedReceipt] = deque(maxlen=RECENT_RECEIPTS_MAX)
         self._last_update: float | None = None
@@ -171,8 +170,9 @@ class Statistics:
     ) -> None:
         """Count one answered push, and the gradients of the update that it made.
 
-        `answer_bytes` are those of the parameters that went back with its receipt, `apply_seconds` its time in the
-        shard, wait for the lock included.
+        Args:
+            answer_bytes: Bytes of the parameters that were sent with its receipt.
+            apply_seconds: Its time in the shard, the wait for the lock included.
         """
         logged = LoggedReceipt(worker_id, receipt, now)
         with self._lock:
@@ -185,7 +185,7 @@ class Statistics:
                 _note(contacts.pushed, shard_id)
             self._recent.append(logged)
             if answer_bytes:
-                self._beside.bytes_out += answer_bytes
+                self._of_no_shard.bytes_out += answer_bytes
                 worker.bytes_out += answer_bytes
                 if shard_id not in contacts.pulled:
                     _note(contacts.pulled, shard_id)
@@ -205,16 +205,16 @@ class Statistics:
                 self._apply_sum += apply_seconds
 
     def pulled(self, worker_id: str, payload_bytes: int, *, shard_ids: Iterable[int] = ()) -> None:
-        """Count the payload of these shards, sent to a worker or observer."""
+        """Count the payload of these shards, which was sent to a worker or an observer."""
         with self._lock:
-            self._beside.bytes_out += payload_bytes
+            self._of_no_shard.bytes_out += payload_bytes
             worker, contacts = self._worker(worker_id)
             worker.bytes_out += payload_bytes
             for shard_id in shard_ids:
                 _note(contacts.pulled, shard_id)
 
     def updated(self, shard_id: int, updates: Sequence[Update], *, now: float) -> None:
-        """Count updates that no push brought about: a round completed as it was, pending gradients settled."""
+        """Count updates without a push: of a round that was completed as it was, or of settled gradients."""
         if not updates:
             return
         with self._lock:
@@ -227,69 +227,69 @@ class Statistics:
     def blocked(self, worker_id: str, seconds: float) -> None:
         """Count the end of a wait for other workers."""
         with self._lock:
-            for tally in (self._beside, self._worker(worker_id)[0]):
+            for tally in (self._of_no_shard, self._worker(worker_id)[0]):
                 tally.blocked_seconds += seconds
 
     def total(self) -> Tally:
-        """The counts over all workers and shards; examples of a restored run included."""
+        """Return the counts over all workers and shards."""
         with self._lock:
-            total, shards = self._beside.copy(), list(self._shards.values())
+            total, shards = self._of_no_shard.copy(), list(self._shards.values())
         for tally in shards:
-            # Each by itself: a push waits for one shard's sum, not for those of a thousand.
+            # One at a time: a push waits for one shard's sum, not for a thousand.
             with self._lock:
                 total.include(tally)
         return total
 
     def worker(self, worker_id: str) -> Tally:
-        """The counts of one worker, zeros for one never heard of."""
+        """Return the counts of a worker; zeros for an unknown one."""
         with self._lock:
             counted = self._workers.get(worker_id)
             return Tally() if counted is None else counted[0].copy()
 
     def contacts(self, worker_id: str) -> Contacts:
-        """The shards that one worker has pushed to and pulled, none for one never heard of."""
+        """Return the shards that a worker pushed to and pulled; none for an unknown one."""
         with self._lock:
-            _, shards = self._workers.get(worker_id) or (None, _Shards())
-            return Contacts(tuple(sorted(shards.pushed)), tuple(sorted(shards.pulled)))
+            _, shards = self._workers.get(worker_id) or (None, Contacts(set(), set()))
+            return Contacts(*map(set, shards))
 
     def shard(self, shard_id: int) -> Tally:
-        """The counts of one shard, zeros for one never pushed to."""
+        """Return the counts of a shard; zeros before its first push."""
         with self._lock:
             return self._shards.get(shard_id, Tally()).copy()
 
     @property
     def last_update(self) -> float | None:
-        """When the last update was applied, in the run's clock; None before the first."""
+        """The time of the last update by the run's clock; None before the first."""
         with self._lock:
             return self._last_update
 
     def recent(self, limit: int, worker_id: str = "") -> list[LoggedReceipt]:
-        """The newest receipts, newest first, of one worker or (empty) of all."""
+        """Return the newest receipts, newest first; of all workers for ""."""
         with self._lock:
             receipts = list(self._recent)
         wanted = (logged for logged in reversed(receipts) if worker_id in ("", logged.worker_id))
         return list(islice(wanted, limit))
 
     def apply_seconds(self) -> ApplySeconds:
-        """How long pushes took in their shards."""
+        """Return the times that pushes took in their shards."""
         with self._lock:
             *counts, above = self._apply_counts
             return ApplySeconds(APPLY_SECONDS_BOUNDS, tuple(counts), above, self._apply_sum)
 
-    # What follows is called under the lock.
+    # Call the methods below under the lock.
 
-    def _worker(self, worker_id: str) -> tuple[Tally, _Shards]:
+    def _worker(self, worker_id: str) -> tuple[Tally, Contacts]:
         counted = self._workers.get(worker_id)
         if counted is None:
-            counted = self._workers[worker_id] = Tally(), _Shards()
+            counted = self._workers[worker_id] = Tally(), Contacts(set(), set())
             if len(self._workers) > WORKERS_MAX:
                 self._workers.popitem(last=False)
         return counted
 
     def _count_parts(self, shard: Tally, update: Update) -> None:
-        """Count what staleness left of the step size for each of an update's gradients.
+        """Count the share of the step size that staleness left of each of an update's gradients.
 
-        Only with the update is it known for a gradient that has waited: it may depend on the others.
+        For a gradient that waited it depends on the others, and is known with the update only.
         """
         for part in update.parts:
             gradient = part.contribution.gradient
@@ -307,23 +307,13 @@ class Statistics:
         return tally
 
 
-class _Shards:
-    """What `Contacts` tells, while it grows."""
-
-    __slots__ = ("pulled", "pushed")
-
-    def __init__(self) -> None:
-        self.pushed: set[int] = set()
-        self.pulled: set[int] = set()
-
-
 def _note(shards: set[int], shard_id: int) -> None:
     if len(shards) < SHARDS_LISTED_MAX:
         shards.add(shard_id)
 
 
 def _staleness_bucket(staleness: int) -> int:
-    """The staleness itself where small; else rounded down to four leading bits, so that buckets stay few."""
+    """Return a small staleness itself, a larger one rounded down to four leading bits: buckets stay few."""
     if staleness < EXACT_STALENESS_BELOW:
         return staleness
     dropped_bits = staleness.bit_length() - 4

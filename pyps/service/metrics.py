@@ -280,7 +280,7 @@ counter = partial(_family, CounterMetricFamily)
 
 def _about_pushes(total: Tally) -> Iterator[Metric]:
     yield counter("updates", "Updates applied to shards.", total.updates)
-    outcomes = {name: getattr(total, name) for name in ("applied", "pending", "rejected", "duplicate")}
+    outcomes = {name: getattr(total, f"pushes_{name}") for name in ("applied", "pending", "rejected", "duplicate")}
     yield counter("pushes", "Pushed shards, by outcome.", outcomes, by="outcome")
     rejected = {reason.name.lower(): total.reasons.get(reason, 0) for reason in Reason if reason}
     yield counter("pushes_rejected", "Rejected pushes, by reason.", rejected, by="reason")

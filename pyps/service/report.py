@@ -169,29 +169,14 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport
         transport=transport,
         replica=member.replica,
         parts=member.parts,
-        shards_pushed=contacts.pushed,
-        shards_pulled=contacts.pulled,
+        shards_pushed=sorted(contacts.pushed),
+        shards_pulled=sorted(contacts.pulled),
     )
 
 
 def tally_of(tally: Tally) -> pb.Tally:
     """What was counted, of the server, a worker or a shard."""
-    return pb.Tally(
-        pushes_applied=tally.applied,
-        pushes_pending=tally.pending,
-        pushes_rejected=tally.rejected,
-        pushes_duplicate=tally.duplicate,
-        pushes_dropped=tally.dropped,
-        rejected_by_reason={reason.name.lower(): count for reason, count in tally.reasons.items()},
-        updates=tally.updates,
-        staleness_mean=tally.staleness_mean,
-        staleness_max=tally.staleness_max,
-        rate_scale_mean=tally.rate_scale_mean,
-        step_lost=tally.step_lost,
-        blocked_seconds=tally.blocked_seconds,
-        bytes_in=tally.bytes_in,
-        bytes_out=tally.bytes_out,
-    )
+    return pb.Tally(**{field.name: getattr(tally, field.name) for field in pb.Tally.DESCRIPTOR.fields})
 
 
 def histogram_of(tally: Tally) -> pb.StalenessHistogram:

@@ -40,10 +40,10 @@ def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> Non
     push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
 
     total = statistics.total()
-    assert (total.applied, total.pending, total.rejected, total.duplicate) == (1, 1, 1, 0)
+    assert (total.pushes_applied, total.pushes_pending, total.pushes_rejected, total.pushes_duplicate) == (1, 1, 1, 0)
     assert (total.updates, total.bytes_in, total.staleness_max) == (1, 24, 3)
-    assert statistics.worker("b").pending == 1
-    assert statistics.shard(0).rejected == 1
+    assert statistics.worker("b").pushes_pending == 1
+    assert statistics.shard(0).pushes_rejected == 1
     assert statistics.worker("nobody") == statistics.shard(9) == Statistics().total()
 
 
@@ -51,12 +51,12 @@ def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_not_as_stale
     statistics = Statistics()
     push(statistics, receipt(Outcome.REJECTED, staleness=900))
     total = statistics.total()
-    assert (total.staleness_count, total.staleness_max, total.histogram) == (0, 0, {})
+    assert (total.staleness_mean, total.staleness_max, total.histogram) == (0, 0, {})
     assert statistics.last_update is None
     push(statistics, receipt(), now=1.0)
     push(statistics, receipt(duplicate=True), now=5.0)
     total = statistics.total()
-    assert (total.applied, total.duplicate, total.updates) == (1, 1, 1)
+    assert (total.pushes_applied, total.pushes_duplicate, total.updates) == (1, 1, 1)
     assert statistics.last_update == 1.0
 
 
@@ -65,7 +65,7 @@ def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped()
     for reason in (Reason.STALE, Reason.DROPPED, Reason.DROPPED):
         push(statistics, receipt(Outcome.REJECTED, reason=reason))
     for tally in (statistics.total(), statistics.worker("a"), statistics.shard(0)):
-        assert (tally.rejected, tally.dropped) == (3, 2)
+        assert (tally.pushes_rejected, tally.pushes_dropped) == (3, 2)
         assert tally.reasons == {Reason.STALE: 1, Reason.DROPPED: 2}
 
 
@@ -77,7 +77,7 @@ def test_updates_without_a_push_are_counted_for_their_shard() -> None:
     statistics.updated(3, [Update(2, 0.1, 1.0, ()), Update(3, 0.1, 1.0, ())], now=7.0)
     assert (statistics.total().updates, statistics.shard(3).updates, statistics.shard(0).updates) == (3, 3, 0)
     assert statistics.last_update == 7.0
-    assert statistics.total().applied == 1
+    assert statistics.total().pushes_applied == 1
 
 
 def test_waits_add_up_for_everybody_and_the_worker() -> None:
@@ -155,7 +155,7 @@ def test_threads_lose_no_count() -> None:
 
     run_together([count] * 4)
     total = statistics.total()
-    assert (total.applied, total.bytes_in, total.bytes_out) == (2000, 16000, 2000)
+    assert (total.pushes_applied, total.bytes_in, total.bytes_out) == (2000, 16000, 2000)
 
 
 def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each() -> None:
@@ -165,13 +165,13 @@ def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each()
     push(statistics, receipt(Outcome.REJECTED, shard_id=9, reason=Reason.STALE))
     push(statistics, receipt(shard_id=3), worker_id="b", answer_bytes=8)
     statistics.pulled("a", 8, shard_ids=(7, 6))
-    assert statistics.contacts("a") == Contacts(pushed=(2, 5, 9), pulled=(6, 7))
+    assert statistics.contacts("a") == Contacts(pushed={2, 5, 9}, pulled={6, 7})
     # Parameters that came back with a push were pulled too.
-    assert statistics.contacts("b") == Contacts(pushed=(3,), pulled=(3,))
-    assert statistics.contacts("nobody") == Contacts()
+    assert statistics.contacts("b") == Contacts(pushed={3}, pulled={3})
+    assert statistics.contacts("nobody") == Contacts(set(), set())
     # Of very many shards the first are listed and no more kept.
     statistics.pulled("c", 8, shard_ids=range(10, 10 + 2 * SHARDS_LISTED_MAX))
-    assert statistics.contacts("c").pulled == tuple(range(10, 10 + SHARDS_LISTED_MAX))
+    assert statistics.contacts("c").pulled == set(range(10, 10 + SHARDS_LISTED_MAX))
 
 
 def part(worker_id: str, rate_scale: float, **fields: Any) -> Part:
@@ -215,10 +215,10 @@ def test_a_total_is_summed_shard_by_shard_so_that_pushes_are_counted_in_between(
 
     class Counted(nullcontext[None]):
         def __enter__(self) -> None:
-            holds.append(sum(tally.applied for tally in statistics._shards.values()))
+            holds.append(sum(tally.pushes_applied for tally in statistics._shards.values()))
 
     for shard_id in range(5):
         push(statistics, receipt(shard_id=shard_id))
     statistics._lock = Counted()  # type: ignore[assignment]
-    assert statistics.total().applied == 5
+    assert statistics.total().pushes_applied == 5
     assert len(holds) > 5

@@ -39,7 +39,7 @@ def test_parameters_that_came_with_receipts_are_counted_as_pulled() -> None:
     run.push(PushPlan(0, gradient(ones()), wish.reply))
     run.push(PushPlan(1, gradient(ones())))
     for tally in (run.statistics.total(), run.statistics.worker("a")):
-        assert (tally.applied, tally.bytes_in, tally.bytes_out) == (2, 2 * 4 * SHARD_SIZE, 4 * SHARD_SIZE)
+        assert (tally.pushes_applied, tally.bytes_in, tally.bytes_out) == (2, 2 * 4 * SHARD_SIZE, 4 * SHARD_SIZE)
     np.testing.assert_array_equal(wish.parameters, -ones())
 
 
