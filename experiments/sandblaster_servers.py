@@ -15,7 +15,7 @@ from experiments.sandblaster_crew import Stage, VirtualCrew
 from pyps.cli.coordination.coordinator import RemoteMachine, RemoteObjective, memory_plan
 from pyps.cli.coordination.link import Link, Traffic
 from pyps.cli.coordination.settings import CoordinationSettings
-from pyps.core import aggregation, staleness
+from pyps.core import protocols, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.rules import RULES
@@ -42,7 +42,7 @@ class LocalServers:
     """Servers with one shard each."""
 
     def __init__(self, parameters: Floats, *, num_servers: int = NUM_SERVERS) -> None:
-        behaviour = Behaviour(aggregation.parse("sandblaster"), staleness.parse("none"))
+        behaviour = Behaviour(protocols.parse("sandblaster"), staleness.parse("none"))
         self._shards = [
             Shard(shard_id, part, rule=RULES["sgd"], hyperparameters={"learning_rate": 1.0}, behaviour=behaviour)
             for shard_id, part in enumerate(np.array_split(parameters, num_servers))

@@ -18,7 +18,7 @@ from experiments.sandblaster_crew import Computed, Numerics, VirtualCrew
 from experiments.sandblaster_servers import LocalServers, coordinate
 from pyps.cli.coordination.link import Traffic
 from pyps.cli.coordination.settings import CoordinationSettings
-from pyps.core import aggregation, staleness
+from pyps.core import protocols, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
 from pyps.lbfgs.optimizer import IterationReport
@@ -133,7 +133,7 @@ def _point(trial: Trial, digits: Digits, parameters: Floats, **where: float) -> 
 def _downpour(trial: Trial, digits: Digits, first: Floats) -> Iterator[Point]:
     """Pushes and pulls with every minibatch; with one worker and plain steps that is serial SGD."""
     # The paper's Downpour knows no division by staleness.
-    behaviour = Behaviour(aggregation.parse("async"), staleness.parse("none"))
+    behaviour = Behaviour(protocols.parse("async"), staleness.parse("none"))
     rule = "adagrad" if trial.method == DOWNPOUR else "sgd"
     settings = RuleSettings.make(rule, ({"learning_rate": trial.rate},))
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments import digits_network  # noqa: E402
-from pyps.core import aggregation, schedule, staleness  # noqa: E402
+from pyps.core import protocols, schedule, staleness  # noqa: E402
 from pyps.core.behaviour import Behaviour  # noqa: E402
 from pyps.core.receipt import Outcome  # noqa: E402
 from pyps.core.rule_settings import RuleSettings  # noqa: E402
@@ -157,7 +157,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_law(n: int) -> Law:
     """Measures the staleness under n-softsync: its mean is (L - 1) / c, whoever is quick."""
-    protocol = aggregation.parse(f"softsync:n={n}")
+    protocol = protocols.parse(f"softsync:n={n}")
     behaviour = Behaviour(protocol, staleness.parse("none"))
     zero = np.zeros(1, np.float32)
     simulation = simulate(zero, behaviour, WORKERS, rate=1.0, seed=n, compute=lambda step: Computed({0: zero}))
@@ -197,7 +197,7 @@ def train(trial: Trial) -> Result:
     """Trains once, over the same number of examples whatever the protocol."""
     digits = digits_network.load()
     drop = schedule.parse(f"piecewise:{DROP_EPOCH}=0.1,unit=epochs", epoch_examples=digits.num_examples)
-    behaviour = Behaviour(aggregation.parse(trial.protocol), staleness.parse(trial.policy), schedule=drop)
+    behaviour = Behaviour(protocols.parse(trial.protocol), staleness.parse(trial.policy), schedule=drop)
     first = digits_network.first_parameters(np.random.default_rng(trial.seed))
 
     def compute(step: Step) -> Computed:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pyps.core import aggregation, schedule, spec, staleness
-from pyps.core.aggregation import Aggregation
+from pyps.core import protocols, schedule, spec, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
+from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
@@ -90,13 +90,13 @@ class ServerConfig:
     )
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
     protocol: str = setting(
-        "async", f"How pushes become updates, as {', '.join(map(spec.example, aggregation.PROTOCOLS.values()))}."
+        "async", f"How pushes become updates, as {', '.join(map(spec.example, protocols.PROTOCOLS.values()))}."
     )
     warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial; more by release_every=50.")
     staleness: str = setting(
         "auto",
         f"What staleness costs a gradient, as {', '.join(map(spec.example, staleness.POLICIES.values()))}; "
-        f"auto: none under {', '.join(aggregation.IN_FULL)}, else divide.",
+        f"auto: none under {', '.join(protocols.IN_FULL)}, else divide.",
     )
     optimizer: str = setting(
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
@@ -187,7 +187,7 @@ class ServerConfig:
     @property
     def brought_policy(self) -> str:
         """The staleness policy that the protocol's name brings, since none was chosen; empty otherwise."""
-        return aggregation.brought_policy(self.protocol) if self.staleness == "auto" else ""
+        return protocols.brought_policy(self.protocol) if self.staleness == "auto" else ""
 
     @property
     def behaviour(self) -> Behaviour:
@@ -422,8 +422,8 @@ _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "stop_after": lambda config: config.stop_condition,
     "exit_when": lambda config: config.exit_condition,
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
-    "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
-    "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), aggregation.parse(config.protocol)),
+    "protocol": lambda config: _check_protocol(protocols.parse(config.protocol), config),
+    "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), protocols.parse(config.protocol)),
     "staleness": lambda config: config.staleness == "auto" or staleness.parse(config.staleness),
     "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
     "bounds": lambda config: _check_bounds(config),

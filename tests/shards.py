@@ -15,13 +15,13 @@ import numpy.typing as npt
 import pytest
 
 from pyps.config import ServerConfig, resolve
-from pyps.core import aggregation, schedule, staleness
-from pyps.core.aggregation import Contribution
+from pyps.core import protocols, schedule, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
 from pyps.core.plan import PushPlan, Reply
+from pyps.core.protocols.base import Aggregation, Arrival, Contribution, Pending
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.recorder import Completed, Configured, Event, Pushed, Updated
 from pyps.core.roster import Roster
@@ -57,7 +57,7 @@ def roster_of(num_workers: int) -> Roster:
 
 
 def make_behaviour(
-    protocol: str | aggregation.Aggregation = "async",
+    protocol: str | Aggregation = "async",
     policy: str | staleness.StalenessPolicy = "none",
     *,
     rate_schedule: str | schedule.Schedule = "constant",
@@ -66,7 +66,7 @@ def make_behaviour(
 ) -> Behaviour:
     """Returns a behaviour of texts or of objects."""
     return Behaviour(
-        aggregation=aggregation.parse(protocol) if isinstance(protocol, str) else protocol,
+        aggregation=protocols.parse(protocol) if isinstance(protocol, str) else protocol,
         staleness=staleness.parse(policy) if isinstance(policy, str) else policy,
         schedule=schedule.parse(rate_schedule) if isinstance(rate_schedule, str) else rate_schedule,
         clip_norm=clip_norm,
@@ -79,7 +79,7 @@ def make_shard(
     *,
     rule: str = "sgd",
     settings: Mapping[str, float] | None = None,
-    protocol: str | aggregation.Aggregation = "async",
+    protocol: str | Aggregation = "async",
     policy: str | staleness.StalenessPolicy = "none",
     behaviour: Behaviour | None = None,
     **others: Any,
@@ -125,17 +125,15 @@ def nothing(**fields: Any) -> Gradient:
     return gradient([], **{"kind": PayloadKind.NOTHING, **fields})
 
 
-def contribution(worker_id: str = "a", values: npt.ArrayLike = (1.0,), **fields: Any) -> aggregation.Contribution:
+def contribution(worker_id: str = "a", values: npt.ArrayLike = (1.0,), **fields: Any) -> Contribution:
     """Returns a fresh gradient as a protocol sees it."""
-    return aggregation.Contribution(gradient(values, worker_id=worker_id, **fields), 0, staleness.Weighing())
+    return Contribution(gradient(values, worker_id=worker_id, **fields), 0, staleness.Weighing())
 
 
-def arrival(
-    worker_id: str, *pending: aggregation.Contribution, workers: Roster, version: int = 0, **fields: Any
-) -> aggregation.Arrival:
+def arrival(worker_id: str, *pending: Contribution, workers: Roster, version: int = 0, **fields: Any) -> Arrival:
     """Returns the arrival of a gradient on that version, unless the fields say otherwise, while others wait."""
     arrived = contribution(worker_id, **{"base_version": version, **fields})
-    return aggregation.Arrival(arrived, aggregation.Pending(pending), version, workers)
+    return Arrival(arrived, Pending(pending), version, workers)
 
 
 def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, **fields: Any) -> Receipt:

@@ -8,7 +8,7 @@ Read `shard.py` first; it uses the others in this order:
     ledger.py        which pushes were answered already (exactly-once)
     behaviour.py     what was picked of the following: protocol, policy, schedule, clipping
     staleness.py     what a gradient's age costs it
-    aggregation.py   how pushed gradients become updates: the protocols, which are in protocols/
+    protocols/       how pushed gradients become updates
     warmup.py        one protocol for the first updates, then another
     schedule.py      how the learning rate changes, and how the minibatch grows
     verdict.py       what was decided, as a receipt (receipt.py)

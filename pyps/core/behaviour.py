@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from pyps.core import aggregation as protocols
+from pyps.core import protocols
 from pyps.core import schedule as schedules
 from pyps.core import staleness as policies
-from pyps.core.aggregation import Aggregation
 from pyps.core.gradient import Gradient, norm_of
+from pyps.core.protocols.base import Aggregation
 from pyps.core.schedule import BatchGrowth, Schedule
 from pyps.core.staleness import StalenessPolicy, Weighing
 from pyps.core.warmup import Staged, WarmUp

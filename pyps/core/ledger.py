@@ -71,7 +71,10 @@ class LedgerState:
     def from_plain(cls, plain: Mapping[str, Any], receipts: bytes) -> LedgerState:
         """Return the state that `to_plain` gave."""
         each = _split(receipts)
-        entries = tuple(LedgerEntry(*life, tuple(islice(each, count))) for *life, count in plain["lives"])
+        entries = tuple(
+            LedgerEntry(worker_id, incarnation, forgotten_sequence, tuple(islice(each, count)))
+            for worker_id, incarnation, forgotten_sequence, count in plain["lives"]
+        )
         names = {name: (incarnation, sequence) for name, (incarnation, sequence) in plain["forgotten"].items()}
         return cls(entries, plain["forgotten_incarnation"], names, plain["lives_max"])
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pyps.core.aggregation import Contribution, Part
 from pyps.core.gradient import Extent, Gradient, PayloadKind
 from pyps.core.plan import Reply
+from pyps.core.protocols.base import Contribution, Part
 from pyps.core.rules import BoundRule, WeightedGradient
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyps.core.aggregation import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.gradient import Finding, Gradient, require_possible_version
+from pyps.core.protocols.base import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps.core.update import rate_of

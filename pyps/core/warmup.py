@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pyps.core import aggregation, spec
-from pyps.core.aggregation import Aggregation, Apply, Arrival, Decision, Hardsync, Pending, Serial
+from pyps.core import protocols, spec
 from pyps.core.pacing import Pacer, StagedPacer
-from pyps.core.roster import Roster
+from pyps.core.protocols.barrier import Hardsync
+from pyps.core.protocols.base import Aggregation, Arrival, Decision
+from pyps.core.protocols.paced import Serial
 from pyps_wire.errors import InvalidArgument
 
 
@@ -35,7 +36,7 @@ class WarmUp:
             raise InvalidArgument(f"warmup's updates is {self.updates}; expected at least 1, as in updates=200")
         if self.release_every < 0:
             raise InvalidArgument(f"warmup's release_every is {self.release_every}; expected updates, or 0 for none")
-        object.__setattr__(self, "stage", aggregation.parse(self.protocol))
+        object.__setattr__(self, "stage", protocols.parse(self.protocol))
         if not isinstance(self.stage, Serial | Hardsync):
             raise InvalidArgument(f"warmup's protocol is {self.protocol!r}; expected serial or hardsync")
 
@@ -79,18 +80,6 @@ class Staged(Aggregation):
     def decide(self, arrival: Arrival) -> Decision:
         return self.at(arrival.version).decide(arrival)
 
-    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        return self.at(version).complete(pending, version, roster)
-
-    def settle(self, pending: Pending) -> Apply | None:
-        return self._stage_of(pending).settle(pending)
-
-    def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
-        return self._stage_of(pending).waiting_for(pending, roster)
-
-    def split(self, roster: Roster) -> float:
-        return self.main.split(roster)
-
     def pacer(self) -> Pacer | None:
         warm_up, main = self.warm_up.stage.pacer(), self.main.pacer()
         if warm_up is None and main is None and not self.warm_up.release_every:
@@ -112,7 +101,7 @@ class Staged(Aggregation):
 
     @property
     def text(self) -> str:
-        """What people are told; `WarmUp.parse` and `aggregation.parse` take the two halves."""
+        """What people are told; `WarmUp.parse` and `protocols.parse` take the two halves."""
         return f"{self.main.text} after {self.warm_up.text}"
 
     @property
@@ -130,8 +119,3 @@ class Staged(Aggregation):
     @property
     def accumulate(self) -> int:
         return self.main.accumulate
-
-    def _stage_of(self, pending: Pending) -> Aggregation:
-        # Waiting gradients came at the present version, which is theirs and their staleness.
-        first = next(iter(pending), None)
-        return self.main if first is None else self.at(first.gradient.base_version + first.staleness)

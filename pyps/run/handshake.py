@@ -10,9 +10,9 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pyps.core.aggregation import Aggregation
 from pyps.core.bounds import Bounds
 from pyps.core.election import Claim
+from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch

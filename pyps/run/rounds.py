@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, ParamSpec
 
-from pyps.core import aggregation, schedule, staleness
+from pyps.core import protocols, schedule, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
 from pyps.core.effects import Effects, Wake, wake_all
@@ -388,7 +388,7 @@ class RoundController:
 
         Gradients that wait under the old protocol become one update of each shard, by that protocol's rule.
         """
-        staleness = staleness or aggregation.brought_policy(protocol)
+        staleness = staleness or protocols.brought_policy(protocol)
         with self._lock:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
             behaviour.aggregation.check_change(self.behaviour.aggregation)
@@ -445,7 +445,7 @@ class RoundController:
         old = self.behaviour
         changed = dataclasses.replace(
             old,
-            aggregation=aggregation.parse(protocol) if protocol else old.aggregation,
+            aggregation=protocols.parse(protocol) if protocol else old.aggregation,
             staleness=staleness.parse(policy) if policy else old.staleness,
             schedule=schedule.parse(schedule_text, epoch_examples=old.epoch_examples)
             if schedule_text

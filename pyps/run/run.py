@@ -10,12 +10,13 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from pyps import __version__, logs
-from pyps.core.aggregation import Aggregation, brought_policy
 from pyps.core.behaviour import Behaviour
 from pyps.core.election import Election
 from pyps.core.gradient import Finding, Gradient, scan
 from pyps.core.membership import Membership, WorkerInfo
 from pyps.core.plan import PushPlan
+from pyps.core.protocols import brought_policy
+from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Pushed, Store
 from pyps.run import handshake

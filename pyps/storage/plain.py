@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Extent, Gradient
+from pyps.core.protocols.base import Contribution
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from pyps.core import aggregation, staleness
-from pyps.core.aggregation import PROTOCOLS
+from pyps.core import protocols, staleness
 from pyps.core.arrays import Floats
+from pyps.core.protocols import PROTOCOLS
 from pyps.core.rules import RULES
 from pyps.core.staleness import POLICIES
 from pyps.storage.replay import log_paths, replay
@@ -239,7 +239,7 @@ def check_workers(training: Training) -> None:
     names = [f"worker-{index}" for index in range(training.cell.workers)]
     for server in training.servers:
         status = inspect(server.control, "GetStatus")
-        in_force = (aggregation.parse(training.cell.protocol).text, staleness.parse(training.cell.policy).text)
+        in_force = (protocols.parse(training.cell.protocol).text, staleness.parse(training.cell.policy).text)
         assert (status.protocol, status.staleness) == in_force
         states = {worker.worker_id: worker.state for worker in inspect(server.control, "ListWorkers").workers}
         assert states == dict.fromkeys(names, "finished")

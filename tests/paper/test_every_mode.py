@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pyps.core.aggregation import PROTOCOLS
 from pyps.core.arrays import Floats, aligned_copy
+from pyps.core.protocols import PROTOCOLS
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.rules import RULES, validate
 from pyps.core.shard import Shard

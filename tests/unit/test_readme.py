@@ -12,8 +12,8 @@ from google.protobuf import json_format, message_factory
 from typer.testing import CliRunner
 
 from pyps.cli.main import COMMANDS, app
-from pyps.core import aggregation
-from pyps.core.aggregation import PROTOCOLS
+from pyps.core import protocols
+from pyps.core.protocols import PROTOCOLS
 from pyps.core.rules import RULES
 from pyps.core.staleness import POLICIES
 from pyps_wire import inspector_pb2
@@ -131,7 +131,7 @@ def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no
         settings = [text.replace("=K", "=4") for text in codes_in(others[-1]) if "=" in text]
         for text in [*names, *(f"{name}:{''.join(beside)}{setting}" for setting in settings)]:
             make_run(protocol=text)
-            shown.add(aggregation.parse(text).name)
+            shown.add(protocols.parse(text).name)
     assert shown == set(PROTOCOLS)
     assert {codes_in(cell)[0].split(":")[0] for cell, *_ in table_of("--protocol", README)} == shown
 

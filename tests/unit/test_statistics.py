@@ -4,8 +4,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from pyps.core.aggregation import Contribution, Part
 from pyps.core.gradient import PayloadKind
+from pyps.core.protocols.base import Contribution, Part
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update

@@ -13,7 +13,7 @@ from pyps.core import spec
 from pyps.core.pacing import ClockBound, Pacer, TurnTaking
 from pyps.core.protocols.asynchronous import Async
 from pyps.core.protocols.barrier import StrictBsp
-from pyps.core.protocols.base import Aggregation, Apply, Arrival, Decision, Pending
+from pyps.core.protocols.base import Aggregation, Arrival, Decision
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument
 
@@ -32,7 +32,7 @@ class Serial(Async):
 
 
 @dataclass(frozen=True, slots=True)
-class Ssp(Aggregation):
+class Ssp(Async):
     """Stale synchronous parallel: nobody is more than s clocks ahead of the slowest (Ho et al. 2013).
 
     Reads are eager: they may hold gradients of the reader's own clock. `strict_bsp`, with s = 0, serves the
@@ -52,22 +52,7 @@ class Ssp(Aggregation):
             raise InvalidArgument(f"ssp's strict_bsp needs s=0, and s is {self.s}; set one or the other")
 
     def at(self, version: int) -> Aggregation:
-        return _STRICT if self.strict_bsp else _EAGER
-
-    def decide(self, arrival: Arrival) -> Decision:
-        return self.at(arrival.version).decide(arrival)
-
-    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        return self.at(version).complete(pending, version, roster)
-
-    def settle(self, pending: Pending) -> Apply | None:
-        return self.at(0).settle(pending)
-
-    def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
-        return self.at(0).waiting_for(pending, roster)
-
-    def split(self, roster: Roster) -> float:
-        return self.at(0).split(roster)
+        return _STRICT if self.strict_bsp else self
 
     def pacer(self) -> Pacer | None:
         return None if self.strict_bsp else ClockBound(self.s)
@@ -77,7 +62,6 @@ class Ssp(Aggregation):
         return self.strict_bsp
 
 
-_EAGER = Async()
 _STRICT = StrictBsp()
 
 

@@ -1,26 +1,12 @@
 """What each protocol decides of a gradient; how a shard obeys is in test_shard_rounds.py."""
 
-from pyps.core.aggregation import (
-    PROTOCOLS,
-    Acknowledge,
-    Apply,
-    Asgd,
-    Async,
-    Backup,
-    Drop,
-    Hardsync,
-    Park,
-    Part,
-    Pending,
-    Refuse,
-    Serial,
-    Softsync,
-    Ssp,
-    StrictBsp,
-    parse,
-)
 from pyps.core.gradient import PayloadKind
 from pyps.core.pacing import ClockBound, TurnTaking
+from pyps.core.protocols import PROTOCOLS, parse
+from pyps.core.protocols.asynchronous import Asgd, Async, Softsync
+from pyps.core.protocols.barrier import Backup, Hardsync, StrictBsp
+from pyps.core.protocols.base import Acknowledge, Apply, Drop, Park, Part, Pending, Refuse
+from pyps.core.protocols.paced import Serial, Ssp
 from pyps.core.receipt import Reason
 from pyps.core.roster import Roster
 from shards import arrival, contribution, refusal, roster, roster_of

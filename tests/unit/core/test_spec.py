@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pyps.core import aggregation, spec, staleness
-from pyps.core.aggregation import Async, Hardsync
+from pyps.core import protocols, spec, staleness
 from pyps.core.behaviour import Behaviour
+from pyps.core.protocols.asynchronous import Async, Softsync
+from pyps.core.protocols.barrier import Hardsync
+from pyps.core.protocols.paced import Ssp
 from pyps.core.staleness import Divide
 from pyps.core.warmup import Staged
 from shards import refusal
@@ -58,11 +60,11 @@ def test_what_cannot_be_read_is_refused_with_what_can() -> None:
 
 
 def test_an_example_shows_every_setting_and_can_be_read() -> None:
-    for registry in (aggregation.PROTOCOLS, staleness.POLICIES):
+    for registry in (protocols.PROTOCOLS, staleness.POLICIES):
         for kind in registry.values():
             assert isinstance(spec.make(spec.example(kind), registry, what="behaviour"), kind)
-    assert spec.example(aggregation.Softsync) == "softsync:n=4"
-    assert spec.example(aggregation.Ssp) == "ssp:s=3,strict_bsp=false"
+    assert spec.example(Softsync) == "softsync:n=4"
+    assert spec.example(Ssp) == "ssp:s=3,strict_bsp=false"
     assert spec.example(staleness.Hinge) == "hinge:a=10,b=4"
 
 

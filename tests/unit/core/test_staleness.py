@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.core.aggregation import parse as parse_protocol
+from pyps.core.protocols import parse as parse_protocol
 from pyps.core.staleness import ALIASES, POLICIES, Weighing, WeighingContext, parse
 from shards import refusal, roster_of
 

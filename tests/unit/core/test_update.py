@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pyps import _kernels
-from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import NATIVE, Extent, PayloadKind
 from pyps.core.plan import Reply
+from pyps.core.protocols.base import Contribution, Part
 from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
 from pyps.core.update import apply_update
