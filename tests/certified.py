@@ -24,12 +24,10 @@ def make(folder: Path) -> Path:
 
 
 def served(folder: Path, *, mutual: bool = False) -> list[str]:
-    """The flags of a server."""
     flags = ["--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key")]
     return flags + (["--tls-client-ca", str(folder.parent / "sound" / "ca.crt")] if mutual else [])
 
 
 def shown(folder: Path, *, mutual: bool = False) -> dict[str, str]:
-    """The settings of a worker."""
     own = {"tls_cert": str(folder / "worker.crt"), "tls_key": str(folder / "worker.key")} if mutual else {}
     return {"tls_ca": str(folder.parent / "sound" / "ca.crt"), **own}

@@ -79,7 +79,6 @@ def gradients_like(tensors: Mapping[str, Floats], seed: int) -> dict[str, Floats
 
 
 def start_servers(start: Callable[..., Server], count: int, *flags: str, **options: Any) -> list[Server]:
-    """Starts so many servers with a fixture that starts one."""
     return [start(*flags, **options) for _ in range(count)]
 
 
@@ -164,7 +163,6 @@ class CuttingProxy:
         self._cut_after, self._counts_replies = num_bytes, of_replies
 
     def cut(self) -> None:
-        """Cuts all connections; new ones pass."""
         with self._lock:
             sockets, self._sockets = self._sockets, []
             self._cut_after = None
@@ -215,7 +213,6 @@ class CuttingProxy:
 
 
 def with_shutdown(end: socket.socket) -> None:
-    """Closes a socket for both ends, whoever reads it."""
     try:
         end.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -288,7 +285,6 @@ class RecordingSession:
 
     @property
     def view(self) -> RecordingSession:
-        """Who knows where the run stands."""
         return self
 
     @property
@@ -387,5 +383,4 @@ def lent(
 
 
 def lent_for(layout: Layout, **options: Any) -> Lent:
-    """Vectors for a model laid out."""
     return lent(layout.model.group_sizes, **options)

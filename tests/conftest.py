@@ -42,7 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `certified.make`."""
     return certified.make(tmp_path_factory.mktemp("certificates"))
 
 
@@ -77,7 +76,6 @@ def start_server_process() -> Iterator[Callable[..., ServerProcess]]:
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., PythonProcess]]:
-    """Starts Python processes: `start_python("-c", code, env={...}) -> PythonProcess`."""
     with contextlib.ExitStack() as started:
 
         def start(*arguments: str, **options: Any) -> PythonProcess:

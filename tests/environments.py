@@ -14,7 +14,6 @@ COMMAND_SECONDS = 240.0
 
 
 def run(*command: str) -> str:
-    """What the command printed, once it has ended well."""
     # A developer's constraints pin the newest versions, which are not what is tested here.
     environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=COMMAND_SECONDS)
@@ -23,7 +22,6 @@ def run(*command: str) -> str:
 
 
 def build_environment(folder: Path, *requirements: str) -> Path:
-    """Makes a fresh environment with what pip is to install, and this checkout's client; returns its Python."""
     # Our own pip installs into it: one of its own takes as long as all the rest.
     run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
     python = folder / "bin" / "python"

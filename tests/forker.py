@@ -113,7 +113,6 @@ def become(job: dict[str, Any]) -> tuple[str, str]:
 
 
 def run(kind: str, what: str) -> None:
-    """Runs a text, a module or a script as `python` would."""
     if kind == "-c":
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -129,7 +128,6 @@ def run(kind: str, what: str) -> None:
 
 
 def status_of(kind: str, what: str) -> int:
-    """Runs what is to be run and returns its exit status; -SIGINT where Ctrl-C ended it."""
     try:
         run(kind, what)
     except SystemExit as ending:

@@ -60,7 +60,6 @@ def decode_reference(payload, codec):
 
 
 def encode_reference(values, codec):
-    """Of finite values or infinities."""
     if codec == FLOAT32:
         return values.tobytes()
     if codec == FLOAT16:

@@ -14,8 +14,6 @@ _ALERTS = (FOLDER / "alerts.yaml").read_text(encoding="utf-8")
 
 
 class Rule(NamedTuple):
-    """An alert."""
-
     name: str
     expr: str
     severity: str

@@ -186,7 +186,6 @@ def errors(replica):
 
 
 def ended(replica):
-    """What a replica can do for an optimizer that is closed after the program destroyed torch's world."""
     named = [(f"own{replica.index}", torch.zeros(2)), ("shared", torch.zeros(3))]
     alike = Replica(replicated=["shared"])
     claimed = claims_of([named], alike)

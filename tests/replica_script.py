@@ -71,7 +71,6 @@ def groups_of(model: nn.Module) -> list[dict]:
 
 
 def batches(steps: int, *, index: int, count: int, seed: int = 0):
-    """The same minibatches for all processes of replica `index` of `count`."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.tensor(x).float() / 16, torch.tensor(y)
     train = torch.randperm(len(x), generator=torch.Generator().manual_seed(42))[:1437][index::count]
@@ -166,7 +165,6 @@ def pipeline(model: nn.Module) -> Backpropagation:
 
 
 def fixed(args: argparse.Namespace, *, index: int, count: int):
-    """The minibatches, again and again until they are released."""
     feed = list(batches(args.steps, index=index, count=count))
     step = 0
     while step < args.steps or (args.hold and not released(args.hold)):

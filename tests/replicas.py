@@ -61,7 +61,6 @@ class ReplicaJob:
                 self.processes[index, rank] = start_python(script, *arguments, env=environment)
 
     def ended_well(self) -> list[str]:
-        """Waits for all ends, of which each must be a good one, and returns what was said."""
         for process in self.processes.values():
             assert process.wait(DEADLINE) == 0, process.output()
         return [process.output() for process in self.processes.values()]
@@ -70,20 +69,16 @@ class ReplicaJob:
 def serve(
     start_server: Start, count: int, *flags: str, replicas: int = 1, checkpoints: Path | None = None
 ) -> list[AnyServer]:
-    """Starts the servers of a job, with a folder for the checkpoints of each where there is one for all."""
     own = [("--checkpoint-dir", str(checkpoints / f"server-{i}")) if checkpoints else () for i in range(count)]
     fixed = ("--run-id", RUN_ID, "--expected-workers", str(replicas))
     return [start_server(*fixed, *of_server, *flags) for of_server in own]
 
 
 def shards_of(addresses: list[str]) -> list[pb.ShardInfo]:
-    """The shards of all servers."""
     return [shard for address in addresses for shard in inspect(address, "ListShards").shards]
 
 
 def wait_for_pushes(job: ReplicaJob, names: set[str]) -> None:
-    """Waits until each of these processes has pushed."""
-
     def all_have_pushed() -> bool:
         return names <= {name for a in job.addresses for name, w in workers_of(a).items() if w.tally.pushes_applied}
 
@@ -171,7 +166,6 @@ class Meeting:
         self.peers = [ThreadPeers(self, index, count) for index in range(count)]
 
     def exchange(self, index: int, word: Any) -> list[Any]:
-        """Everybody's word, once all have given theirs."""
         try:
             self._words[index] = word
             self._barrier.wait(MEET_SECONDS)

@@ -56,8 +56,6 @@ class Killed(Exception):
 
 
 class VectorServer:
-    """One server: its shards, and the machine on them."""
-
     def __init__(self, shards: Mapping[int, Shard]) -> None:
         self.shards = shards
         self.machine = VectorMachine(shards, bytes_max=2**30)
@@ -127,7 +125,6 @@ class VectorWorld:
 
     @property
     def parameters(self) -> Floats:
-        """A copy of all parameters, in order."""
         return np.concatenate([shard.read(lambda _, parameters: parameters.copy()) for shard in self.shards])
 
     def begin_pass(self) -> None:
@@ -160,7 +157,6 @@ class VectorWorld:
         self.execute(fold(name, [self.stage(values)], 1))
 
     def load_pair(self, s: Doubles, y: Doubles) -> None:
-        """Puts a pair into the history."""
         self.load(POINT_CHANGE, s)
         self.load(GRADIENT_CHANGE, y)
         self.execute(PUSH_HISTORY, allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE))
@@ -205,7 +201,6 @@ def rosenbrock(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
 
 
 def rosenbrock_start(num_valleys: int) -> Doubles:
-    """Where the valleys are usually entered."""
     return np.tile([-1.2, 1.0], num_valleys)
 
 
@@ -233,7 +228,6 @@ class Driver:
         self.epoch = machine.attach(PLAN).coordinator_epoch if attach else 0
 
     def program(self, *instructions: Instruction, commits: int = 0, state: str = "") -> Program:
-        """The next program of this coordinator."""
         return Program(self.epoch, self.op_seq + 1, instructions, commits, state)
 
     def execute(self, *instructions: Instruction, commits: int = 0, state: str = "", **how: Any) -> list[float]:
@@ -254,7 +248,6 @@ class Driver:
         self.execute(Instruction(Operation.FOLD, target=name, stage_ids=(1,), count=1))
 
     def stage(self, values: npt.ArrayLike, **fields: Any) -> list[bool]:
-        """Stages a whole vector, shard after shard."""
         return [self.machine.stage(part) for part in self.parts(values, **fields)]
 
     def parts(self, values: npt.ArrayLike, **fields: Any) -> list[StagePart]:
@@ -314,14 +307,12 @@ class WireCoordinator:
         self.op_seq = 0
 
     def attach(self, coordinator_epoch: int = 0, **plan: int) -> wire.AttachReply:
-        """Becomes the coordinator."""
         request = wire.AttachRequest(sender=self.sender, coordinator_epoch=coordinator_epoch, **{**WIRE_PLAN, **plan})
         reply = self.stub.Attach(request, timeout=DEADLINE_SECONDS)
         self.epoch, self.op_seq = reply.coordinator_epoch, 0
         return reply
 
     def request(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteRequest:
-        """The next program."""
         return wire.ExecuteRequest(
             sender=self.sender,
             coordinator_epoch=self.epoch,
@@ -332,7 +323,6 @@ class WireCoordinator:
         )
 
     def execute(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteReply:
-        """Executes the next program."""
         reply = self.stub.Execute(self.request(*instructions, commits=commits, state=state), timeout=DEADLINE_SECONDS)
         self.op_seq += 1
         return reply
@@ -373,7 +363,6 @@ class SandblasterJob:
         self.workers: list[PythonProcess] = []
 
     def hire(self, count: int = 1, *arguments: str) -> PythonProcess:
-        """Starts workers and returns the last of them."""
         for _ in range(count):
             worker_id = f"worker-{len(self.workers)}"
             own = {"PYPS_SERVERS": self.addresses, "PYPS_RUN_ID": "blast", "PYPS_WORKER_ID": worker_id}
@@ -396,11 +385,9 @@ class SandblasterJob:
         )
 
     def work(self) -> Any:
-        """Where the work stands, as server 0 says."""
         return inspect(self.servers[0].control, "GetWork", GetWorkRequest())
 
     def wait_for_data(self) -> None:
-        """Waits until a worker has opened the data set."""
         wait_until(lambda: self.work().HasField("data"), END_SECONDS, "a data set's opening")
 
     def bits(self) -> str:

@@ -64,7 +64,6 @@ def make_behaviour(
     clip_norm: float = 0.0,
     batch_growth: BatchGrowth | None = None,
 ) -> Behaviour:
-    """Returns a behaviour of texts or of objects."""
     return Behaviour(
         aggregation=protocols.parse(protocol) if isinstance(protocol, str) else protocol,
         staleness=staleness.parse(policy) if isinstance(policy, str) else policy,
@@ -121,7 +120,6 @@ def gradient(values: npt.ArrayLike, **fields: Any) -> Gradient:
 
 
 def nothing(**fields: Any) -> Gradient:
-    """Returns a push of a worker that had no gradient for the shard."""
     return gradient([], **{"kind": PayloadKind.NOTHING, **fields})
 
 
@@ -264,7 +262,6 @@ def write_checkpoint(
 
 
 def waiting(*values: float) -> tuple[Contribution, ...]:
-    """Gradients that wait for an update."""
     return tuple(
         Contribution(
             gradient([value, -2.0], extents=(Extent(2, 2),), sequence=sequence, clock=4, learning_rate=0.5, norm=7.5),
@@ -288,8 +285,6 @@ def restored_run(folder: CheckpointFolder, config: ServerConfig | None = None) -
 
 
 class Clock:
-    """A clock that the test moves."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -357,7 +352,6 @@ class RunDriver:
 
 
 def data_spec(num_examples: int = 10, portion_examples: int = 3, **fields: Any) -> DataSpec:
-    """A data set."""
     return DataSpec("train", num_examples, portion_examples, **fields)
 
 
@@ -378,7 +372,6 @@ def coordinated_queue(num_examples: int = 10, *, stall_seconds: float = 60.0, **
 
 
 def begin_pass(queue: WorkQueue, pass_: int = 1, *, num_portions: int = 5, epoch: int = 1, **more: Any) -> None:
-    """Begins a pass."""
     settings = {"copies_max": 2, "portions_per_stage": 1} | more
     queue.begin_pass(pass_, coordinator_epoch=epoch, num_portions=num_portions, **settings)
 

@@ -24,16 +24,12 @@ from shards import Log
 
 
 class RunLog(Log):
-    """The log of a run's shards."""
-
     def begin(self, header: object, shards: Mapping[int, Shard]) -> None:
         """Nothing is to be kept of the beginning: a test knows it."""
 
 
 @dataclass
 class Cluster:
-    """A simulation and what it is made of."""
-
     behaviour: Behaviour
     rule: str
     settings: Mapping[str, float]
@@ -43,12 +39,10 @@ class Cluster:
     simulation: Simulation
 
     def fresh_shard(self, shard_id: int = 0) -> Shard:
-        """Returns a shard as the cluster's own was before its first push."""
         first, rule = self.first[shard_id], RULES[self.rule]
         return Shard(shard_id, first, rule=rule, hyperparameters=self.settings, behaviour=self.behaviour)
 
     def run(self, **until: Any) -> Cluster:
-        """Runs the simulation and returns the cluster."""
         self.simulation.run(**until)
         return self
 
@@ -68,7 +62,6 @@ class Cluster:
         return [event for event in events if worker_id in (None, event.worker_id)]
 
     def steps(self, worker_id: str) -> int:
-        """The steps that the worker has finished."""
         return sum(worker.steps_done for worker in self.simulation.workers if worker.worker_id == worker_id)
 
 
@@ -108,7 +101,6 @@ def cluster(
 
 
 def worker_plans(count: int, timing: Timing | None = None, **fields: Any) -> list[WorkerPlan]:
-    """Returns workers a, b, c, ... of the same kind."""
     return [WorkerPlan(name(index), timing or fixed(1.0), **fields) for index in range(count)]
 
 
@@ -118,7 +110,6 @@ def name(index: int) -> str:
 
 
 def ones(step: Step) -> Computed:
-    """A gradient of one for every parameter."""
     return Computed({shard_id: np.ones_like(values) for shard_id, values in step.parameters.items()})
 
 

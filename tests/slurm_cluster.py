@@ -50,7 +50,6 @@ DEVICES = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 
 
 def why_not() -> str:
-    """Why no cluster can be started here; empty where one can."""
     lacking = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
     if lacking:
         return f"not installed: {', '.join(lacking)}"
@@ -79,15 +78,12 @@ class Machine:
         self.pid = int(children.read_text(encoding="utf-8"))
 
     def ip(self, command: str) -> None:
-        """Changes the machine's network."""
         subprocess.run([*self.inside("--net"), "ip", *command.split()], check=True, env={"PATH": PATH})
 
     def inside(self, *namespaces: str) -> list[str]:
-        """What goes before a command that is to run there."""
         return ["nsenter", f"--target={self.pid}", *(namespaces or ("--net", "--uts", "--mount", "--pid")), "--"]
 
     def end(self) -> None:
-        """Ends all that runs there at once."""
         os.kill(self.pid, signal.SIGKILL)
         self._unshare.communicate()
 
@@ -139,12 +135,10 @@ class Cluster:
         return dict(re.findall(r"(\S+?)=(\S*)", described))
 
     def wait_until_idle(self) -> None:
-        """Waits until all nodes are up, with nothing to do."""
         states = "sinfo --noheader --Node --partition=all --format=%t"
         wait_until(lambda: self.run(states).split() == ["idle"] * len(self._nodes), what="all nodes being idle")
 
     def boot(self, name: str) -> None:
-        """Starts a node, for the first time or again."""
         node, head = Machine(name, self._hosts), self._machines[HEAD]
         self._machines[name] = node
         # A card keeps its number, by which others know the node, when the node is started again.
@@ -185,7 +179,6 @@ class Cluster:
         self._daemons.append(started)
 
     def close(self) -> None:
-        """Ends all machines and removes their files."""
         for machine in self._machines.values():
             machine.end()
         for daemon in self._daemons:

@@ -111,7 +111,6 @@ class Forker:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: str | None, output: str) -> ForkedChild:
-        """Forks a child that does what `python ARGUMENTS` would."""
         job_id = next(self._ids)
         job = {"id": job_id, "arguments": arguments, "env": env, "cwd": cwd, "output": output}
         child = self._jobs[job_id] = ForkedChild(arguments)
@@ -231,11 +230,9 @@ class PythonProcess:
         return self._process.poll() is None
 
     def output(self) -> str:
-        """Everything written so far, stdout and stderr in order."""
         return self._output_path.read_text(errors="replace", encoding="utf-8")
 
     def wait(self, deadline_seconds: float = 120.0) -> int:
-        """Waits for the end and returns the exit status; fails after the deadline, showing the output."""
         try:
             return self._process.wait(deadline_seconds)
         except subprocess.TimeoutExpired:
@@ -257,19 +254,16 @@ class PythonProcess:
         self._process.send_signal(number)
 
     def terminate(self, deadline_seconds: float = DEADLINE_SECONDS) -> int:
-        """Sends SIGTERM, waits for the end, returns the exit status."""
         if self.running:
             self.signal(signal.SIGTERM)
         return self.wait(deadline_seconds)
 
     def kill(self) -> int:
-        """Sends SIGKILL (as `kill -9`) and returns the exit status."""
         if self.running:
             self._process.kill()
         return self.wait(DEADLINE_SECONDS)
 
     def close(self) -> None:
-        """Kills the process if it still runs and removes its files."""
         self.kill()
         self._folder.cleanup()
 
@@ -312,7 +306,6 @@ class ServerProcess(PythonProcess):
                 raise
 
     def wait_ready(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        """Waits until the server serves; fails with its output when it ends instead."""
         wait_until(lambda: self._ready_path.exists() or not self.running, deadline_seconds, "the server's ready file")
         if not self._ready_path.exists():
             raise AssertionError(f"the server ended with {self.returncode}; its output:\n{self.output()}")
@@ -405,7 +398,6 @@ class ServerThread:
         wait_until(lambda: standstill._looked_at >= now, what="a look at the server's clock")
 
     def output(self) -> str:
-        """The lines that servers of this process have logged since this one began."""
         return self._log.getvalue()
 
     def wait_for_output(self, text: str, deadline_seconds: float = DEADLINE_SECONDS) -> str:
@@ -414,7 +406,6 @@ class ServerThread:
         return self.output()
 
     def wait(self, deadline_seconds: float = 120.0) -> int:
-        """Waits for the end and returns what would be the exit status."""
         return self._ended.result(deadline_seconds)
 
     def stop(self, deadline_seconds: float = DEADLINE_SECONDS) -> int | None:
@@ -485,7 +476,6 @@ def inspect(address: str, method: str, request: Any = None) -> Any:
 
 
 def checksums(address: str) -> dict[int, tuple[int, str]]:
-    """Version and checksum of each shard on the server."""
     shards = inspect(address, "ListShards").shards
     return {shard.shard_id: (shard.version, shard.checksum) for shard in shards}
 
@@ -507,18 +497,15 @@ def shell(*arguments: str, status: int = 0, **environment: str) -> str:
 
 
 def status_of(server: AnyServer) -> pb.Status:
-    """The server at a glance."""
     status: pb.Status = inspect(server.control, "GetStatus")
     return status
 
 
 def configure(server: AnyServer, **fields: object) -> pb.ConfigureReply:
-    """Changes settings of the running server."""
     return inspect(server.control, "Configure", pb.ConfigureRequest(**fields))  # type: ignore[arg-type]
 
 
 def events_of(server: AnyServer, kind: str) -> list[str]:
-    """The messages of the events of that kind so far."""
     events = inspect(server.control, "ListEvents", pb.ListEventsRequest(limit=1000)).events
     return [event.message for event in events if event.kind == kind]
 
@@ -533,7 +520,6 @@ def wait_for_event(server: AnyServer, kind: str, text: str = "", deadline_second
 
 
 def workers_of(address: str) -> dict[str, pb.WorkerInfo]:
-    """The processes that the server knows, by their names in the run."""
     return {worker.worker_id: worker for worker in inspect(address, "ListWorkers").workers}
 
 

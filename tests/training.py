@@ -42,7 +42,6 @@ def mlp(seed: int = 0) -> torch.nn.Sequential:
 
 
 def batches(count: int, *, size: int = 16, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and classes for `mlp`."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         inputs = torch.randn(size, 32, generator=generator)
@@ -50,7 +49,6 @@ def batches(count: int, *, size: int = 16, seed: int = 1) -> Iterator[tuple[torc
 
 
 def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Computes the loss of a batch and leaves its gradients in the model."""
     model.zero_grad()
     loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
     loss.backward()
@@ -168,7 +166,6 @@ _incarnations = itertools.count(1)
 
 
 def make_queue(**settings: Any) -> WorkQueue:
-    """A queue in which nobody is ever taken to be stuck."""
     return WorkQueue(**{"stall_seconds": 1e9} | settings)
 
 
@@ -190,8 +187,6 @@ class QueueSession(RecordingSession):
 
 
 class QueueChannel:
-    """The service WorkQueue without a wire."""
-
     def __init__(self, queue: WorkQueue) -> None:
         self._queue = queue
 
@@ -240,8 +235,6 @@ class Stopped(Exception):
 
 
 class PortionWorker:
-    """One that trains, on a session that records."""
-
     def __init__(self, queue: WorkQueue, worker_id: str = "a", *, has: Mapping[str, Any] | None = None, **pace: Any):
         self.session = QueueSession(queue, worker_id)
         for name, value in (has or {}).items():

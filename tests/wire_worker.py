@@ -60,8 +60,6 @@ def sgd(learning_rate: float = 1.0, *, groups: int = 1) -> common.OptimizerSetti
 
 
 class WireWorker:
-    """One worker of one server. A context manager that closes its channel."""
-
     def __init__(
         self,
         address: str,
@@ -94,7 +92,6 @@ class WireWorker:
         self.channel.close()
 
     def hello(self, **fields: object) -> wire.HelloReply:
-        """Says Hello; `fields` replace what it says."""
         request = wire.HelloRequest(
             sender=self.sender,
             protocol_version=PROTOCOL_VERSION,
@@ -118,7 +115,6 @@ class WireWorker:
         return reply
 
     def initialize_messages(self, term: int, value: float = 0.0) -> Iterator[wire.InitializeRequest]:
-        """The messages that initialise every parameter with one value."""
         yield wire.InitializeRequest(
             sender=self.sender,
             term=term,
@@ -137,7 +133,6 @@ class WireWorker:
             )
 
     def initialize(self, term: int, value: float = 0.0) -> wire.InitializeReply:
-        """Initialises every parameter with one value."""
         return self.stub.Initialize(
             self.initialize_messages(term, value), timeout=DEADLINE_SECONDS, metadata=self.metadata
         )
@@ -171,7 +166,6 @@ class WireWorker:
         return request
 
     def push(self, *requests: wire.PushRequest) -> list[common.Receipt]:
-        """Sends the messages in one stream and returns their receipts."""
         return list(self.stub.Push(iter(requests), timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
     def push_step(
@@ -215,17 +209,14 @@ class WireWorker:
         return receipts
 
     def proceed(self, clock: int, *, wait_seconds: float = 30.0) -> wire.ProceedReply:
-        """Asks for the step after `clock` steps and waits for the answer."""
         return self.stub.Proceed(
             self.proceed_request(clock, wait_seconds), timeout=wait_seconds + DEADLINE_SECONDS, metadata=self.metadata
         )
 
     def proceed_request(self, clock: int, wait_seconds: float = 30.0) -> wire.ProceedRequest:
-        """The question for the step after `clock` steps."""
         return wire.ProceedRequest(sender=self.sender, clock=clock, wait_milliseconds=round(wait_seconds * 1000))
 
     def push_frames(self, frames: Iterable[bytes]) -> list[common.Receipt]:
-        """Sends raw frames, as the real client does."""
         call = self.channel.stream_stream(METHODS["Push"])
         replies: Iterable[bytes] = call(iter(frames), timeout=DEADLINE_SECONDS, metadata=self.metadata)
         return [common.Receipt.FromString(reply) for reply in replies]
@@ -256,12 +247,10 @@ class WireWorker:
         return list(self.stub.Pull(request, timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
     def heartbeat(self, **fields: int) -> wire.HeartbeatReply:
-        """Gives a heartbeat."""
         request = wire.HeartbeatRequest(sender=self.sender, **fields)
         return self.stub.Heartbeat(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
 
     def leave(self, cause: int = wire.LeaveRequest.CAUSE_FINISHED) -> wire.LeaveReply:
-        """Leaves the run."""
         request = wire.LeaveRequest(sender=self.sender, cause=cause)
         return self.stub.Leave(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
 
@@ -281,7 +270,6 @@ def values_of(parameters: wire.Parameters) -> Floats:
 
 
 def refusal_of(call: Callable[..., object], *arguments: object, **keywords: object) -> tuple[str, str | None, str]:
-    """The status, the pyps error and the text with which a call was refused."""
     with pytest.raises(grpc.RpcError) as caught:
         call(*arguments, **keywords)
     error = caught.value
@@ -330,7 +318,6 @@ def beating(workers: Iterable[WireWorker], seconds: float = 0.2) -> Iterator[Non
 
 
 def at_once(calls: Iterable[Callable[[], T]], deadline_seconds: float = DEADLINE_SECONDS) -> list[T]:
-    """Makes the calls from a thread each; their results, in order."""
     calls = list(calls)
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
@@ -455,13 +442,11 @@ class LocalWorker(WireWorker):
         os.close(self.descriptor)
 
     def hello(self, **fields: object) -> wire.HelloReply:
-        """Says Hello, and keeps the server's offer."""
         reply = super().hello(**{"parts": self.parts, "replica": self.replica, **fields})
         self.offer = reply.local
         return reply
 
     def attach_request(self, **fields: object) -> local.LocalRequest:
-        """What the worker attaches, with the ticket of a Hello; `fields` replace what it says."""
         if not (self.offer.ticket or "ticket" in fields):
             self.hello()
         attach = local.LocalAttach(
@@ -492,13 +477,11 @@ class LocalWorker(WireWorker):
         return self.link
 
     def detach(self) -> None:
-        """Hangs up."""
         if self.link is not None:
             self.link.close()
             self.link = None
 
     def begin(self) -> None:
-        """Joins, attaches and pulls everything."""
         self.join()
         self.attach()
         self.pull_here()
@@ -535,7 +518,6 @@ class LocalWorker(WireWorker):
         return self.exchanged(self.exchange_request(shard_ids, **options))
 
     def exchanged(self, request: local.LocalRequest) -> list[wire.ExchangeReply]:
-        """Sends an exchange and notes the versions that came back."""
         assert self.link is not None
         replies = list(self.link.ask(request).exchanged.replies)
         for reply in replies:
@@ -546,7 +528,6 @@ class LocalWorker(WireWorker):
     def pull_request(
         self, min_versions: Mapping[int, int] | None = None, *, wait_seconds: float = 20.0
     ) -> local.LocalRequest:
-        """Asks for all shards that are newer than those held."""
         wants = [
             wire.PullRequest.Want(
                 shard_id=shard.shard_id,
@@ -582,7 +563,6 @@ def local_worker(address: str, worker_id: str = "a", **options: Any) -> Iterator
 
 
 def maps_of(pid: int) -> list[str]:
-    """The memfd mappings in a process."""
     return [line for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines() if "memfd:" in line]
 
 

@@ -61,7 +61,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def run_job(
     request: pytest.FixtureRequest, python: Path, tmp_path: Path, start_python: StartPython
 ) -> Callable[..., str]:
-    """Runs the page's command with one of its scripts: all that was printed, once all have ended well."""
     [command] = re.findall(r"^pyps (run .*) -- python worker\.py$", PAGE, re.M)
 
     def run(life: int | None = None, **environment: str) -> str:

@@ -60,7 +60,6 @@ pytestmark = pytest.mark.timeout(BUILD_SECONDS + 2 * TRAINING_SECONDS)
 
 
 def compose_commands() -> list[list[str]]:
-    """The ways to call compose that this machine has."""
     ways = (["docker", "compose"], ["docker-compose"])
     return [way for way in ways if shutil.which(way[0]) and called(*way, "version").returncode == 0]
 
@@ -94,13 +93,11 @@ class Cluster:
         self._compose = [*compose_commands()[0], *EXAMPLES[transport], "-p", self._project]
 
     def compose(self, *arguments: str) -> str:
-        """Runs a compose command on the project and returns what it printed."""
         done = called(*self._compose, *arguments, timeout_seconds=TRAINING_SECONDS)
         assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
     def containers(self) -> dict[str, Any]:
-        """What the engine knows of each service's container."""
         of_project = f"label=com.docker.compose.project={self._project}"
         ids = called("docker", "ps", "-a", "-q", "--filter", of_project).stdout.split()
         found = json.loads(called("docker", "inspect", *ids).stdout)

@@ -57,7 +57,6 @@ def engine() -> None:
 
 
 def run(*command: str) -> str:
-    """What the command printed, once it has ended well."""
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, cwd=ROOT, check=False
     )

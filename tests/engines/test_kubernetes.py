@@ -56,7 +56,6 @@ Done = subprocess.CompletedProcess[str]
 
 
 def run(*command: str, folder: Path = ROOT, seconds: float = 240, check: bool = True) -> Done:
-    """Runs a command with this environment's programs first."""
     given = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, env=given
@@ -232,7 +231,6 @@ class Cluster:
         run("docker", "network", "create", self._name)
 
     def do(self, lines: str) -> None:
-        """Does what commands of the page say."""
         for line in lines.splitlines():
             match line.split():
                 case ["kubectl", "apply", flag, path]:
@@ -289,7 +287,6 @@ class Cluster:
         return folder
 
     def wait_for_health(self, host: str) -> None:
-        """Waits until all of a pod's probes succeed."""
         probes = [self._pod(host).container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
         asked = [("docker", "exec", f"{self._name}-{host}", *probe["exec"]["command"]) for probe in probes]
         wait_until(lambda: all(run(*each, check=False).returncode == 0 for each in asked), what=f"health of {host}")
@@ -310,7 +307,6 @@ class Cluster:
         run("docker", "exec", f"{self._name}-{server}", "pyps", "stop")
 
     def docker(self, command: str, *hosts: str, form: str = "") -> list[str]:
-        """What a command of the engine printed of these pods."""
         flags = [f"--format={form}"] if form else []
         return run("docker", command, *flags, *(f"{self._name}-{host}" for host in hosts)).stdout.split()
 

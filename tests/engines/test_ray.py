@@ -58,7 +58,6 @@ class Cluster:
             continue
 
     def start(self, *command: str, cwd: Path = ROOT) -> PythonProcess:
-        """A program within the namespace."""
         program = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
         enter = ("nsenter", "-t", self._pid, "-U", "-n", "--preserve-credentials")
         return PythonProcess("-c", program, *enter, *command, env=self._environment, cwd=cwd, fresh=True)
@@ -99,7 +98,6 @@ def cluster() -> Iterator[Cluster]:
 
 
 def lives(folder: Path) -> set[int]:
-    """The processes that trained."""
     return {int(path.name.removeprefix("life-")) for path in folder.glob("life-*")}
 
 
@@ -108,7 +106,6 @@ def living(folder: Path) -> set[int]:
 
 
 def serving(word: str) -> list[psutil.Process]:
-    """The servers whose command holds this word."""
     commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
     return [one for one, words in commands.items() if "serve" in words and any(word in each for each in words)]
 

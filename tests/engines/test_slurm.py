@@ -52,14 +52,12 @@ DEADLINE_SECONDS = 150.0
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two nodes for servers, and two for workers."""
     with contextlib.closing(Cluster(4)) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(nodes: Cluster) -> Iterator[Cluster]:
-    """The cluster with nothing to do."""
     nodes.wait_until_idle()
     yield nodes
     nodes.run("scancel --user=root")
@@ -85,7 +83,6 @@ class Job:
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def steps(self, said: str) -> list[int]:
-        """The updates that workers told of."""
         return [int(step) for step in re.findall(rf"^\d: {said} (\d+)$", self.output, re.M)]
 
     def wait_until_it_trains(self, *, workers: int, lives: int = 1) -> None:
@@ -94,7 +91,6 @@ class Job:
         wait_until(lambda: len(self.steps("came to")) > told + workers, what="progress")
 
     def wait(self) -> tuple[str, str]:
-        """Waits until the job is over; its state, and its exit status with the signal."""
         wait_until(lambda: self._state not in ("PENDING", "RUNNING", "COMPLETING"), DEADLINE_SECONDS, "the end")
         return self._state, self._cluster.state_of(self.id)["ExitCode"]
 
@@ -103,7 +99,6 @@ class Job:
         return self._cluster.state_of(self.id)["JobState"]
 
     def let_end(self, status: int = 0) -> None:
-        """Lets the workers end, the first with that status."""
         (self._folder / "end").write_text(str(status), encoding="utf-8")
 
 

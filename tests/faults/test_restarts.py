@@ -52,14 +52,12 @@ class Rounds:
         self._trained: Future[None] = training.submit(self._train)
 
     def wait_for(self, num_rounds: int) -> None:
-        """Waits for so many more rounds."""
         seen = len(self.receipts)
         wait_until(lambda: self._trained.done() or len(self.receipts) >= seen + num_rounds, 60, "rounds")
         if self._trained.done():
             self._trained.result()
 
     def end(self) -> None:
-        """Ends after the round under way."""
         self._ends.set()
         self._trained.result(60)
 
@@ -72,7 +70,6 @@ class Rounds:
         ]
 
     def refused(self, shard_id: int) -> Counter[int]:
-        """How many pushes to the shard were refused, by reason."""
         return Counter(receipt.reason for receipt in self._of(shard_id) if receipt.outcome != OUTCOME_APPLIED)
 
     def _of(self, shard_id: int) -> Iterator[Receipt]:
@@ -87,7 +84,6 @@ class Rounds:
 
 @contextmanager
 def rounds_of(session: Worker, *, gradient: Vector, parameters: Vector) -> Iterator[Rounds]:
-    """Rounds until the context ends, or the session."""
     with ThreadPoolExecutor(1) as training:
         rounds = Rounds(session, gradient=gradient, parameters=parameters, training=training)
         try:

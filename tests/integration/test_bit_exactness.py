@@ -126,7 +126,6 @@ def assert_taken(receipts: list[Receipt]) -> None:
 
 
 def trajectory(servers: str, way: str, codecs: tuple[str, str], *, model: Model) -> Trajectory:
-    """What two workers see, and what servers hold, in a run of its own."""
     transport, lends, exchanges, converter = WAYS[way]
     launches = {
         name: Launch(

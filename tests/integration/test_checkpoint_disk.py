@@ -32,7 +32,6 @@ from wire_worker import WireWorker
 
 
 def mounted(folder: Path, size: str) -> bool:
-    """Mounts a disk of that size; False where this process may not."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0

@@ -36,12 +36,10 @@ class Crew:
         self._sequences = itertools.count(first_sequence)
 
     def be(self, sender: common.Sender) -> None:
-        """Takes the identity of another worker."""
         for worker in self.workers:
             worker.sender.CopyFrom(sender)
 
     def initialize(self) -> None:
-        """Makes every parameter 0.5."""
         welcomes = [worker.hello() for worker in self.workers]
         for worker in reversed(self.workers):
             worker.initialize(welcomes[0].term, value=0.5)
@@ -64,7 +62,6 @@ class Crew:
         ]
 
     def send(self, requests: list[list[wire.PushRequest]]) -> list[common.Receipt]:
-        """Sends each server its pushes."""
         pushed = (worker.push(*own) for worker, own in zip(self.workers, requests, strict=True))
         return [receipt for receipts in pushed for receipt in receipts]
 
@@ -147,7 +144,6 @@ def test_a_run_goes_on_bit_for_bit_after_its_end_and_resume(
 
 @pytest.fixture
 def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerThread, WireWorker, Path]]:
-    """A server with a folder, a worker that has pushed once, the folder."""
     folder = tmp_path / "checkpoints"
     server = start_server("--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
@@ -198,7 +194,6 @@ def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: St
 
 
 def checkpoints_in(folder: Path) -> list[int]:
-    """The versions that the checkpoints of a folder hold, oldest first."""
     return [Checkpoint(path).version_max for path in sorted(folder.glob("checkpoint-*"))]
 
 

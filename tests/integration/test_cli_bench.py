@@ -22,7 +22,6 @@ QUICK = ("--parameters", "70000", "--seconds", "0.1")
 
 
 def run_bench(start_python: StartPython, servers: str, *flags: str, status: int = 0) -> str:
-    """The output of `pyps bench` on these servers."""
     process = start_python("-m", "pyps", "bench", "--servers", servers, *QUICK, *flags)
     assert process.wait() == status, process.output()
     assert "Traceback" not in process.output()
@@ -115,7 +114,6 @@ def test_ctrl_c_ends_with_what_was_measured(start_server: Start, start_python: S
 
 
 def interrupted(process: PythonProcess) -> str:
-    """What a bench that Ctrl-C ended has printed."""
     assert process.wait() == 130
     output = process.output()
     assert "pyps: interrupted; what follows is what was measured so far" in output
@@ -138,7 +136,6 @@ def wait_for_updates(server: AnyServer) -> None:
 
 
 def wait_for_the_benchs_end(server: AnyServer) -> None:
-    """Waits until none but the one who holds the run is left in it."""
     wait_until(lambda: inspect(server.control, "GetStatus").workers_alive == 1, what="the bench's end")
 
 

@@ -30,7 +30,6 @@ def controls(servers: Sequence[AnyServer]) -> str:
 
 
 def train(servers: Sequence[AnyServer]) -> dict[str, np.ndarray]:
-    """Trains a little and returns the parameters that a worker ends with."""
     with make_client(addresses(servers)) as client:
         for step in range(3):
             client.push(gradients_like(small_model(), seed=step), examples=10)
@@ -230,7 +229,6 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) 
 
 
 def transports(server: AnyServer) -> dict[str, str]:
-    """How each worker that the server lists talks to it."""
     return {worker.worker_id: worker.transport for worker in inspect(server.control, "ListWorkers").workers}
 
 

@@ -26,7 +26,6 @@ from support import ServerProcess, Start, StartPython, inspect, wait_until
 
 
 def stop(server: ServerProcess) -> None:
-    """Stops the whole process, which then answers nothing."""
     server.signal(signal.SIGSTOP)
     wait_until(
         lambda: Path(f"/proc/{server.pid}/stat").read_text(encoding="utf-8").split()[2] == "T", 20, "the server's stop"

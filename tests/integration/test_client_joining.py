@@ -188,7 +188,6 @@ def test_the_control_port_is_recognised(start_server: Start) -> None:
 
 
 def refusals() -> dict[str, tuple[dict[str, object], type[PypsError], str]]:
-    """What the second worker asks for, and how it is refused."""
     shorter = small_model() | {"layer": np.zeros((40, 59), np.float32)}
     return {
         "shape": ({"tensors": shorter}, ModelMismatch, r"layer.*\(?40, 5?[90]\)?"),

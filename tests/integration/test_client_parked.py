@@ -37,14 +37,12 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def client_of(address: str, worker_id: str, **options: Any) -> Client:
-    """A client of the shared run under plain SGD."""
     return make_client(
         address, worker_id=worker_id, run_id="shared", optimizer=("sgd", {"learning_rate": RATE}), **options
     )
 
 
 def step(client: Client, seed: int = 0) -> None:
-    """One step of a worker."""
     client.pull()
     client.push(gradients_like(small_model(), seed), examples=1)
 
@@ -72,7 +70,6 @@ class Worker:
 
 
 def end_of(training: Sequence[Future[Worker]], servers: Sequence[ServerThread]) -> None:
-    """Stops the run, which ends the training."""
     for server in servers:
         inspect(server.control, "Stop")
     for future in training:

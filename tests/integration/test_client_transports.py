@@ -59,7 +59,6 @@ def lending(address: str, **options: Any) -> Iterator[tuple[Worker, Floats, Floa
 
 
 def links() -> list[int]:
-    """The descriptors of this process's connections to local sockets of servers."""
     found = []
     for entry in list(Path("/proc/self/fd").iterdir()):
         if entry.is_socket():
@@ -230,7 +229,6 @@ def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:
 
 
 def start_with_socket(start_server: Start, folder: Path) -> tuple[AnyServer, Path]:
-    """A server and the path of its local socket, without which no link can be opened again."""
     folder.mkdir()
     server = start_server("--local-socket", str(folder))
     (path,) = folder.glob("*.sock")
@@ -238,7 +236,6 @@ def start_with_socket(start_server: Start, folder: Path) -> tuple[AnyServer, Pat
 
 
 def assert_untouched(servers: list[AnyServer]) -> None:
-    """No server has heard of a worker or a run."""
     for server in servers:
         status = inspect(server.control, "GetStatus")
         assert (status.state, status.run_id) == (common.RUN_STATE_EMPTY, "")

@@ -11,7 +11,6 @@ from support import PythonProcess, StartPython, shell
 
 @pytest.fixture
 def evaluation(start_python: StartPython, tmp_path: Path) -> StartPython:
-    """`pyps eval` of a script with this text."""
     path = tmp_path / "score.py"
 
     def start(text: str, *flags: str) -> PythonProcess:

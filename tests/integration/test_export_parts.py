@@ -19,12 +19,10 @@ PLAN = partition(CUT, num_servers=2)
 
 
 def checkpointed_servers(start_server: Start, folder: Path, *flags: str) -> list[ServerThread]:
-    """Two servers with a folder each."""
     return [start_server("--checkpoint-dir", str(folder / f"server-{index}"), *flags) for index in range(2)]
 
 
 def require_whole(file: Path, expected: dict[str, np.ndarray]) -> None:
-    """The file holds these tensors, under their names, and nothing else."""
     tensors = load_file(file)
     assert {name: array.shape for name, array in tensors.items()} == {n: a.shape for n, a in expected.items()}
     for name, array in tensors.items():

@@ -20,20 +20,17 @@ from training import joined
 
 
 def blocks(page: str) -> list[str]:
-    """The page's blocks of commands, not those of Python."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     return [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if not kind]
 
 
 def commands(block: str) -> Iterator[list[str]]:
-    """The words of each `pyps` command."""
     for line in block.splitlines():
         if line.startswith("pyps "):
             yield shlex.split(line)[1:]
 
 
 def variables(block: str) -> dict[str, str]:
-    """What the block sets, by `export` or before its command."""
     return dict(re.findall(r"(PYPS_\w+|OMP_\w+)=(\S+)", block))
 
 

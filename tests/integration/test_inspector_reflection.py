@@ -112,7 +112,6 @@ class Reflected:
         self.service = self._pool.FindServiceByName(service)
 
     def call(self, method: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Makes a call."""
         described = self.service.methods_by_name[method]
         request_type = message_factory.GetMessageClass(described.input_type)
         reply_type = message_factory.GetMessageClass(described.output_type)

@@ -27,7 +27,6 @@ JOINED = f"import numpy, pyps_client; pyps_client.Client({{'w': numpy.zeros(4, n
 
 
 def run(start_python: StartPython, *flags: str, code: str, env: dict[str, str | None] | None = None) -> PythonProcess:
-    """Starts `pyps run` with workers that run this Python text."""
     return start_python("-m", "pyps", "run", *flags, "--", "python", "-c", code, env=env)
 
 
@@ -302,7 +301,6 @@ def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: Start
 
 
 def refusal(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-    """Why the command does not even begin, in one line."""
     result = CliRunner().invoke(app, [command, *arguments], env=env)
     assert isinstance(result.exception, ConfigError | PypsError), (arguments, result.output)
     [line] = str(result.exception).splitlines()
@@ -341,7 +339,6 @@ def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
 
 
 def processes_of(launcher: PythonProcess) -> dict[str, psutil.Process]:
-    """The running processes of replicas, by their names on the terminal."""
     found = {}
     for child in psutil.Process(launcher.pid).children():
         # One that has just ended has no environment any more.

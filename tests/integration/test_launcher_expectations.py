@@ -15,7 +15,6 @@ def start_servers(start_server: Start) -> list[ServerThread]:
 
 
 def missing(server: ServerThread) -> int:
-    """How many workers the server waits for and has not seen push."""
     reply: pb.Status = inspect(server.control, "GetStatus")
     return reply.workers_missing
 

@@ -232,7 +232,6 @@ def test_readers_that_come_all_at_once_are_closed_but_for_the_last(start_server:
 
 
 def reader(server: ServerThread, says: bytes) -> socket.socket:
-    """A connection to the page that takes in little."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)

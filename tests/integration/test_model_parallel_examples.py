@@ -14,7 +14,6 @@ TRAINING = str(ROOT / "tests" / "replica_process.py")
 
 
 def losses(start_python: StartPython, folder: Path, example: str, *how: str, processes: int) -> list[float]:
-    """The example's first losses under torch's own optimizer, by so many processes."""
     folder.mkdir()
     world = (str(processes), str(folder / "store"))
     started = [start_python(TRAINING, example, str(rank), *world, *how) for rank in range(processes)]
@@ -87,6 +86,5 @@ def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_py
 
 
 def start_job(start_server: Start, start_python: StartPython, example: str, *arguments: str) -> ReplicaJob:
-    """Two replicas of two processes on two servers, which stay to be asked."""
     servers = serve(start_server, 2, replicas=2)
     return ReplicaJob(start_python, servers, *arguments, script=str(EXAMPLES / example), replicas=2)

@@ -75,7 +75,6 @@ class Cell:
 
     @property
     def pairs(self) -> set[Pair]:
-        """All pairs of values that meet here."""
         values = [(factor, getattr(self, factor)) for factor in FACTORS]
         return {frozenset(pair) for pair in itertools.combinations(values, 2)}
 
@@ -113,7 +112,6 @@ class Cluster:
         self.servers = [start_server(*flags) for _ in range(3)]
 
     def reset(self) -> None:
-        """Empties the servers."""
         for server in self.servers:
             if run_id := inspect(server.control, "GetStatus").run_id:
                 inspect(server.control, "Reset", pb.ResetRequest(run_id=run_id))
@@ -184,7 +182,6 @@ class Training:
                 self.repeat(client, pushes[-1], flat(gradients))
 
     def repeat(self, client: Client, last: Pushed, gradient: Floats) -> None:
-        """Sends a push again, as a client does that lost the connection before it was answered."""
         (me,) = (w for w in inspect(self.servers[0].control, "ListWorkers").workers if w.worker_id == "worker-0")
         for index, server in enumerate(self.servers):
             with WireWorker(

@@ -10,7 +10,6 @@ from support import ServerThread, Start, replace_file, server_port, shell, wait_
 
 
 def pushed(client: object, seed: int) -> set[int]:
-    """The versions of all shards after one more push."""
     receipts = client.push(gradients_like(small_model(), seed))  # type: ignore[attr-defined]
     return {receipt.version_after for receipt in receipts}
 
@@ -42,7 +41,6 @@ def test_a_worker_finds_a_server_that_moved_in_the_file_that_was_rewritten(
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The addresses that the name pyps-servers stands for."""
     addresses: set[str] = set()
     lookup = socket.getaddrinfo
 

@@ -26,7 +26,6 @@ def processes(scenario: str, count: int, folder: Path) -> Iterator[list[PythonPr
 
 
 def seen(scenario: str, count: int, folder: Path) -> list[Any]:
-    """What each process printed at its end."""
     with processes(scenario, count, folder) as started:
         for process in started:
             assert process.wait(DEADLINE_SECONDS) == 0, process.output()

@@ -68,7 +68,6 @@ def left_with(server: AnyServer, worker_id: str) -> str:
 
 
 def greet(server: AnyServer, name: str, *, servers: str, run_id: str) -> Callable[[], bool]:
-    """Greets as a worker that is silent then; returns what says whether it has been forgotten for it."""
     launch = Launch(servers=tuple(servers.split(",")), worker_id=name, run_id=run_id)
     handshake = Handshake(launch, partition=partition(CUT, num_servers=2), optimizer=SGD)
     with contextlib.closing(Connection(0, launch=launch)) as connection:

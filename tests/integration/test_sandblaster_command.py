@@ -12,7 +12,6 @@ from support import PythonProcess, StartPython, wait_until
 
 
 def coordinator_of(launcher: PythonProcess) -> psutil.Process | None:
-    """The job's present coordinator."""
     children = psutil.Process(launcher.pid).children()
     return next((child for child in children if "coordinate" in _command_line(child)), None)
 

@@ -34,7 +34,6 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    """What one worker over two servers comes to, with nobody killed."""
     with ExitStack() as stack:
 
         def start_server(*flags: str) -> ServerThread:
@@ -55,13 +54,11 @@ def outcome() -> Outcome:
 
 @pytest.fixture
 def undisturbed(outcome: Outcome) -> str:
-    """The bits that one worker over two servers comes to."""
     return outcome.bits
 
 
 @pytest.fixture
 def job(start_server: Start, start_python: StartPython) -> SandblasterJob:
-    """Two servers that nobody has come to."""
     return SandblasterJob(start_server, start_python)
 
 

@@ -64,14 +64,12 @@ class Conductor:
         self.pass_ = 0
 
     def opened(self) -> bool:
-        """Whether the run has begun and a worker has said what the data set is."""
         try:
             return self.state().progress.HasField("data")
         except grpc.RpcError:
             return False
 
     def attach(self) -> None:
-        """Becomes the coordinator of every server."""
         for stub in self._machines:
             plan = machine.AttachRequest(sender=self.sender, coordinator_epoch=self.epoch, **PLAN)
             self.epoch = stub.Attach(plan, timeout=DEADLINE_SECONDS).coordinator_epoch
@@ -79,14 +77,12 @@ class Conductor:
         self.execute(instruction("ALLOC", target="g"))
 
     def execute(self, *instructions: machine.Instruction) -> None:
-        """Has every server execute these."""
         self._op_seq += 1
         for stub in self._machines:
             request = machine.ExecuteRequest(**self._known(), op_seq=self._op_seq, instructions=instructions)
             stub.Execute(request, timeout=DEADLINE_SECONDS)
 
     def begin(self, *, portions: int, copies: int = 1, per_stage: int = 1) -> None:
-        """Begins the next pass."""
         self.pass_ += 1
         self.execute(instruction("BEGIN_PASS", count=self.pass_))
         described = {"num_portions": portions, "copies_max": copies, "portions_per_stage": per_stage}
@@ -94,15 +90,12 @@ class Conductor:
         self.queue.BeginPass(request, timeout=DEADLINE_SECONDS)
 
     def state(self, *, wait_seconds: float = 0.0) -> work.AwaitPassReply:
-        """How the pass stands."""
         wait = {"wait_milliseconds": round(wait_seconds * 1000), "pass": self.pass_}
         request = work.AwaitPassRequest(**self._known(), **wait)
         reply: work.AwaitPassReply = self.queue.AwaitPass(request, timeout=DEADLINE_SECONDS + wait_seconds)
         return reply
 
     def outcome(self) -> work.AwaitPassReply:
-        """What the pass came to, once it is complete."""
-
         def complete() -> work.AwaitPassReply | None:
             reply = self.state(wait_seconds=1)
             return reply if reply.complete else None
@@ -121,16 +114,13 @@ class Conductor:
         return outcome
 
     def step(self, length: float) -> None:
-        """parameters = parameters - length g"""
         self.execute(instruction("MOVE", left="parameters", right="g", scalar=-length))
 
     def parameters(self) -> dict[str, Floats]:
-        """The servers' parameters by name."""
         with Observer(launch=Launch(self.servers, run_id=self.sender.run_id)) as observer:
             return observer.snapshot()
 
     def end(self) -> None:
-        """Ends the work."""
         request = work.EndWorkRequest(**self._known(), message="enough")
         self.queue.EndWork(request, timeout=DEADLINE_SECONDS)
 
@@ -173,12 +163,10 @@ class Job:
             self.conductor.attach()
 
     def end(self) -> list[SandblasterResult]:
-        """Ends the work and returns what the workers say."""
         self.conductor.end()
         return [worker.result(60) for worker in self._workers]
 
     def result(self, index: int) -> SandblasterResult:
-        """What a worker says that ends by itself."""
         return self._workers[index].result(60)
 
     def close(self) -> None:

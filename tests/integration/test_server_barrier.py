@@ -179,7 +179,6 @@ def test_a_late_joiner_takes_its_steps_beside_the_others(start_server):
 
 
 def pushed_of(server, worker_id: str) -> int:
-    """How many shards the worker has pushed to."""
     workers = inspect(server.control, "ListWorkers").workers
     return next(len(worker.shards_pushed) for worker in workers if worker.worker_id == worker_id)
 

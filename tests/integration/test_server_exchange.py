@@ -35,13 +35,11 @@ class Exchange:
         return next(self.replies)
 
     def end(self) -> list[wire.ExchangeReply]:
-        """The replies that are still to come."""
         self._requests.put(None)
         return list(self.replies)
 
 
 def memory_in_flight(server) -> int:
-    """Bytes of pushes and pulls that the server holds."""
     return int(inspect(server.control, "GetMemory").in_flight_bytes)
 
 

@@ -63,7 +63,6 @@ def workers_calls() -> Iterator[Any]:
 
 
 def ask(channel: grpc.Channel, method: Any, sender: common.Sender, fields: Mapping[str, Any]) -> list[Message]:
-    """Makes a call by its descriptor, with one message."""
     request = method.input_type._concrete_class(sender=sender, **fields)
     kinds = ["stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming)]
     call = getattr(channel, "_".join(kinds))(

@@ -91,7 +91,6 @@ def worker(server: ServerThread) -> Iterator[WireWorker]:
 
 
 def open_lane(worker: WireWorker) -> RawLane:
-    """A lane that the server has taken."""
     offer = worker.hello().lane
     lane = RawLane(offer.port).open(worker.sender, offer.ticket)
     assert lane.receive() == (OPEN, b"", b"")
@@ -99,7 +98,6 @@ def open_lane(worker: WireWorker) -> RawLane:
 
 
 def apart(request: wire.PushRequest) -> tuple[bytes, bytes]:
-    """Its header and its payload."""
     payload = request.payload
     request.ClearField("payload")
     return request.SerializeToString(), payload

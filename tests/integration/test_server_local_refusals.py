@@ -39,14 +39,12 @@ PAGE = mmap.PAGESIZE
 
 @contextlib.contextmanager
 def joined(server, worker_id: str = "a", **options):
-    """A worker that has joined and has not attached its memory."""
     with LocalWorker(server.data, worker_id, **options) as worker:
         worker.join()
         yield worker
 
 
 def refusal_of(worker: LocalWorker, request: local.LocalRequest, *descriptors: int) -> PypsError:
-    """The error with which a first request is refused; the connection ends with it."""
     link = LocalSocket(worker.offer.address)
     try:
         with pytest.raises(PypsError) as caught:

@@ -12,7 +12,6 @@ from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
 
 def asking(worker: WireWorker, clock: int, seconds: float = 100.0):
-    """Starts a Proceed call."""
     return worker.stub.Proceed.future(worker.proceed_request(clock, seconds), timeout=seconds + 10)
 
 

@@ -31,7 +31,6 @@ def outcomes(receipts: list[common.Receipt]) -> list[tuple[str, int]]:
 
 
 def versions_of(server: ServerProcess) -> list[int]:
-    """The versions of all shards: three of part 0, then two of part 1."""
     shards = inspect(server.control, "ListShards").shards
     return [shard.version for shard in sorted(shards, key=lambda shard: shard.shard_id)]
 
@@ -164,14 +163,12 @@ class WireProcess(WireWorker):
         self.own = [shard for shard in self.plan.of_server(0) if self.plan.part_of(shard.shard_id) == part]
 
     def hello(self, **fields: object) -> wire.HelloReply:
-        """Says Hello as a process of its replica."""
         request = self.greeting(**fields)
         reply: wire.HelloReply = self.stub.Hello(request, timeout=DEADLINE_SECONDS)
         self.epoch = reply.epoch
         return reply
 
     def greeting(self, **fields: object) -> wire.HelloRequest:
-        """What it says."""
         request = wire.HelloRequest(
             sender=self.sender,
             protocol_version=1,
@@ -192,7 +189,6 @@ class WireProcess(WireWorker):
         return request
 
     def initialize_messages(self, term: int, value: float = 0.0) -> Iterator[wire.InitializeRequest]:
-        """The messages that initialise its own shards with one value."""
         own = {shard.shard_id for shard in self.own}
         for number, message in enumerate(super().initialize_messages(term, value)):
             if number == 0:
@@ -202,7 +198,6 @@ class WireProcess(WireWorker):
                 yield message
 
     def push_own(self, value: float, base_version: int = 0, **fields: object) -> list[common.Receipt]:
-        """One push of all shards of its part."""
         sequence = next(self._sequences)
         return self.push(
             *(self.push_request(value, shard.shard_id, base_version, sequence=sequence, **fields) for shard in self.own)
@@ -217,7 +212,6 @@ def replica(stack: contextlib.ExitStack, server: AnyServer, name: str) -> list[W
 
 
 def join(processes: Sequence[WireProcess], value: float = 0.0) -> None:
-    """Says Hello for all processes, and initialises the run where the replica is elected."""
     for process in processes:
         reply = process.hello()
         if reply.initialize:

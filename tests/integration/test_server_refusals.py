@@ -176,7 +176,6 @@ def test_refused_messages_are_forgotten_with_their_calls(start_server):
 
 
 def peak_bytes(server) -> int:
-    """The most memory that the server ever had."""
     [line] = [line for line in Path(f"/proc/{server.pid}/status").read_text().splitlines() if "VmHWM" in line]
     return int(line.split()[1]) * 1024
 

@@ -52,7 +52,6 @@ class Holders:
         return self.folder / f"{role.word}.token"
 
     def by_tokens(self, *roles: Role) -> list[str]:
-        """A server's flags, by which callers of these roles show tokens."""
         return [text for role in roles for text in (flag_name(FIELDS[role]), str(self.token_file(role)))]
 
     def by_certificates(self) -> list[str]:
@@ -60,7 +59,6 @@ class Holders:
         return [text for flag, name in names.items() for text in (flag, str(self.folder / name))]
 
     def certificate(self, role: Role) -> dict[str, str]:
-        """A worker's settings."""
         own = str(self.folder / f"an-{role.word}")
         return {"tls_ca": str(self.folder / "ca.crt"), "tls_cert": f"{own}.crt", "tls_key": f"{own}.key"}
 
@@ -138,7 +136,6 @@ def test_every_call_of_every_service_is_taken_from_the_roles_of_the_table_alone(
 
 
 def listening() -> dict[tuple[object, ...], str]:
-    """What this process listens at, as the system tells."""
     own = {f"socket:[{link.rpartition('[')[2]}" for link in _links()}
     found: dict[tuple[object, ...], str] = {}
     for connection in psutil.Process().net_connections("tcp"):

@@ -16,7 +16,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "stock_client.py"
 
 @pytest.fixture
 def stock() -> ModuleType:
-    """The script as a module."""
     spec = importlib.util.spec_from_file_location("stock_client", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

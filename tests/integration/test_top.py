@@ -53,7 +53,6 @@ def text_of(app: Top) -> str:
 
 
 async def see(pilot: Pilot[None], *words: str, gone: str = "") -> None:
-    """Waits until these words are on the screen, and one is not."""
     deadline = time.monotonic() + 30
     while not all(word in text_of(pilot.app) for word in words) or (gone and gone in text_of(pilot.app)):
         assert time.monotonic() < deadline, f"{words} did not come, or {gone!r} stayed:\n{text_of(pilot.app)}"
@@ -68,8 +67,6 @@ async def change(pilot: Pilot[None], key: str, value: str, *answer: str) -> None
 
 
 def watch(app: Top, story: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (130, 32)) -> None:
-    """Runs the program without a terminal while the story goes on."""
-
     async def run() -> None:
         async with app.run_test(size=size) as pilot:
             await story(pilot)
@@ -276,7 +273,6 @@ class OddServer:
 
 @contextlib.contextmanager
 def serving(odd: OddServer) -> Iterator[str]:
-    """The address of such a server."""
     server = grpc.server(ThreadPoolExecutor(2))
     server.add_generic_rpc_handlers((handlers_of(INSPECTOR, odd),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -31,7 +31,6 @@ else:
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module("benchmarks.training")
 

@@ -46,7 +46,6 @@ def test_the_logs_of_a_job_replay_to_its_final_bits_and_what_was_tampered_with_i
 
 
 def tamper(path: Path, checksum: str) -> None:
-    """Writes another checksum for the update that has this one."""
     lines = [decode(line) for line in path.read_bytes().splitlines(keepends=True)]
     changed = [{**line, "checksum": "0" * 8} if line.get("checksum") == checksum else line for line in lines if line]
     path.write_bytes(b"".join(map(encode, changed)))

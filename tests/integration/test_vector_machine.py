@@ -338,7 +338,6 @@ def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server
 
 
 def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterator[wire.StageRequest]:
-    """A stage of these numbers, all shards end to end."""
     shards = worker.plan.of_server(worker.server_index)
     cuts = np.split(values, np.cumsum([shard.length for shard in shards])[:-1])
     for shard, part in zip(shards, cuts, strict=True):
@@ -353,5 +352,4 @@ def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterato
 
 
 def stage(worker: WireWorker, messages: list[wire.StageRequest]) -> wire.StageReply:
-    """Sends the messages in one stream."""
     return stub_of(VECTOR_MACHINE, worker.channel).Stage(iter(messages), timeout=DEADLINE_SECONDS)

@@ -276,8 +276,6 @@ def test_status_without_portions_says_nothing_of_them(start_server):
 
 
 class Portions:
-    """The calls of one worker."""
-
     def __init__(self, worker: WireWorker) -> None:
         self.worker = worker
         self.stub = stub_of(WORK_QUEUE, worker.channel)
@@ -317,7 +315,6 @@ class Portions:
         return self.stub.Deliver(request, timeout=DEADLINE_SECONDS)
 
     def finish(self, pass_: int) -> None:
-        """Does what is left of a pass."""
         while (reply := self.lease(pass_)).outcome == wire.LeaseReply.OUTCOME_LEASED:
             assert self.deliver(reply).accepted
         assert reply.outcome == wire.LeaseReply.OUTCOME_PASS_DONE
@@ -333,7 +330,6 @@ class Coordinator:
 
     @classmethod
     def attached(cls, worker: WireWorker) -> Coordinator:
-        """One that may begin passes."""
         return cls(worker, epoch=WireCoordinator(worker).attach().coordinator_epoch)
 
     def begin(self, pass_: int, *, num_portions: int = 2, **fields: object) -> wire.BeginPassReply:
@@ -367,7 +363,6 @@ class Coordinator:
 
 @contextlib.contextmanager
 def opened(server, num_workers: int = 2, data: wire.DataSpec = TRAIN):
-    """Workers that have opened a data set."""
     with crew(server, num_workers) as workers:
         portions = [Portions(worker) for worker in workers]
         for portion in portions:

@@ -54,8 +54,6 @@ def new_model() -> dict[int, Shard]:
 
 
 def new_run(ownership: Ownership) -> Run:
-    """A run of equal shards, whose mutex tells who holds it."""
-
     class Watched:
         def __enter__(self) -> None:
             mutex.acquire()
@@ -75,7 +73,6 @@ def new_run(ownership: Ownership) -> Run:
 
 
 def read_all(run: Run, worker_id: str) -> list[tuple[int, str]]:
-    """The version and the digest of every shard, of one GET."""
     assert run.mutex is not None
     with run.mutex:
         pulled = [pull(shard, worker_id) for shard in run.content.shards.values()]

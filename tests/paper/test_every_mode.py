@@ -64,8 +64,6 @@ def settings_of(rule: str) -> Mapping[str, float]:
 
 @dataclass
 class Training:
-    """A cluster of the mode, and what its workers were given."""
-
     run: Cluster
     # (shard_id, version, digest of the parameters) of every step.
     seen: list[tuple[int, int, str]] = field(default_factory=list)

@@ -21,7 +21,6 @@ from sandblaster import NUM_PORTIONS, Doubles, Passes, PortionLoss, VectorWorld,
 def minimise(
     world: VectorWorld, portion_loss: PortionLoss, *, search: LineSearch | None = None, **settings: object
 ) -> tuple[Summary, list[IterationReport]]:
-    """Runs until it ends, with a tolerance of the loss of 0 unless told otherwise."""
     chosen = LbfgsSettings(**{"loss_tolerance": 0.0, "iterations_max": 100, **settings})  # type: ignore[arg-type]
     reports: list[IterationReport] = []
     lbfgs = Lbfgs(world, Passes(world, portion_loss), chosen, on_iteration=reports.append, line_search=search)
@@ -53,7 +52,6 @@ def make_history(size: int, num_pairs: int) -> tuple[Doubles, list[tuple[Doubles
 def loaded(
     gradient: Doubles, history: list[tuple[Doubles, Doubles]], **layout: int
 ) -> tuple[VectorWorld, tuple[Pair, ...]]:
-    """Servers with this gradient and history, in float32, and the pairs as the coordinator knows them."""
     world = VectorWorld(np.zeros(gradient.size), **layout)
     world.attach(history=len(history))
     world.execute(*map(allocate, VECTORS))
@@ -66,7 +64,6 @@ def loaded(
 
 
 def direction(world: VectorWorld) -> Doubles:
-    """The search direction, read off the servers."""
     machines = [server.machine._vectors for server in world.servers]
     arrays = {shard_id: vectors.arrays for machine in machines for shard_id, vectors in machine.items()}
     return np.concatenate([arrays[shard_id][DIRECTION] for shard_id in sorted(arrays)]).astype(np.float64)
@@ -161,8 +158,6 @@ def test_the_number_of_shards_and_servers_changes_nothing_but_rounding() -> None
 
 @dataclass
 class Exact:
-    """The least point of a parabola, from the slopes at two of its points."""
-
     steps: list[float] = field(default_factory=list)
 
     def search(self, line: Line, start: Start) -> Found:

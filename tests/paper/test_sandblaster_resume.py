@@ -70,7 +70,6 @@ class Checkpoint:
 
 
 def checkpoint(server: VectorServer) -> Checkpoint:
-    """Returns a copy of what a checkpoint keeps: the accepted point, its gradient and the history."""
     with server.machine.durable():
         parameters, vectors = {}, {}
         for shard_id, shard in server.shards.items():
@@ -82,7 +81,6 @@ def checkpoint(server: VectorServer) -> Checkpoint:
 
 
 def restore(world: VectorWorld, server: int, saved: Checkpoint) -> None:
-    """Starts a server again from a checkpoint."""
     shards = {shard_id: make_shard(values, shard_id=shard_id) for shard_id, values in saved.parameters.items()}
     for shard_id, shard in shards.items():
         world.shards[shard_id] = shard

@@ -99,7 +99,6 @@ def test_h2_h3_all_staleness_is_zero_and_a_round_takes_as_long_as_its_slowest_wo
 
 
 def throughput(protocol: str, *, slowest: float) -> float:
-    """Pushes in a virtual second of four workers, one of which takes `slowest` seconds a step."""
     plans = [*worker_plans(3), WorkerPlan("z", fixed(slowest))]
     return cluster(protocol, workers=plans).run(seconds=300.0).simulation.num_taken / 300
 

@@ -228,7 +228,6 @@ PLAN = partition(CUT, num_servers=2)
 
 
 def shards_of_server(index: int) -> dict[int, Shard]:
-    """A server's shards of the cut model, with the numbers of `whole_tensors`."""
     vectors = vectors_of(whole_tensors())
     return {
         shard.shard_id: make_shard(

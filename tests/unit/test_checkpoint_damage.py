@@ -88,8 +88,6 @@ def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder: Ch
 
 
 class FixedNames(Disk):
-    """A disk that renames nothing."""
-
     def rename(self, old: Path, new: Path) -> None:
         raise OSError(30, os.strerror(30))
 

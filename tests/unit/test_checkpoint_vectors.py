@@ -67,7 +67,6 @@ def resumed(folder: CheckpointFolder) -> RestoredRun:
 
 
 def restored_driver(restored: RestoredRun) -> Driver:
-    """A coordinator that comes back, as machines are after a restart."""
     assert restored.machine is not None
     parameters = np.concatenate([restored.shards[shard_id].parameters for shard_id in (0, 2)])
     shards = make_shards(parameters, LENGTHS)

@@ -22,7 +22,6 @@ from pyps_client import launch
 
 
 def made(flags=None, environment=None, toml_path=None, warnings=None):
-    """The configuration of these sources."""
     warn = (warnings if warnings is not None else []).append
     return resolve(flags or {}, environment or {}, toml_path, warn=warn)
 

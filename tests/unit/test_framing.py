@@ -121,7 +121,6 @@ def read(message):
 
 
 def parsed(message):
-    """What the generated class makes of a message, payload apart; None where it refuses."""
     try:
         whole = PushRequest.FromString(message)
     except DecodeError:

@@ -77,7 +77,6 @@ def _floor(name: str) -> int:
 
 
 def modules() -> dict[str, ast.Module]:
-    """Returns every module of both distributions, parsed, generated code left out."""
     found = {}
     for root, package in ((ROOT, "pyps"), (ROOT / "client", "pyps_wire"), (ROOT / "client", "pyps_client")):
         for path in sorted((root / package).rglob("*.py")):
@@ -90,7 +89,6 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports_of(importer: str, node: ast.AST, *, lazy: bool = False, for_types: bool = False) -> Iterator[Import]:
-    """Yields the imports below a node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:

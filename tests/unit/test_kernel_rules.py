@@ -85,7 +85,6 @@ def expected_of(rule, arrays, gradients, numbers):
 
 
 def check(case, gradients_of, *, length, weight_decay=0.0, updates=2):
-    """Compares updates of fresh arrays; `gradients_of(update)` makes each one's gradients."""
     rule, numbers = case
     numbers = numbers | {"weight_decay": weight_decay, "parameter_share": 1 - weight_decay}
     arrays = [wide_values(length, 1), *(np.zeros(length, F) for _ in RULES[rule].slot_names)]

@@ -169,7 +169,6 @@ def test_without_room_below_any_free_port_is_given(tmp_path: Path, monkeypatch: 
 
 
 def shown_of(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of that process which people see."""
     show = attention_only(PrefixedOutput(width=len(name)))
     for line in lines:
         show(name, line)

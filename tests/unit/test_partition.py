@@ -197,7 +197,6 @@ def test_what_cannot_be_is_refused_in_words():
 
 
 def cut_model(num_parts, *, shape=(512, 2048), shard_size=16_384):
-    """Two matrices, one cut by columns, one by rows, and a bias of part 0 alone."""
     tensors = []
     rows, columns = ([part * size // num_parts for part in range(num_parts + 1)] for size in shape)
     for part in range(num_parts):

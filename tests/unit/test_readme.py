@@ -40,7 +40,6 @@ LONG_LINES = {
 
 
 def shown_in(*texts: str) -> str:
-    """The blocks of code of these pages."""
     return "".join("".join(text.split("```")[1::2]) for text in texts)
 
 
@@ -112,7 +111,6 @@ def test_every_command_exists_with_the_flags_shown() -> None:
 
 
 def table_of(flag: str, page: str) -> list[list[str]]:
-    """The rows of a page's table of that flag's values, cell by cell."""
     [rows] = re.findall(rf"^\| `{flag}` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.M)
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
 
@@ -228,7 +226,6 @@ def test_the_rounds_a_second_of_the_readme_are_those_measured() -> None:
     measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["rounds"]["rows"]
 
     def rounds_of(subject: str) -> float:
-        """The median of the runs with the large model and one worker."""
         rows = [row for row in measured if (row["subject"], row["size"], row["workers"]) == (subject, "big", 1)]
         return median(row["rounds_per_s"] for row in rows)
 

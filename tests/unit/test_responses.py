@@ -21,8 +21,6 @@ WAIT_SECONDS = 20.0
 
 
 class Caller:
-    """The far end of a call: it takes messages, or none until it is let."""
-
     def __init__(self, *, deaf: bool = False) -> None:
         self.taken: list[bytes] = []
         self._listens = asyncio.Event()

@@ -124,8 +124,6 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
 
 
 class Listener:
-    """The far end of a call: it takes messages."""
-
     def __init__(self) -> None:
         self.taken: list[wire.Parameters] = []
 

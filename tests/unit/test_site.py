@@ -19,7 +19,6 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers_of(told: str) -> dict[str, str]:
-    """What is given that is wrong -> what is said to it."""
     folded = r"^ *<details>.*<code>(.*)</code>.*</summary>\n *\n *\*(.*)\*\n *\n *</details>$"
     return {html.unescape(given): said for given, said in re.findall(folded, told, re.M)}
 

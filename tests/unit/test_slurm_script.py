@@ -61,7 +61,6 @@ def test_what_has_spaces_and_quotes_reaches_the_script_as_it_was_given() -> None
 
 
 def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs the script in that folder, where `srun` and the like only look as if."""
     commands = tmp_path / "commands"
     commands.mkdir()
     for name, script in COMMANDS.items():

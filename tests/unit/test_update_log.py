@@ -71,7 +71,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def hardsync(shard: Shard) -> None:
-    """Rounds of two workers, one of them without a gradient once; then the second dies in a round."""
     workers = roster("a", "b")
     for sequence in range(1, 4):
         for worker_id, scale in (("b", 3.0), ("a", 1.0)):
@@ -172,7 +171,6 @@ def test_without_gradients_the_lines_are_there_and_a_replay_says_what_it_lacks(t
 
 
 def softsync(shard: Shard) -> None:
-    """Updates of two gradients each, and one that waits."""
     workers = roster("a", "b", "c", "d")
     for sequence, worker_id in enumerate("abcda"):
         push(shard, np.full(16, sequence), sequence=sequence, epoch=2, worker_id=worker_id, workers=workers)
@@ -180,7 +178,6 @@ def softsync(shard: Shard) -> None:
 
 
 def changed(shard: Shard) -> None:
-    """What is in force changes while a gradient waits, and again when the run has ended."""
     softsync(shard)
     changes: list[dict[str, Any]] = [
         {"behaviour": make_behaviour("async", "exponential:beta=0.3333333333333333")},

@@ -19,7 +19,6 @@ def exact(values):
 
 
 def same(found, expected):
-    """Bit for bit, a sign of zero included."""
     return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
 
 

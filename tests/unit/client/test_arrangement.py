@@ -41,7 +41,6 @@ def copies(name, shape, count, *, group=0):
 
 
 def arranged(claims, **options):
-    """The arrangement of each process."""
     options = {"shard_size": DEFAULT_SHARD_SIZE, **options}
     return [arrange(claims, index, **options) for index in range(len(claims))]
 

@@ -66,7 +66,6 @@ def channel(server: EchoServer) -> Iterator[GrpcChannel]:
 
 
 def echo(channel: GrpcChannel, *messages: bytes, seconds: float = 20.0, push: bool = False) -> list[bytes]:
-    """One round."""
     replies: list[bytes] = []
 
     def take(message: bytes) -> bool:

@@ -32,7 +32,6 @@ ON_FIRST = [shard.shard_id for shard in PLAN.of_server(0)]
 
 
 def holdings_at(version: int) -> Holdings:
-    """Everything held at one version."""
     holdings = Holdings(PLAN)
     for held in holdings.of_server:
         held.versions = dict.fromkeys(held.versions, version)

@@ -39,7 +39,6 @@ GRADIENT = [PAYLOAD_KIND_GRADIENT]
 
 
 def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing:
-    """A push of the third gradient, computed on versions 5 and 6."""
     codec, kinds = described.pop("codec", FLOAT32), described.pop("kinds", GRADIENT * len(vectors))
     described.setdefault("encoder", Encoder(codec, described.pop("converter", NUMPY)))
     described.setdefault("learning_rates", {})
@@ -49,7 +48,6 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
 
 
 def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
-    """The messages of a push: headers and payloads."""
     push._fill(push.cut)
     split_frames = [split(frame) for frame in push._frames(push.cut, join)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]

@@ -17,7 +17,6 @@ PACES = [{}, {"push_every": 4}, {"overlap": "step"}, {"overlap": "step", "push_e
 
 
 def train(worker: PortionWorker, batches) -> list[int]:
-    """One step a batch; the examples seen."""
     seen: list[int] = []
     for batch in batches:
         seen += [int(example) for example in batch]
@@ -325,8 +324,6 @@ def test_a_queue_that_came_back_empty_hears_of_the_data_set_again() -> None:
 
 
 class Lengthless(torch.utils.data.IterableDataset):
-    """A stream."""
-
     def __iter__(self):
         return iter(range(3))
 

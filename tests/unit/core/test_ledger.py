@@ -148,7 +148,6 @@ def test_memory_is_bounded_whatever_workers_come() -> None:
 
 
 def kept(ledger: Ledger) -> Ledger:
-    """The ledger after its way through a checkpoint."""
     plain, receipts = ledger.entries().to_plain()
     return Ledger(LedgerState.from_plain(json.loads(json.dumps(plain)), receipts))
 

@@ -13,7 +13,6 @@ def members() -> Membership:
 
 
 def join(members: Membership, replica: str, *parts: int, incarnation: int = 1, now: float = 0.0) -> list[Member]:
-    """Joins a process for each part."""
     for part in parts:
         members.join(f"{replica}/{part}", incarnation, now=now, replica=replica, parts=(part,))
     return [member for member in members.all() if member.replica == replica]

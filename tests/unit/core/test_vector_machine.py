@@ -17,7 +17,6 @@ SIZE = sum(LENGTHS)
 
 @pytest.fixture
 def driver() -> Driver:
-    """A machine with a coordinator that has attached."""
     return make_machine()
 
 
@@ -26,7 +25,6 @@ def numbers(seed: int) -> np.ndarray:
 
 
 def made(driver: Driver, names: str) -> list[np.ndarray]:
-    """Makes a vector of each letter; returns their numbers in float64."""
     for seed, name in enumerate(names):
         driver.make(name, numbers(seed))
     return [numbers(seed).astype(np.float64) for seed, _ in enumerate(names)]

@@ -22,7 +22,6 @@ def scale(name: str, scalar: float) -> Instruction:
 
 @pytest.fixture
 def driver() -> Driver:
-    """A machine with a coordinator that has attached, and a vector x of ones."""
     driver = make_machine(np.ones(SIZE))
     driver.execute(Instruction(ALLOC, target="x"), Instruction(Operation.COPY, target="x", left="parameters"))
     return driver
@@ -159,7 +158,6 @@ def test_a_commit_that_skips_an_iteration_or_cannot_be_executed_commits_nothing(
 
 
 def iterate(driver: Driver, k: int) -> None:
-    """One iteration as a coordinator makes it: trials that change parameters and working vectors, then the commit."""
     driver.execute(Instruction(ALLOC, target="s"), Instruction(ALLOC, target="y"))
     for trial in (100.0, 200.0):
         driver.execute(fill("t", trial + k), Instruction(MOVE, left="t"))

@@ -18,7 +18,6 @@ SIZE = sum(LENGTHS)
 
 @pytest.fixture
 def driver() -> Driver:
-    """A machine in pass 1 with the vector t."""
     machine = make_machine()
     machine.execute(Instruction(Operation.BEGIN_PASS, count=1), Instruction(Operation.ALLOC, target="t"))
     return machine

@@ -21,8 +21,6 @@ PLAN = partition(CUT, num_servers=1)
 
 
 class Replicas(RunDriver):
-    """A run of replicas of two processes, each of which holds one part: 3 shards the first, 2 the second."""
-
     def __init__(self, *names: str, **flags: str) -> None:
         self.clock = Clock()
         self.run = make_run(clock=self.clock, **{"protocol": "hardsync", **flags})
@@ -34,18 +32,15 @@ class Replicas(RunDriver):
                     self.initialize(name, part, terms[part])
 
     def hello(self, name: str, part: int, life: int = 1) -> int:
-        """Says Hello as one process; the term where its replica is elected, else 0."""
         return self.greet(name, part, life, parts=(part,))
 
     def greet(self, name: str, index: int, life: int = 1, *, parts: tuple[int, ...]) -> int:
-        """Says Hello as a process that declares those parts."""
         greeting = Greeting(
             "r", f"{name}/{index}", life, 1, "test", False, 0, 1, CUT, None, "", "", 0, "", parts=parts, replica=name
         )
         return self.run.hello(greeting).term
 
     def initialize(self, name: str, part: int, term: int, life: int = 1) -> None:
-        """Sends one process's shards, all zeros."""
         opening = Opening("r", f"{name}/{part}", life, term, CUT, None, 0, 1, replica=name)
         initialization = self.run.begin_initialize(opening)
         assert initialization is not None
@@ -54,7 +49,6 @@ class Replicas(RunDriver):
         self.run.commit(initialization)
 
     def push(self, name: str, part: int, version: int = 0, life: int = 1) -> list[Outcome]:
-        """Pushes all shards of a part as one process."""
         self._sequence += 1
         outcomes = []
         for shard in PLAN.of_parts({part}).shards:
@@ -64,13 +58,11 @@ class Replicas(RunDriver):
         return outcomes
 
     def round(self, *names: str, version: int = 0) -> None:
-        """A round of those replicas, all parts."""
         for name in names:
             for part in (0, 1):
                 self.push(name, part, version)
 
     def versions(self) -> list[int]:
-        """The versions of the parts' shards, those of one part being equal."""
         versions = [
             {self.run.content.shards[s.shard_id].version for s in PLAN.of_parts({part}).shards} for part in (0, 1)
         ]

@@ -23,7 +23,6 @@ def layout_of(model: torch.nn.Module) -> Layout:
 
 
 def network(*, spread: bool = False) -> torch.nn.Sequential:
-    """Three layers on the GPU; `spread` leaves the middle one on the CPU."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
     if spread:
@@ -32,7 +31,6 @@ def network(*, spread: bool = False) -> torch.nn.Sequential:
 
 
 def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Steps:
-    """A worker without local steps, its parameters already pulled."""
     layout = layout_of(model)
     worker = Steps(
         session,

@@ -13,8 +13,6 @@ def groups(*parameters: torch.Tensor) -> list[dict]:
 
 
 class Holder(torch.nn.Module):
-    """A module of given parameters, named p0, p1, ..."""
-
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
         super().__init__()
         for index, parameter in enumerate(parameters):

@@ -28,7 +28,6 @@ class Worker:
         self.steps.start()
 
     def step(self, gradient: float | list[float], *, zero: bool | None = False) -> None:
-        """One minibatch with this gradient; `zero`: whether gradients are made zero in place, set to None, or kept."""
         if zero:
             self.steps.hand_out_gradients()
         if zero is False:

@@ -40,7 +40,6 @@ def aliased(model: torch.nn.Module, **options: bool) -> Parameters:
 
 
 def fill(buffer: Parameters, start: int = 0) -> None:
-    """Writes what a pull would have brought."""
     for vector in buffer.vectors:
         vector[:] = np.arange(start, start + len(vector))
     buffer.write()

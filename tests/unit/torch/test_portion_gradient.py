@@ -43,8 +43,6 @@ def batches(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> Batches:
 
 
 class Worker:
-    """A model with its portion gradient, and the vector that it is sent from."""
-
     def __init__(
         self, model: nn.Module, loss_of: Callable[[nn.Module, Any], Any] | None = None, *, keep_apart: bool = False
     ) -> None:
@@ -57,7 +55,6 @@ class Worker:
         self.gradient.begin_pass(keep_apart=keep_apart)
 
     def portion(self, *portions: Batches) -> np.ndarray:
-        """The sum over portions as it would be sent."""
         for portion in portions:
             self.gradient.compute_batches(portion)
             self.gradient.keep()

@@ -62,7 +62,6 @@ def payloads(session: RecordingSession) -> list[float]:
 
 
 def appendix(gradients, *, rate, local, push_every, pull_every, paper):
-    """The appendix's loop for one worker and a plain SGD server, with every thread's work done at once."""
     server = params = np.float64(0)
     accrued, trajectory, pushed = np.float64(0), [], []
     for step, value in enumerate(gradients):
@@ -311,8 +310,6 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
     """The model's parameters lie where a server writes them: the next gradient is computed on them."""
 
     class Cut(RecordingSession):
-        """One whose next exchange brings parameters and then fails."""
-
         def exchange(self, plan):
             super().exchange(plan)
             if self.version == 2:

@@ -25,15 +25,12 @@ def deliver(queue: WorkQueue, *leased: Leased, name: str = "a", now: float = 1.0
 
 
 def finish(queue: WorkQueue, pass_: int = 0, name: str = "a") -> None:
-    """Lets one worker do all that is left of a pass."""
     while isinstance(answer := lease(queue, name, pass_), Leased):
         assert deliver(queue, answer, name=name).accepted
     assert answer == PassDone(pass_)
 
 
 class Woken:
-    """A wake function that counts."""
-
     def __init__(self) -> None:
         self.times = 0
 

@@ -51,12 +51,10 @@ class Chance:
         self.refused: set[int] = set()
 
     def born(self, name: str) -> Worker:
-        """A new process of that name."""
         self.incarnations += 1
         return Worker(name, self.incarnations)
 
     def step(self, *, quiet: bool = False) -> None:
-        """One thing happens to one worker: it works or, unless all is to be `quiet`, has an accident."""
         self.now += self.random.random()
         place = self.random.randrange(len(self.workers))
         worker = self.workers[place]
@@ -88,7 +86,6 @@ class Chance:
         self.check_waits()
 
     def ask(self, worker: Worker, *, lose_answer: bool) -> None:
-        """A worker asks for work, or once more after it was woken."""
         again = worker.wake is not None
         if not again:
 
@@ -122,7 +119,6 @@ class Chance:
             assert lose_answer or isinstance(answer, Ended)
 
     def give(self, worker: Worker) -> None:
-        """A worker is done with a portion."""
         lease_id = self.random.choice(list(worker.held))
         leased = worker.held.pop(lease_id)
         if not self.queue.spec.coordinated:
@@ -155,7 +151,6 @@ class Chance:
         worker.claimed = {}
 
     def end_wait(self, worker: Worker) -> None:
-        """A call ends."""
         if worker.wake is not None:
             self.queue.forget(worker.wake)
         worker.wake, worker.woken = None, False
