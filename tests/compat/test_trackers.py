@@ -72,7 +72,7 @@ def test_the_page_names_the_versions_that_are_tried() -> None:
     assert SCRIPTS.keys() == KEPT.keys()
 
 
-def test_every_tracker_gets_the_run_s_figures(
+def test_trackers_get_the_runs_figures(
     python: Path, tmp_path: Path, start_server_process: Start, start_python: StartPython
 ) -> None:
     serve, train, track = re.findall(r"^(?:PYPS_\S+ )*(?:pyps|python) .*$", PAGE.split("```")[1], re.M)

@@ -168,7 +168,7 @@ def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., A
     program.wait(20)
 
 
-def test_prometheus_scrapes_servers_that_train_and_every_query_has_an_answer(
+def test_prometheus_scrapes_and_queries_answer(
     servers: list[ServerThread], ask: Callable[..., Any], tmp_path: Path
 ) -> None:
     wait_until(lambda: ask("query", query="sum(up) == 2"), what="a scrape of both")

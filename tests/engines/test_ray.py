@@ -135,9 +135,7 @@ def test_the_page_runs_as_it_stands(cluster: Cluster, tmp_path: Path) -> None:
         assert re.search(r"worker-1 pid=.* step +20 +update +\d+", script.output())
 
 
-def test_workers_of_a_dead_node_go_on_elsewhere_and_a_run_ends_without_those_that_find_no_room(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_workers_of_a_dead_node_go_on_elsewhere_or_the_run_ends_without_them(cluster: Cluster, tmp_path: Path) -> None:
     with cluster.train(tmp_path, servers=2, workers=2, resources={"alone": 3}) as job:
         job.wait_for_output("waiting for room for [{'server': 1}, {'server': 1}, {'alone': 3}, {'alone': 3}]")
         cluster.tell("add alone-0 alone")

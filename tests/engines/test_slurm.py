@@ -116,9 +116,7 @@ def test_a_job_trains_to_its_end_and_leaves_a_model_and_no_keys(cluster: Cluster
     assert [*tmp_path.glob("runs/pyps/job-*")] == []
 
 
-def test_commands_look_inside_a_job_whose_others_go_on_where_a_worker_s_node_dies(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_commands_look_inside_a_job_that_lost_a_worker_node(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, "pyps slurm --workers 2 --worker-sbatch --nodes=2 -- python train.py")
     job.wait_until_it_trains(workers=2)
     assert re.search(r"workers alive +│ 2 ", job.shell(STATUS))
@@ -136,9 +134,7 @@ def test_commands_look_inside_a_job_whose_others_go_on_where_a_worker_s_node_die
     cluster.boot("node3")
 
 
-def test_a_job_goes_on_in_a_new_one_after_scancel_and_by_itself_after_preemption(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_resumes_after_scancel_and_after_preemption(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, TRAIN)
     job.wait_until_it_trains(workers=4)
     assert len(set(re.findall(r"gpu (\d of node\d)", job.output))) == 4
@@ -188,9 +184,7 @@ def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster: Cluster, tmp
 
 
 @pytest.mark.parametrize(("program", "end"), [("true", ("COMPLETED", "0:0")), ("nosuchprogram", ("FAILED", "127:0"))])
-def test_a_job_whose_workers_end_before_its_servers_begin_ends_too(
-    cluster: Cluster, tmp_path: Path, program: str, end: tuple[str, str]
-) -> None:
+def test_a_job_without_servers_ends(cluster: Cluster, tmp_path: Path, program: str, end: tuple[str, str]) -> None:
     job = Job(cluster, tmp_path, f"pyps slurm --workers 2 -- {program}")
     assert job.wait() == end
     assert "last checkpoint" not in job.output

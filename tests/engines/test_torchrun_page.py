@@ -94,9 +94,7 @@ def run(start_python: StartPython, tmp_path: Path) -> Iterator[Run]:
             holder.kill()
 
 
-def test_torchrun_takes_in_another_node_and_starts_anew_what_died_where_the_run_stands(
-    run: Run, tmp_path: Path
-) -> None:
+def test_torchrun_takes_in_another_node_and_restarts_what_died(run: Run, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
     server = run(SERVE)
     node = TORCHRUN.replace("examples/minimal.py", "rank.py").replace("--rdzv-id", f"{SOON} --rdzv-id")

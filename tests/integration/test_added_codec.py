@@ -108,9 +108,7 @@ def test_it_does_not_lie_in_shared_memory(start_server: Start) -> None:
 
 
 @pytest.mark.parametrize("setting", ["gradient_codec", "parameter_codec"])
-def test_a_server_that_does_not_know_it_is_refused_with_what_both_know(
-    start_server_process: Start, setting: str
-) -> None:
+def test_a_server_without_the_codec_names_those_both_know(start_server_process: Start, setting: str) -> None:
     others = {"gradient_codec": "float32", "parameter_codec": "float32", setting: CODEC.name}
     with pytest.raises(InvalidArgument) as refused:
         make_client(start_server_process().data, **options(**others))
@@ -125,9 +123,7 @@ def test_state_from_push_to_push_is_kept_for_pushes_alone(start_server: Start, m
         make_client(start_server().data, **options())
 
 
-def test_with_error_feedback_what_is_lost_is_made_up_for_whatever_connections_are_lost(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_feedback_survives_lost_connections(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScaledBytes, "stateful", True)
     server = start_server("--staleness", "none", "--clip-norm", "1000")
     proxy = CuttingProxy(server.data)

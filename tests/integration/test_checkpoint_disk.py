@@ -91,9 +91,7 @@ def check_full_disk(start_server_process: Start, folder: Path, *, make_room: Cal
     assert "Traceback" not in server.output()
 
 
-def test_a_folder_that_is_gone_ends_no_server_and_is_taken_again_once_it_is_back(
-    start_server: Start, tmp_path: Path
-) -> None:
+def test_a_server_outlives_its_folder_and_uses_it_once_it_is_back(start_server: Start, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     server = start_server("--checkpoint-dir", str(folder), "--checkpoint-seconds", "0.1")
     with WireWorker(server.data) as worker:
@@ -138,9 +136,7 @@ def test_leases_end_while_a_checkpoint_is_written(start_server: Start, tmp_path:
         slow_disk.goes_on.set()
 
 
-def test_callers_who_wait_for_a_checkpoint_hold_up_no_answer(
-    start_server: Start, tmp_path: Path, slow_disk: SlowDisk
-) -> None:
+def test_waits_for_a_checkpoint_block_no_answer(start_server: Start, tmp_path: Path, slow_disk: SlowDisk) -> None:
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "1000")
     with WireWorker(server.data) as worker, connected(server.control) as channel:
         worker.join()
@@ -153,7 +149,7 @@ def test_callers_who_wait_for_a_checkpoint_hold_up_no_answer(
         assert len({save.result(DEADLINE_SECONDS).path for save in saves}) == 12
 
 
-def test_the_end_takes_no_longer_than_it_may_whatever_holds_it_up(
+def test_the_end_is_bounded(
     start_server: Start, tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statuses: list[int] = []

@@ -96,9 +96,7 @@ def slots_of(server: ServerThread) -> dict[int, bytes]:
     return {shard_id: state.slots["accumulator"].tobytes() for shard_id, state in run.shards.items()}
 
 
-def test_a_run_goes_on_bit_for_bit_after_its_end_and_resume(
-    start_server: Start, crew_of: Callable[..., Crew], tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_same_bits(start_server: Start, crew_of: Callable[..., Crew], tmp_path: Path) -> None:
     unbroken_servers = start_all(start_server, tmp_path / "unbroken")
     unbroken = crew_of(unbroken_servers)
     unbroken.initialize()
@@ -252,9 +250,7 @@ def test_a_folder_of_another_run_is_refused_with_the_choice(start_server: Start,
         assert all(word in str(refused.value) for word in words), (flags, refused.value)
 
 
-def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_is_lost(
-    start_server: Start, trained: Trained
-) -> None:
+def test_a_reset_run_stays_away_and_keeps_its_checkpoints(start_server: Start, trained: Trained) -> None:
     server, _, folder = trained
     for _ in range(2):
         inspect(server.control, "SaveCheckpoint")

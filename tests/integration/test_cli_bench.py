@@ -40,9 +40,7 @@ def state_of(server: AnyServer) -> tuple[int, str]:
     return status.state, status.run_id
 
 
-def test_bench_measures_each_way_and_leaves_the_servers_empty(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_bench_leaves_the_servers_empty(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     flags = ("--exit-when", "gone", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
     servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
@@ -72,9 +70,7 @@ def test_bench_measures_each_way_and_leaves_the_servers_empty(
         assert server.wait() == 0
 
 
-def test_bench_refuses_servers_that_are_somebodys_and_leaves_them_alone(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_bench_refuses_servers_that_are_in_use(start_server: Start, start_python: StartPython) -> None:
     servers = start_servers(start_server, 2)
     promised = start_server("--run-id", "digits")
     assert f"{promised.data} waits for run 'digits'" in run_bench(start_python, promised.data, status=1)

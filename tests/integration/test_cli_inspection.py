@@ -67,9 +67,7 @@ def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_
     assert len(first["shards"]) == first["status"]["numShards"]
 
 
-def test_status_can_be_read_in_80_columns_and_by_those_who_watch(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_fits_80_columns_and_repeats_by_watch(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [start_server("--heartbeat-seconds", "0.05") for _ in range(2)]
     names = [f"worker-{index}" for index in range(2)]
     for name in names:
@@ -368,9 +366,7 @@ def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go
     assert "expected workers 7" in shown and "worker left: worker invented-19" in shown
 
 
-def test_status_writes_nothing_that_a_terminal_would_take_for_a_command(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_escapes_control_characters(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "check_name", lambda name, what: None)
     server = start_server()
     with WireWorker(server.data, "\x1b[31mred\nline\x07") as worker:

@@ -82,7 +82,7 @@ UNNAMED = {
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
+def test_a_signalled_worker_leaves(
     start_server: Start, start_python: StartPython, protocol: str, number: int, status: int
 ) -> None:
     server = start_server("--protocol", protocol, *FLAGS)
@@ -105,9 +105,7 @@ def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
     assert workers_of(server.control)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
 
 
-def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server: Start, start_python: StartPython) -> None:
     server = start_server("--protocol", "hardsync", *FLAGS)
     ended = start_python("-c", OVERLAPPED, server.data)
     ended.wait_for_output("joined")
@@ -120,9 +118,7 @@ def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
     assert workers_of(server.control)["ends"].state == "failed"
 
 
-def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_a_forked_child_ends_by_sigterm_as_usual(start_server: Start, start_python: StartPython) -> None:
     server = start_server()
     code = (
         "import os, signal, sys\n"
@@ -150,7 +146,7 @@ def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
         ("with client: raise ValueError('out of data')", "failed", 1),
     ],
 )
-def test_a_worker_leaves_at_its_programs_end_and_says_how(
+def test_a_worker_says_how_it_ended(
     start_server: Start, start_python: StartPython, ending: str, state: str, status: int
 ) -> None:
     server = start_server()
@@ -164,9 +160,7 @@ def test_a_worker_leaves_at_its_programs_end_and_says_how(
         assert "ValueError: out of data" in line
 
 
-def test_a_worker_whose_server_is_gone_still_ends_soon(
-    start_server_process: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_worker_without_server_ends(start_server_process: Start, start_python: StartPython, tmp_path: Path) -> None:
     server, flag = start_server_process(), tmp_path / "gone"
     until_gone = f"import pathlib, time\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)"
     worker = start_python("-c", f"{WORKER}\n{until_gone}", server.data, "1")
@@ -224,7 +218,7 @@ def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and
     server.signal(signal.SIGCONT)
 
 
-def test_a_program_that_ends_without_its_server_says_so_in_a_sentence(
+def test_a_program_reports_its_lost_server(
     start_server_process: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     server, flag = start_server_process(), tmp_path / "gone"
@@ -249,9 +243,7 @@ def threads_of_client() -> list[str]:
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_an_optimizer_that_nobody_holds_pushes_what_has_gathered_leaves_the_run_and_frees_what_it_had(
-    start_server: Start, overlap: str
-) -> None:
+def test_a_collected_optimizer_pushes_what_it_gathered_and_leaves(start_server: Start, overlap: str) -> None:
     server = start_server()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -305,9 +297,7 @@ def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "raise ValueError('out of data')"])
-def test_an_optimizer_that_is_a_local_of_the_programs_main_function_leaves_as_the_program_ends(
-    start_server: Start, start_python: StartPython, ending: str
-) -> None:
+def test_an_optimizer_local_to_main_leaves(start_server: Start, start_python: StartPython, ending: str) -> None:
     server = start_server()
     script = textwrap.indent(OVERLAPPED.partition("while True:")[0], "    ")
     step = "    model(torch.ones(1, 4)).sum().backward(); optimizer.step()"
@@ -354,9 +344,7 @@ except ImportError as error:
     assert "pip install 'torch>=2.4'" in done.stdout
 
 
-def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_script_ends_with_sentence_and_line(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     server = start_server()
     script = tmp_path / "train.py"
     script.write_text(WRONG_SHAPE, encoding="utf-8")
@@ -370,9 +358,7 @@ def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(
 
 
 @pytest.mark.parametrize("kind", UNNAMED)
-def test_a_script_that_names_no_servers_ends_with_the_sentence(
-    start_python: StartPython, tmp_path: Path, kind: str
-) -> None:
+def test_a_script_without_servers_ends_in_a_sentence(start_python: StartPython, tmp_path: Path, kind: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNNAMED[kind], encoding="utf-8")
     process = start_python(str(script))
@@ -398,7 +384,7 @@ raise {error}
 """
 
 
-def test_a_client_changes_nothing_of_a_process_that_did_not_ask_for_it_and_still_tells_how_it_ended(
+def test_a_client_leaves_the_process_as_it_is_and_reports_its_end(
     start_server: Start, start_python: StartPython
 ) -> None:
     server = start_server()
@@ -412,9 +398,7 @@ def test_a_client_changes_nothing_of_a_process_that_did_not_ask_for_it_and_still
 
 
 @pytest.mark.parametrize(("call", "asked"), [("pyps_client.install_process_hooks()", None), ("", "1")])
-def test_a_program_that_is_a_worker_and_nothing_else_asks_for_its_process_to_be_set_up(
-    start_server: Start, start_python: StartPython, call: str, asked: str | None
-) -> None:
+def test_process_hooks_on_request(start_server: Start, start_python: StartPython, call: str, asked: str | None) -> None:
     server = start_server()
     code = LOOKS.format(call=call, error="SystemExit('out of data')").replace("raise SystemExit", "sys.exit")
     process = start_python("-c", code, server.data, env={"PYPS_PROCESS_HOOKS": asked})

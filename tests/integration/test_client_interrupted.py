@@ -95,9 +95,7 @@ while True:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
-    start_server_process: Start, start_python: StartPython, stopped: bool
-) -> None:
+def test_ctrl_c_ends_an_exchange(start_server_process: Start, start_python: StartPython, stopped: bool) -> None:
     """Whether it waits for a server that does not answer, or is amid busy rounds."""
     for way in ("shm", "tcp", "grpc"):
         server = start_server_process()

@@ -110,9 +110,7 @@ def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_serve
     assert re.fullmatch("run-[0-9a-f]{8}", run_ids[0])
 
 
-def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_another_worker_replaces_a_killed_initialiser(start_server: Start, start_python: StartPython) -> None:
     clock = Clock()
     started = [start_server("--lease-seconds", "10", clock=clock) for _ in range(2)]
     servers = addresses(started)
@@ -127,9 +125,7 @@ def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
             Reference(small_model(seed=2)).check(client.pull())
 
 
-def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outrun_initialiser_joins_the_others_run(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     started = start_servers(start_server, 2, *SHORT_LEASE, clock=clock)
     servers = addresses(started)
@@ -221,9 +217,7 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server:
     assert "Traceback" not in server.output()
 
 
-def test_another_protocol_version_is_refused_with_both_versions(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_protocol_mismatch_names_both_versions(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "PROTOCOL_VERSION", 99)
 
     with pytest.raises(ProtocolMismatch, match=r"speaks protocol version 1.*version 99: install the same release"):
@@ -273,7 +267,7 @@ def test_a_token_is_renewed_while_a_worker_trains(start_server: Start, tmp_path:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
-def test_who_leaves_shows_the_newest_token_and_who_cannot_says_so(
+def test_a_leave_uses_the_newest_token(
     start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
     token = tmp_path / "token"
@@ -331,9 +325,7 @@ def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> Non
 
 @pytest.mark.parametrize("shard_size", [20_000, 200_000])
 @pytest.mark.parametrize("narrow", [0, 1])
-def test_a_model_beyond_the_message_limit_is_refused_before_anything_is_sent(
-    start_server: Start, shard_size: int, narrow: int
-) -> None:
+def test_a_model_beyond_the_message_limit_is_refused_first(start_server: Start, shard_size: int, narrow: int) -> None:
     """Whether the server would have said so itself, or gRPC, in words of its own."""
     servers = [start_server(*(("--max-message-bytes", "65536") if index == narrow else ())) for index in range(2)]
     big = {"w": np.zeros(2 * shard_size, np.float32)}

@@ -33,7 +33,7 @@ LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.f
 @pytest.mark.parametrize(
     ("protocol", "secured"), [("async", False), ("asgd:mutex=whole", False), ("async", True)], ids=str
 )
-def test_what_is_cut_at_any_byte_is_applied_exactly_once(
+def test_a_cut_applies_once(
     start_server: Start, made: Path, proxies: dict[int, CuttingProxy], protocol: str, secured: bool
 ) -> None:
     reference, generator = Reference(LARGE), random.Random(protocol)
@@ -71,9 +71,7 @@ def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, proxies:
         assert proxy.num_cuts == 1
 
 
-def test_beside_a_lane_an_idle_grpc_connection_is_ended_by_the_worker_before_the_server_does(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_ends_an_idle_grpc_connection_first(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 * IDLE_SECONDS * 1000 < _DATA_IDLE_MS
     monkeypatch.setattr("pyps_client.transport.grpc.IDLE_SECONDS", 1)
     states: list[grpc.ChannelConnectivity] = []
@@ -86,7 +84,7 @@ def test_beside_a_lane_an_idle_grpc_connection_is_ended_by_the_worker_before_the
         client.pull()
 
 
-def test_a_lane_that_cannot_be_opened_means_grpc_and_one_line_says_so(
+def test_a_lane_that_fails_to_open_means_grpc(
     start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as refusing:
@@ -146,9 +144,7 @@ def test_who_insists_on_a_lane_is_refused_before_the_server_hears_of_it(start_se
     assert not inspect(server.control, "ListWorkers").workers
 
 
-def test_a_push_that_is_refused_is_told_and_the_next_goes_by_a_lane_again(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_refused_push_the_lane_goes_on(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
         gradients = gradients_like(LARGE, 0)
@@ -163,9 +159,7 @@ def test_a_push_that_is_refused_is_told_and_the_next_goes_by_a_lane_again(
         assert client.session.transport == "tcp"
 
 
-def test_a_round_that_was_given_up_leaves_no_answer_to_the_next(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_round_leaves_no_answer_to_the_next(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server, reference = start_server(), Reference(small_model())
     receive, answers = Intake.receive, itertools.count()
 
@@ -200,9 +194,7 @@ def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server: Star
         late.close()
 
 
-def test_a_lane_that_is_closed_while_it_opens_takes_no_round(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lane_closed_while_it_opens_takes_no_round(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed, taken = TcpLane._opened, list[TcpLane](), list[TcpLane]()
     round_of = TcpLane.round
 
@@ -225,9 +217,7 @@ def test_a_lane_that_is_closed_while_it_opens_takes_no_round(
         assert closed[0]._wire is None
 
 
-def test_a_lane_that_is_no_longer_offered_is_closed_and_each_change_is_told(
-    start_server: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lane_no_longer_offered_is_closed_and_logged(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
     with make_client(start_server("--local-socket", "off").data) as client:
         client.pull()
         [connection] = client.session._servers

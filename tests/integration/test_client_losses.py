@@ -62,9 +62,7 @@ def test_what_is_cut_midway_is_applied_exactly_once(start_server: Start, make_pr
     assert proxy.num_cuts == 8
 
 
-def test_what_was_applied_and_lost_its_answer_is_answered_again_not_applied_again(
-    start_server: Start, make_proxy: MakeProxy
-) -> None:
+def test_a_push_that_lost_its_answer_is_not_applied_again(start_server: Start, make_proxy: MakeProxy) -> None:
     tensors = small_model()
     reference = Reference(tensors)
     servers = start_servers(start_server, 2)
@@ -189,9 +187,7 @@ def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process: 
     assert {(receipt.outcome, receipt.rate) for receipt in receipts} == {(OUTCOME_APPLIED, 0.01)}
 
 
-def test_a_lost_server_is_waited_for_and_then_named(
-    start_server_process: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_server_is_awaited_then_named(start_server_process: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start_server_process()
     client = make_client(server.data, loss_wait_seconds=4)
     server.kill()
@@ -216,9 +212,7 @@ def test_closing_ends_a_wait_for_a_lost_server(start_server_process: Start, capl
             pushing.result(20)
 
 
-def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membership(
-    start_server: Start, make_proxy: MakeProxy
-) -> None:
+def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server: Start, make_proxy: MakeProxy) -> None:
     """Over a slow link heartbeats pass beside the gradient, not behind it, with the worker's figures."""
     clock = Clock()
     server = start_server("--lease-seconds", "10", "--heartbeat-seconds", "0.1", clock=clock)

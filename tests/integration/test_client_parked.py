@@ -112,9 +112,7 @@ def test_a_lost_connection_does_not_end_the_wait_for_a_round(start_server: Start
     proxy.close()
 
 
-def test_a_lost_connection_neither_stops_the_turns_nor_lets_two_have_one(
-    start_server: Start, pool: ThreadPoolExecutor
-) -> None:
+def test_a_lost_connection_neither_stops_nor_doubles_turns(start_server: Start, pool: ThreadPoolExecutor) -> None:
     """A question that nobody hears gives up its place; asked again, it is after those that came in between."""
     server = start_server("--protocol", "serial")
     proxy = CuttingProxy(server.data)
@@ -193,9 +191,7 @@ def test_closing_ends_a_wait_for_others(start_server: Start, pool: ThreadPoolExe
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
-def test_a_run_that_finishes_ends_the_waits_of_its_workers(
-    start_server: Start, pool: ThreadPoolExecutor, protocol: str
-) -> None:
+def test_a_finished_run_ends_its_workers_waits(start_server: Start, pool: ThreadPoolExecutor, protocol: str) -> None:
     server = start_server("--protocol", protocol)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, protocol)
@@ -210,9 +206,7 @@ def test_a_run_that_finishes_ends_the_waits_of_its_workers(
         assert quick.pull().keys() == small_model().keys()
 
 
-def test_a_restart_from_a_checkpoint_ends_the_wait_for_a_round_of_the_epoch_before(
-    start_server: Start, pool: ThreadPoolExecutor, tmp_path: Path
-) -> None:
+def test_a_restart_ends_the_waits_of_the_epoch(start_server: Start, pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     flags = ("--protocol", "hardsync", "--checkpoint-dir", str(tmp_path / "checkpoints"))
     server = start_server(*flags)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:
@@ -230,7 +224,7 @@ def test_a_restart_from_a_checkpoint_ends_the_wait_for_a_round_of_the_epoch_befo
 
 
 @pytest.mark.parametrize(("before", "after"), [("hardsync", "async"), ("serial", "async"), ("hardsync", "ssp:s=2")])
-def test_a_change_of_protocol_ends_the_waits_of_the_one_before(
+def test_a_new_protocol_ends_earlier_waits(
     start_server: Start, pool: ThreadPoolExecutor, before: str, after: str
 ) -> None:
     server = start_server("--protocol", before)
@@ -281,9 +275,7 @@ def states(server: ServerThread) -> dict[str, str]:
     return {worker.worker_id: worker.state for worker in inspect(server.control, "ListWorkers").workers}
 
 
-def test_a_paused_worker_stops_counting_and_comes_back(
-    start_server: Start, start_python: StartPython, pool: ThreadPoolExecutor
-) -> None:
+def test_a_paused_worker_comes_back(start_server: Start, start_python: StartPython, pool: ThreadPoolExecutor) -> None:
     clock = Clock()
     flags = ("--lease-seconds", "10", "--heartbeat-seconds", "0.3", "--stall-seconds", "300", "--expected-workers", "2")
     servers = {

@@ -109,9 +109,7 @@ def error_of(call: Callable[[], object]) -> PypsError:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
-    start_server: Start, transport: str
-) -> None:
+def test_a_replica_founds_a_run_each_process_for_its_own_shards(start_server: Start, transport: str) -> None:
     servers = start_servers(start_server, 2)
     told = addresses(servers)
     meeting = Meeting("r", 2)

@@ -71,9 +71,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(start_server: Star
         assert client.global_step == 0
 
 
-def test_nan_is_skipped_with_its_place_named_and_ten_in_a_row_end_the_worker(
-    start_server: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nan_is_skipped_and_ten_in_a_row_are_an_error(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start_server()
     gradients = gradients_like(small_model(), 0)
     gradients["layer"][3, 7] = np.nan

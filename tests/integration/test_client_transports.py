@@ -77,9 +77,7 @@ def cut_link() -> None:
 
 
 @pytest.mark.parametrize(("num_servers", "protocol"), [(1, "async"), (2, "async"), (1, "asgd:mutex=whole")])
-def test_exchanges_are_what_pushes_and_pulls_are(
-    start_server: Start, transport: str, num_servers: int, protocol: str
-) -> None:
+def test_exchanges_equal_pushes_and_pulls(start_server: Start, transport: str, num_servers: int, protocol: str) -> None:
     tensors = small_model()
     reference = Reference(tensors)
     servers = start_servers(start_server, num_servers, "--protocol", protocol)
@@ -192,9 +190,7 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
         reference.check({"w": parameters})
 
 
-def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_way(
-    start_server: Start, transport: str
-) -> None:
+def test_closing_ends_a_held_pull_and_pushes_take_another_way(start_server: Start, transport: str) -> None:
     server = start_server("--protocol", "async")
     with lending(server.data, transport=transport) as (session, gradient, parameters), ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(session.pull, [parameters], min_versions={0: 99}, wait_seconds=600)
@@ -206,9 +202,7 @@ def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_w
             pulling.result(DEADLINE_SECONDS)
 
 
-def test_a_worker_that_takes_its_time_until_it_lends_is_greeted_anew(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_slow_to_share_is_greeted_again(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
     server = start_server()
     settings = common.OptimizerSettings(rule="sgd", groups=[common.GroupSettings(hyperparameters={"learning_rate": 1})])
@@ -245,7 +239,7 @@ def assert_untouched(servers: list[AnyServer]) -> None:
 @pytest.mark.parametrize(
     ("lane", "way", "words"), [("0", "tcp", "a lane: "), ("off", "grpc", "gRPC: it offers no lane; ")]
 )
-def test_without_shared_memory_gradients_go_by_the_next_way_and_one_line_says_so(
+def test_without_shared_memory_the_next_way_is_taken(
     start_server: Start, caplog: pytest.LogCaptureFixture, lane: str, way: str, words: str
 ) -> None:
     server = start_server("--local-socket", "off", "--lane-port", lane)
@@ -275,9 +269,7 @@ def test_a_worker_is_refused_before_any_server_hears_of_it(start_server: Start, 
         assert client.exchange(gradients_like(small_model(), 0))
 
 
-def test_a_socket_that_cannot_be_reached_refuses_those_that_insist_and_means_a_lane_to_others(
-    start_server: Start, tmp_path: Path
-) -> None:
+def test_an_unreachable_socket_means_a_lane_or_an_error(start_server: Start, tmp_path: Path) -> None:
     """As in a container that has the server's port, but not its folder."""
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     path.unlink()
@@ -302,7 +294,7 @@ def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server:
             reference.check(client.exchange(gradients))
 
 
-def test_a_server_that_stops_sharing_is_served_by_a_lane_from_then_on(
+def test_a_server_that_stops_sharing_gets_a_lane(
     start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
@@ -337,9 +329,7 @@ def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server: Start,
             reference.check(client.pull())
 
 
-def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_where_the_link_is_lost(
-    start_server: Start, tmp_path: Path
-) -> None:
+def test_a_worker_scans_for_nan_itself_once_its_link_is_lost(start_server: Start, tmp_path: Path) -> None:
     """By a lane the server would refuse the shard with NaN and apply the others."""
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     with lending(server.data) as (session, gradient, parameters):
@@ -363,9 +353,7 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
         assert (parameters != before).all()
 
 
-def test_a_worker_that_insists_on_shared_memory_ends_rather_than_go_on_without(
-    start_server: Start, tmp_path: Path
-) -> None:
+def test_insisting_on_shared_memory_ends_the_worker_without_it(start_server: Start, tmp_path: Path) -> None:
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     client = make_client(server.data, transport="shm")
     path.unlink()

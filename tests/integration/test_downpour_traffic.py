@@ -15,9 +15,7 @@ FIRST_STEPS = 8
 MODEL_BYTES = 4 * 4522
 
 
-def test_a_worker_of_the_papers_loop_pushes_its_first_gradient_alone_and_steps_at_its_own_rate(
-    start_server: Start,
-) -> None:
+def test_the_papers_loop_pushes_its_first_gradient_alone(start_server: Start) -> None:
     server = start_server()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

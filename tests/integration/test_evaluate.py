@@ -23,9 +23,7 @@ def evaluation(start_python: StartPython, tmp_path: Path) -> StartPython:
 MEAN = "def evaluate(parameters):\n    return {'mean': parameters['w'].mean()}\n"
 
 
-def test_snapshots_of_a_running_model_are_scored_until_the_servers_are_gone(
-    start_server: StartPython, evaluation: StartPython
-) -> None:
+def test_eval_scores_snapshots_until_the_servers_end(start_server: StartPython, evaluation: StartPython) -> None:
     server = start_server()
     with pyps_client.Client({"w": np.full(100, 2.5, np.float32)}, servers=server.data):
         once = evaluation(MEAN, "--servers", server.data, "--once")
@@ -39,9 +37,7 @@ def test_snapshots_of_a_running_model_are_scored_until_the_servers_are_gone(
     assert often.output().endswith("The servers are gone: the run has ended.\n")
 
 
-def test_a_script_that_scores_nothing_is_told_of_by_its_own_lines(
-    start_server: StartPython, evaluation: StartPython
-) -> None:
+def test_a_script_without_a_score_is_quoted(start_server: StartPython, evaluation: StartPython) -> None:
     server = start_server()
     cases = (
         ("", 2, "score.py defines no function evaluate(parameters)."),

@@ -80,9 +80,7 @@ def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_script_of_ones_own_trains_beside_another(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_own_scripts_train_together(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "minimal.py", tmp_path / "train.py")
     serving, working = (block for block in blocks("quickstart") if "--run-id mine" in block or "train.py" in block)
     [[_, *flags]] = commands(serving)
@@ -127,7 +125,7 @@ def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Start) -
 
 @pytest.mark.extended
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl, by which the page makes a token, is not installed")
-def test_two_machines_train_by_tls_and_a_token(
+def test_two_machines_train(
     start_server: Start, start_python: StartPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

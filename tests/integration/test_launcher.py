@@ -62,9 +62,7 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: StartPy
     assert told < output.index("finished after"), "told at the start too"
 
 
-def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
-    start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_job_says_how_to_export_and_is_resumed_under_its_run(start_python: StartPython, tmp_path: Path) -> None:
     """With all that one may want of its servers: what each says, and an update log of its own."""
     code = (
         "import numpy, os, pyps_client\n"
@@ -120,9 +118,7 @@ def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: Star
     assert "worker-1 was killed by SIGKILL" in launcher.output()
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
-    start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_failed_last_checkpoint_is_reported_with_its_reason(start_python: StartPython, tmp_path: Path) -> None:
     code = (
         "import numpy, pathlib, pyps_client\n"
         "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
@@ -138,9 +134,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
     )
 
 
-def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_is_not_said_to_hold_one(
-    start_python: StartPython, tmp_path: Path
-) -> None:
+def test_flags_after_the_program_are_the_workers(start_python: StartPython, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])", encoding="utf-8")
 
@@ -416,9 +410,7 @@ def test_a_replica_is_started_again_and_meets_elsewhere(start_python: StartPytho
     assert len(set(met)) == len({port for _, port in met}) == 3, "a place for each life"
 
 
-def test_a_worker_that_fails_is_started_again_and_trains_the_same_run(
-    start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_failed_worker_is_started_again_in_the_same_run(start_python: StartPython, tmp_path: Path) -> None:
     once = tmp_path / "once"
     code = (
         "import os, pathlib, signal, numpy, pyps_client\n"

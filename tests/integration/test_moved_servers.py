@@ -14,9 +14,7 @@ def pushed(client: object, seed: int) -> set[int]:
     return {receipt.version_after for receipt in receipts}
 
 
-def test_a_worker_finds_a_server_that_moved_in_the_file_that_was_rewritten(
-    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_finds_a_moved_server(start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "servers"
     kept = ("--checkpoint-dir", str(tmp_path / "kept"))
     first, second = start_server("--host", "127.0.0.2", *kept), start_server("--host", "127.0.0.3")
@@ -52,9 +50,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return addresses
 
 
-def test_servers_behind_one_name_keep_their_places_where_they_move(
-    start_server: Start, tmp_path: Path, hosts: set[str]
-) -> None:
+def test_servers_behind_one_name_keep_their_places(start_server: Start, tmp_path: Path, hosts: set[str]) -> None:
     port = server_port()
 
     def start(host: str, name: str, *flags: str) -> ServerThread:

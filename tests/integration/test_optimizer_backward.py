@@ -73,9 +73,7 @@ def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, p
 
 
 @over_messages
-def test_shards_are_applied_amid_the_backward_pass_and_the_model_changes_in_the_step_only(
-    start_server, transport
-) -> None:
+def test_shards_go_amid_the_backward_pass_and_the_model_changes_in_step(start_server, transport) -> None:
     server, model = start_server(), mlp()
     with remote(model, server.data, transport=transport) as optimizer:
         before = parameters_of(model)
@@ -99,9 +97,7 @@ def test_shards_are_applied_amid_the_backward_pass_and_the_model_changes_in_the_
 
 
 @over_messages
-def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(
-    start_server, proxies, monkeypatch, transport
-) -> None:
+def test_a_push_cut_amid_the_backward_pass_is_applied_once(start_server, proxies, monkeypatch, transport) -> None:
     monkeypatch.setattr("pyps_client.transport.tcp.OPEN_SECONDS", 1000.0)
     trained, (inputs, classes) = [], next(batches(1))
     for cuts in (False, True):
@@ -130,9 +126,7 @@ def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(
 
 
 @over_messages
-def test_a_backward_pass_slower_than_any_call_may_be_is_no_lost_link(
-    start_server, monkeypatch, caplog, transport
-) -> None:
+def test_a_slow_backward_pass_is_no_lost_link(start_server, monkeypatch, caplog, transport) -> None:
     seconds = 0.3
     server, model = start_server(), mlp()
     with remote(model, server.data, transport=transport) as optimizer:
@@ -178,9 +172,7 @@ def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, tra
 
 @over_messages
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_ends_a_pass_that_broke_off_and_what_had_left_counts_once(
-    start_server, caplog, transport, set_to_none
-) -> None:
+def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, caplog, transport, set_to_none) -> None:
     server, model = start_server("--staleness", "none"), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with joined(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:

@@ -212,9 +212,7 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
         ("async", {}, ""),
     ],
 )
-def test_a_model_that_rests_between_pulls_is_told_once_whoever_spaced_them(
-    start_server, caplog, protocol, pace, told
-) -> None:
+def test_rest_between_pulls_is_reported_once(start_server, caplog, protocol, pace, told) -> None:
     model = mlp()
     adagrad = torch.optim.Adagrad(model.parameters())
     with joined(model, adagrad, start_server("--protocol", protocol).data, **pace) as worker:
@@ -274,9 +272,7 @@ def test_a_loop_over_batches_ends_with_the_run(start_server, caplog) -> None:
     assert "is over" not in caplog.text
 
 
-def test_a_script_that_says_nothing_of_its_end_leaves_as_finished_with_all_its_gradients(
-    start_server, start_python
-) -> None:
+def test_a_script_that_just_ends_is_finished_with_all_its_gradients(start_server, start_python) -> None:
     server = start_server()
     script = (
         "import torch\n"

@@ -195,9 +195,7 @@ def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) 
             np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
-def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_between_steps_is_told_once(
-    start_server, caplog
-) -> None:
+def test_loading_after_joining_is_refused_and_a_clamp_between_steps_reported(start_server, caplog) -> None:
     saved = mlp(seed=1).state_dict()
 
     def assign(model: torch.nn.Module) -> None:

@@ -229,9 +229,7 @@ def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "overlap"), [("async", "off"), ("serial", "off"), ("async", "backward")])
-def test_what_was_computed_on_a_shard_that_came_in_part_is_left_out_and_training_goes_on(
-    start_server, monkeypatch, caplog, protocol, overlap
-) -> None:
+def test_gradients_on_a_partial_shard_are_left_out(start_server, monkeypatch, caplog, protocol, overlap) -> None:
     server, model, receive_whole = start_server("--protocol", protocol), mlp(), Intake.receive
 
     def receive_some(intake, shard_id, codec_number, num_bytes, receive) -> None:

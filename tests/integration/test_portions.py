@@ -49,9 +49,7 @@ def test_two_workers_train_on_each_example_once_an_epoch(start_server: Start) ->
     assert sum(map(sum, counts)) == 2 * EXAMPLES
 
 
-def test_a_worker_for_which_nothing_is_left_begins_the_next_epoch_while_another_has_the_last_portion(
-    start_server: Start,
-) -> None:
+def test_a_worker_begins_the_next_epoch_while_another_has_the_last_portion(start_server: Start) -> None:
     server, tensors = start_server(), {"w": np.zeros(3, np.float32)}
     with (
         Client(tensors, SGD, launch=Launch(server.data, worker_id="slow")) as slow,
@@ -75,9 +73,7 @@ def test_a_worker_for_which_nothing_is_left_begins_the_next_epoch_while_another_
         assert [list(of_worker.epoch()) for of_worker in portions.values()] == [[], []]
 
 
-def test_an_epoch_is_completed_by_a_server_that_came_back_from_its_checkpoint(
-    start_server_process: Start, tmp_path: Path
-) -> None:
+def test_a_restored_server_completes_the_epoch(start_server_process: Start, tmp_path: Path) -> None:
     folder = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.3")
     flags = (*folder, "--port", str(server_port()))
     server = start_server_process(*flags)

@@ -113,7 +113,7 @@ def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and
     assert "Traceback" not in leader.output()
 
 
-def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
+def test_sigterm_in_a_hung_collective(
     start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
 ) -> None:
     servers = start_servers(start_server, 2)
@@ -179,9 +179,7 @@ def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: S
 
 @pytest.mark.usefixtures("nobody_hangs")
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_process_whose_first_parameters_fail_ends_all_and_leaves_the_turn_to_others(
-    start_server: Start, failing: int
-) -> None:
+def test_failed_first_parameters_end_the_replica_and_free_the_turn(start_server: Start, failing: int) -> None:
     told = addresses(start_servers(start_server, 2))
 
     def fail() -> Values:

@@ -101,9 +101,7 @@ def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_pr
     assert_close(found[1], whole)
 
 
-def test_overlapped_replicas_push_each_example_once_and_know_of_the_runs_end_by_the_same_step(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_overlapped_replicas_push_each_example_once(start_server: Start, start_python: StartPython) -> None:
     """Here pushes and pulls take the time they take, another on each process."""
     servers = serve(start_server, 2, replicas=2)
     job = ReplicaJob(start_python, servers, "--portions", "2", "--overlap", "step", replicas=2)
@@ -121,18 +119,14 @@ def test_overlapped_replicas_push_each_example_once_and_know_of_the_runs_end_by_
     assert {shard.version for shard in shards_of(job.addresses)} == {9}
 
 
-def test_a_minibatch_with_nan_in_one_process_is_left_out_by_all(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_nan_in_one_process_is_left_out_by_all(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     servers = serve(start_server, 2, checkpoints=tmp_path)
     for output in ReplicaJob(start_python, servers, "--steps", "6", "--nan-at", "3").ended_well():
         assert "after 6 steps, 1 left out" in output
     assert_close(kept(servers, tmp_path), reference(6, without=3))
 
 
-def test_each_part_contacts_its_own_shards_and_nothing_else(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_each_part_contacts_its_own_shards(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     """P3 and D4, as the servers saw it."""
     release = tmp_path / "release"
     servers = serve(start_server, 2, replicas=2)
@@ -166,7 +160,7 @@ def test_a_barrier_takes_replicas_for_workers(start_server: Start, start_python:
     assert {shard.version for shard in shards_of(job.addresses)} == {12}
 
 
-def test_p5_a_step_reaches_no_server_before_every_process_has_finished_it(
+def test_p5_no_step_is_pushed_before_all_finish_it(
     start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     """Process 1 of replica 0 is held before a step that process 0 has begun; each push is an update."""
@@ -233,7 +227,7 @@ def test_portions_of_a_replica_that_is_killed_go_to_another_and_each_counts_once
 
 
 @pytest.mark.parametrize("later", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_a_run_of_two_parts_goes_on_with_one_process_or_two(
+def test_two_parts_go_on_with_one_process(
     start_server: Start, start_python: StartPython, tmp_path: Path, later: int
 ) -> None:
     servers = serve(start_server, 2, checkpoints=tmp_path)
@@ -258,9 +252,7 @@ def test_a_run_of_two_parts_goes_on_with_one_process_or_two(
 
 
 @pytest.mark.extended
-def test_a_killed_process_takes_its_replica_and_the_launcher_starts_one_that_rejoins(
-    start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_its_replica_and_another_rejoins(start_python: StartPython, tmp_path: Path) -> None:
     release = tmp_path / "release"
     sizes = ("--servers", "2", "--replicas", "2", "--parts", "2", "--max-restarts", "1", "--protocol", "hardsync")
     script = ("--steps", "3", "--hold", str(release))
@@ -296,9 +288,7 @@ def test_a_killed_process_takes_its_replica_and_the_launcher_starts_one_that_rej
     assert job.wait(DEADLINE) == 0, job.output()
 
 
-def test_a_mistake_of_one_process_is_refused_by_all_in_the_same_words(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_a_mistake_of_one_process_is_refused_by_all_alike(start_server: Start, start_python: StartPython) -> None:
     servers = serve(start_server, 2)
     for case, words in (
         ("optimizer", "The optimizer's rule is sgd in process 0 of the replica, but adagrad in process 1"),

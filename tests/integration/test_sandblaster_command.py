@@ -23,9 +23,7 @@ def _command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_a_coordinator_that_is_killed_is_started_again_and_the_job_ends_well(
-    start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_killed_coordinator_is_started_again(start_python: StartPython, tmp_path: Path) -> None:
     go = tmp_path / "go"
     hold = ("--hold-at", "70", "--release", str(go))
     flags = ("--servers", "2", "--iterations", "6", "--portions", "8")

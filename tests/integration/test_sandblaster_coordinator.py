@@ -73,9 +73,7 @@ def test_one_worker_and_three_come_to_the_same_bits(job: SandblasterJob, undistu
     assert losses == sorted(losses, reverse=True), "the loss falls from iteration to iteration"
 
 
-def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
-    job: SandblasterJob, undisturbed: str, tmp_path: Path
-) -> None:
+def test_a_killed_coordinator_changes_no_bit(job: SandblasterJob, undisturbed: str, tmp_path: Path) -> None:
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     first = job.coordinate(*FLAGS)
@@ -93,7 +91,7 @@ def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
     assert job.bits() == undisturbed
 
 
-def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
+def test_a_killed_worker_changes_no_bit(
     start_server: Start, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
@@ -127,9 +125,7 @@ def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: Sandblaste
     job.bits()
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_a_plan_too_large_is_refused_with_one_that_fits(start_server: Start, start_python: StartPython) -> None:
     # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
     job = SandblasterJob(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
     job.hire()
@@ -152,7 +148,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
         tried.kill()
 
 
-def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
+def test_the_older_of_two_coordinators_hears_of_the_newer(
     job: SandblasterJob, undisturbed: str, tmp_path: Path
 ) -> None:
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
@@ -168,9 +164,7 @@ def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
     assert job.bits() == undisturbed
 
 
-def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
-    job: SandblasterJob, tmp_path: Path
-) -> None:
+def test_a_lost_server_ends_the_coordinator_in_one_sentence(job: SandblasterJob, tmp_path: Path) -> None:
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
     worker.wait_for_output("held", END_SECONDS)
@@ -226,7 +220,7 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Sa
     assert job.bits() == undisturbed
 
 
-def test_an_interrupted_coordinator_says_how_to_go_on(
+def test_an_interrupted_coordinator_says_how_to_resume(
     start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     job = SandblasterJob(start_server, start_python, servers=1)
@@ -263,9 +257,7 @@ def test_a_coordinator_without_workers_says_what_it_waited_for(start_server: Sta
     assert "Traceback" not in coordinator.output()
 
 
-def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
-    start_server: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_coordinator_waits_for_a_briefly_lost_server(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
     port = str(server_port())
     server = start_server("--run-id", "blast", "--port", port)
     link = Link(Launch(servers=(server.data,), worker_id="coordinator"))

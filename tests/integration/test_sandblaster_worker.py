@@ -277,9 +277,7 @@ def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable
         np.testing.assert_array_equal(values, expected)
 
 
-def test_a_loss_that_is_not_finite_is_delivered_without_a_gradient_and_the_next_pass_is_sound(
-    hire: Callable[..., Job],
-) -> None:
+def test_an_infinite_loss_is_delivered_without_a_gradient(hire: Callable[..., Job]) -> None:
     broken = [True]
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -296,9 +294,7 @@ def test_a_loss_that_is_not_finite_is_delivered_without_a_gradient_and_the_next_
     job.end()
 
 
-def test_a_gradient_that_is_too_large_for_its_type_is_told_of_with_one_that_holds_it(
-    hire: Callable[..., Job], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gradient_too_large_for_its_codec(hire: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(outputs, targets) * 1e6
 
@@ -313,9 +309,7 @@ def test_a_gradient_that_is_too_large_for_its_type_is_told_of_with_one_that_hold
     job.end()
 
 
-def test_the_loss_of_a_few_portions_has_the_same_bits_in_every_version_of_python(
-    hire: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_has_the_same_bits_in_every_python(hire: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # Sums of a few losses of float32 would be exact.
         return functional.cross_entropy(outputs.double(), targets)
@@ -343,9 +337,7 @@ class Gate:
 
 
 @pytest.mark.parametrize(("per_stage", "claimed"), [(1, 0), (3, 0), (3, 1)])
-def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(
-    hire: Callable[..., Job], per_stage: int, claimed: int
-) -> None:
+def test_work_for_an_ended_pass_is_thrown_away(hire: Callable[..., Job], per_stage: int, claimed: int) -> None:
     # The first portion is computed, and kept for the stage of three, where the second one's first batch stops.
     gate = Gate(batches_before=claimed * math.ceil(NUM_EXAMPLES // 5 / 4))
     job = hire(1, loss=gate)
@@ -435,9 +427,7 @@ def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
             pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")
 
 
-def test_a_process_with_a_part_of_the_model_is_refused_and_told_to_start_without_parts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_with_a_part_of_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYPS_PARTS", "2")
     monkeypatch.setenv("PYPS_WORKER_ID", "worker-0")
     monkeypatch.setenv("PYPS_SERVERS", "127.0.0.1:1")
@@ -449,7 +439,7 @@ def test_a_process_with_a_part_of_the_model_is_refused_and_told_to_start_without
         pyps_client.Client({"weights": np.zeros(3)}, optimizer=("sgd", {"learning_rate": 0.1}))
 
 
-def test_what_would_make_the_loss_another_function_is_warned_of(
+def test_layers_that_change_the_loss_are_warned(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYPS_START_WAIT_SECONDS", "0")
@@ -486,9 +476,7 @@ pyps_client.sandblaster(
 """
 
 
-def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
-    hire: Callable[..., Job], start_python: StartPython
-) -> None:
+def test_a_loss_of_a_wrong_shape_ends_in_one_sentence(hire: Callable[..., Job], start_python: StartPython) -> None:
     job = hire(1)
     worker = start_python("-c", WORKER, addresses(job.servers), "vector")
     wait_until(lambda: len(inspect(job.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
@@ -501,9 +489,7 @@ def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
     job.end()
 
 
-def test_a_worker_that_is_interrupted_amid_a_portion_costs_nothing_but_time(
-    hire: Callable[..., Job], start_python: StartPython
-) -> None:
+def test_an_interrupted_worker_costs_nothing_but_time(hire: Callable[..., Job], start_python: StartPython) -> None:
     """B8; one that is killed is in test_sandblaster_coordinator.py."""
     job = hire(1)
     expected = job.conductor.run_pass(portions=6).loss_sum

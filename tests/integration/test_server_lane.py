@@ -207,9 +207,7 @@ def test_an_earlier_life_s_ticket_cuts_no_lane_of_the_later(server: ServerThread
             assert lane.receive()[0] == PUSH
 
 
-def test_bytes_that_are_no_first_message_end_a_connection_and_nothing_else(
-    server: ServerThread, worker: WireWorker
-) -> None:
+def test_a_bad_first_message_ends_its_connection_alone(server: ServerThread, worker: WireWorker) -> None:
     offer = worker.hello().lane
     shown = LaneOpen(sender=worker.sender, ticket=offer.ticket).SerializeToString()
     generator = random.Random(0)
@@ -246,9 +244,7 @@ def test_bytes_that_are_no_first_message_end_a_connection_and_nothing_else(
         (PREFIX.pack(PUSH, 10, 10), "MalformedFrame"),
     ],
 )
-def test_a_message_that_cannot_be_is_refused_before_memory_is_taken_for_it(
-    worker: WireWorker, prefix: bytes, error: str
-) -> None:
+def test_an_impossible_message_is_refused_before_it_takes_memory(worker: WireWorker, prefix: bytes, error: str) -> None:
     with open_lane(worker) as lane:
         lane.socket.sendall(prefix + b"\xff" * 10)
         assert lane.refusal().startswith(error)
@@ -337,9 +333,7 @@ COUNTS = [1000, pytest.param(int(os.environ.get("LANE_MESSAGES", "20000")), mark
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_mangled_messages_are_answered_or_refused_and_what_is_not_acknowledged_was_not_applied(
-    server: ServerThread, worker: WireWorker, count: int
-) -> None:
+def test_mangled_messages_are_answered_or_refused(server: ServerThread, worker: WireWorker, count: int) -> None:
     process, began = psutil.Process(), time.monotonic()
     resident = 0
     with WireWorker(server.data, "b") as other:
@@ -360,9 +354,7 @@ def test_mangled_messages_are_answered_or_refused_and_what_is_not_acknowledged_w
     assert "bug" not in server.output()
 
 
-def test_where_all_hold_much_a_lane_has_one_message_at_a_time(
-    worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_load_a_lane_has_one_message_at_a_time(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "pyps.service.lane.connection"
     monkeypatch.setattr(f"{module}.AHEAD_BYTES_MAX", 1)
     monkeypatch.setattr(f"{module}.INLINE_PARAMETERS_MAX", 0)
@@ -383,7 +375,7 @@ def test_where_all_hold_much_a_lane_has_one_message_at_a_time(
     assert held == [len(payload) for _, payload in messages]
 
 
-def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
+def test_a_slow_sender_is_disconnected(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.2)
@@ -400,9 +392,7 @@ def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
     assert versions(server) == [0]
 
 
-def test_who_takes_no_answers_is_cut_and_what_it_held_is_free(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_takes_no_answers_is_disconnected(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyps.service.lane.connection.WRITE_SECONDS", 0.2)
     monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 1e12)
     server = start_server()
@@ -431,7 +421,7 @@ def begin_push(server: ServerThread, worker: WireWorker, lane: RawLane) -> bytes
     return payload[-1:]
 
 
-def test_half_a_message_does_not_hold_up_the_end(
+def test_half_a_message_delays_no_end(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyps.service.lane.connection.STALL_SECONDS", 0.1)
@@ -442,7 +432,7 @@ def test_half_a_message_does_not_hold_up_the_end(
     assert time.monotonic() - began < 4
 
 
-def test_a_message_that_goes_on_coming_at_the_end_is_answered(
+def test_the_last_message_is_answered(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyps.service.lane.connection.STALL_SECONDS", 60.0)
@@ -456,7 +446,7 @@ def test_a_message_that_goes_on_coming_at_the_end_is_answered(
         assert ended.result(DEADLINE_SECONDS) == 0
 
 
-def test_a_large_message_may_take_longer_than_a_small_one(
+def test_a_large_message_has_more_time(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 0.001)
@@ -477,7 +467,7 @@ def test_a_large_message_may_take_longer_than_a_small_one(
         assert lane.receive()[0] == PUSH
 
 
-def test_a_worker_that_comes_beyond_the_bound_is_offered_no_lane(
+def test_beyond_the_bound_no_lane_is_offered(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
@@ -489,7 +479,7 @@ def test_a_worker_that_comes_beyond_the_bound_is_offered_no_lane(
             assert again.receive()[0] == PUSH
 
 
-def test_of_two_workers_at_once_one_has_the_last_lane(
+def test_one_worker_gets_the_last_lane(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
@@ -511,9 +501,7 @@ def test_of_two_workers_at_once_one_has_the_last_lane(
     assert sorted(kind for kind, _, _ in answers) == [OPEN, FAILURE]
 
 
-def test_callers_that_show_no_ticket_keep_no_worker_from_its_lane(
-    worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callers_without_ticket_block_no_lane(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyps.service.lane.listener.STRANGERS_MAX", 2)
     port = worker.hello().lane.port
     with RawLane(port) as first, RawLane(port) as second, open_lane(worker) as lane:
@@ -524,7 +512,7 @@ def test_callers_that_show_no_ticket_keep_no_worker_from_its_lane(
         assert second.refusal().startswith("NotAllowed")
 
 
-def test_a_caller_that_is_cut_before_its_lane_is_open_does_not_use_up_its_ticket(
+def test_a_cut_caller_keeps_its_ticket(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admit, begun, ended = Tcp._admit, threading.Event(), threading.Event()
@@ -554,9 +542,7 @@ def test_a_caller_that_is_cut_before_its_lane_is_open_does_not_use_up_its_ticket
         assert lane.receive() == (OPEN, b"", b"")
 
 
-def test_a_caller_for_whom_no_second_thread_is_left_leaves_none(
-    worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_without_a_second_thread_leaves_none(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

@@ -181,9 +181,7 @@ def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server: St
     assert opened == set(told.values())
 
 
-def test_who_is_no_worker_gets_no_ticket_which_lanes_and_shared_memory_ask_for_in_place_of_a_role(
-    start_server: Start, holders: Holders
-) -> None:
+def test_only_workers_get_tickets_for_lanes_and_shared_memory(start_server: Start, holders: Holders) -> None:
     server = start_server(*holders.by_tokens(*ROLES))
     with WireWorker(server.data, token=holders.token(Role.WORKER)) as worker:
         reply = worker.join()
@@ -216,9 +214,7 @@ def test_an_observer_reads_all_and_changes_nothing(start_server: Start, holders:
             assert set(reader.snapshot()["layer.bias"]) == {-1.0}
 
 
-def test_each_command_shows_the_token_of_its_role_and_is_told_which_it_lacks(
-    start_server: Start, holders: Holders, tmp_path: Path
-) -> None:
+def test_each_command_shows_its_roles_token(start_server: Start, holders: Holders, tmp_path: Path) -> None:
     server = start_server(*holders.by_tokens(*ROLES), "--checkpoint-dir", str(tmp_path))
     files = {variable_name(field): str(holders.token_file(role)) for role, field in FIELDS.items()}
     workers = {"PYPS_TOKEN_FILE": files["PYPS_TOKEN_FILE"]}

@@ -35,9 +35,7 @@ def variables(settings: dict[str, str]) -> dict[str, str]:
     return {f"PYPS_{name.upper()}": path for name, path in settings.items()}
 
 
-def test_a_worker_trains_over_mutual_tls_to_the_same_bits_and_all_ports_speak_it(
-    start_server: Start, made: Path
-) -> None:
+def test_a_worker_trains_over_mutual_tls_on_all_ports(start_server: Start, made: Path) -> None:
     own = shown(made / "sound", mutual=True)
     server = start_server(*served(made / "sound", mutual=True), "--local-socket", "off")
     model = small_model()
@@ -122,9 +120,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_wrong_with_certificates_is_said_at_once_to_workers_and_commands(
-    start_server: Start, made: Path, case: str
-) -> None:
+def test_wrong_certificates_are_reported_to_workers_and_commands(start_server: Start, made: Path, case: str) -> None:
     has, shows, reason, words = REFUSALS[case]
     server = start_server(*has(made))
     command = ("--servers", server.data)
@@ -192,9 +188,7 @@ def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, mad
     assert "worker joined" in shell(*ask, **variables(former | trusted))
 
 
-def test_a_certificate_that_has_ended_does_not_take_the_place_of_a_good_one(
-    start_server: Start, made: Path, tmp_path: Path
-) -> None:
+def test_an_expired_certificate_replaces_no_good_one(start_server: Start, made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(folder))
     own = variables(shown(made / "sound"))
@@ -207,7 +201,7 @@ def test_a_certificate_that_has_ended_does_not_take_the_place_of_a_good_one(
     start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
 
 
-def test_a_certificate_that_is_there_before_it_is_good_comes_into_force_once_it_is(
+def test_a_future_certificate_waits(
     start_server: Start, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
@@ -233,9 +227,7 @@ def test_a_certificate_that_is_there_before_it_is_good_comes_into_force_once_it_
 
 
 @pytest.mark.parametrize("kind", ["Ed25519", "Ed448", "secp521r1", "secp256k1", "RSA of 1024 bits"])
-def test_a_certificate_whose_key_grpc_does_not_take_is_refused_by_name(
-    start_server: Start, made: Path, tmp_path: Path, kind: str
-) -> None:
+def test_a_key_unknown_to_grpc_is_refused_by_name(start_server: Start, made: Path, tmp_path: Path, kind: str) -> None:
     made_with = {
         "Ed25519": ed25519.Ed25519PrivateKey.generate,
         "Ed448": ed448.Ed448PrivateKey.generate,
@@ -263,9 +255,7 @@ def test_a_certificate_whose_key_grpc_does_not_take_is_refused_by_name(
         start_server(*served(folder))
 
 
-def test_a_worker_that_connects_anew_while_its_files_are_renewed_waits_for_them(
-    start_server: Start, made: Path, tmp_path: Path
-) -> None:
+def test_a_worker_waits_for_files_being_renewed(start_server: Start, made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(made / "sound", mutual=True))
     own = shown(folder, mutual=True)
@@ -284,9 +274,7 @@ def test_a_worker_that_connects_anew_while_its_files_are_renewed_waits_for_them(
         pulled.result(20)
 
 
-def test_a_worker_whose_certificate_ends_while_it_trains_waits_for_another(
-    start_server: Start, made: Path, tmp_path: Path
-) -> None:
+def test_a_worker_with_an_expired_certificate_waits(start_server: Start, made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(made / "sound", mutual=True))
     with (
@@ -307,7 +295,7 @@ def test_a_worker_whose_certificate_ends_while_it_trains_waits_for_another(
         pulled.result(20)
 
 
-def test_a_lane_that_is_lost_once_a_certificate_has_ended_leaves_grpc_as_it_is(
+def test_an_expired_lane_leaves_grpc(
     start_server: Start, made: Path, tmp_path: Path, proxies: dict[int, CuttingProxy]
 ) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
@@ -329,9 +317,7 @@ def put_worker(made: Path, folder: Path) -> None:
         replace_file(folder / name, (made / name).read_text(encoding="utf-8"))
 
 
-def test_why_a_server_is_not_reached_is_not_told_by_files_that_are_being_renewed(
-    start_server: Start, made: Path, tmp_path: Path
-) -> None:
+def test_files_being_renewed_are_not_blamed(start_server: Start, made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     channel = GrpcChannel(start_server().data, Credentials(**shown(folder, mutual=True)), use_proxy=False)
     (folder / "worker.key").rename(folder / "former.key")
@@ -438,9 +424,7 @@ def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
 
 
 @pytest.mark.parametrize("at", ["callers at the lane", "readers of metrics"])
-def test_who_is_refused_by_tls_is_counted_and_the_newest_named_in_the_log(
-    start_server: Start, made: Path, at: str
-) -> None:
+def test_tls_refusals_are_counted_and_the_newest_logged(start_server: Start, made: Path, at: str) -> None:
     lane_port = str(server_port())
     server = start_server("--lane-port", lane_port, *served(made / "sound"))
     port = lane_port if "lane" in at else server.metrics.rpartition(":")[2]
@@ -459,9 +443,7 @@ def test_who_is_refused_by_tls_is_counted_and_the_newest_named_in_the_log(
     assert len(counts()) < 10
 
 
-def test_who_only_connects_to_a_lane_by_tls_is_cut(
-    start_server: Start, made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_tls_lane_is_closed(start_server: Start, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.0)
     port = server_port()
     start_server("--lane-port", str(port), *served(made / "sound"))

@@ -31,9 +31,7 @@ def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(star
 
 
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_the_processes_of_a_ddp_model_are_one_worker_with_a_replica_and_refused_without(
-    start_server, start_python, by_torchrun
-) -> None:
+def test_ddp_needs_a_replica(start_server, start_python, by_torchrun) -> None:
     (server,) = serve(start_server, 1)
     if by_torchrun:
         output = torchrun(start_python, "ddp", server.data)

@@ -76,9 +76,7 @@ def test_two_workers_of_a_peer_train_under_its_own_python(name: str, benchmark: 
     assert row["loss"] < 7
 
 
-def test_a_peer_trains_under_the_python_that_its_variable_names_or_is_left_out(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_trains_under_its_python_or_not(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = replace(benchmark.SUBJECTS["torchft"], module="no_such_module")
     assert benchmark.python(subject) is None
 
@@ -94,9 +92,7 @@ def test_the_tasks_models_are_of_the_size_that_their_tables_say(benchmark: Modul
         assert (sum(p.numel() for p in parameters), len(parameters)) == (task.params, task.keys)
 
 
-def test_workers_that_say_other_things_too_are_measured_from_the_moment_all_are_ready(
-    benchmark: ModuleType, tmp_path: Path
-) -> None:
+def test_measuring_begins_when_all_are_ready(benchmark: ModuleType, tmp_path: Path) -> None:
     told = "echo '[Gloo] connected'; echo ready; read word; while echo 1e9 0.5; do :; done"
 
     began, steps = benchmark.trained(

@@ -9,9 +9,7 @@ from support import Start, checksums, shell
 from wire_worker import WireWorker
 
 
-def test_the_logs_of_a_job_replay_to_its_final_bits_and_what_was_tampered_with_is_named(
-    start_server: Start, tmp_path: Path
-) -> None:
+def test_the_logs_of_a_job_replay_or_name_what_differs(start_server: Start, tmp_path: Path) -> None:
     servers = start_servers(start_server, 2, "--update-log", str(tmp_path), "--log-gradients")
     with make_client(addresses(servers), run_id="logged") as client:
         for step in range(3):

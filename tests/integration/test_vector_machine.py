@@ -75,9 +75,7 @@ def test_a_step_of_a_search_is_made_of_instructions_and_workers_pull_it(start_se
         assert np.array_equal(whole(worker), (2.0 - 0.5 * folded).astype(np.float32))
 
 
-def test_a_coordinator_that_comes_back_finds_state_and_vectors_and_its_forerunner_is_refused(
-    start_server: Start,
-) -> None:
+def test_a_returning_coordinator_finds_state_and_vectors(start_server: Start) -> None:
     with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
         coordinator.execute(instruction("ALLOC", target="x"), commits=1, state='{"loss":1.5}')
         successor = WireCoordinator(worker)

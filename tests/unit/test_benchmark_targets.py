@@ -86,9 +86,7 @@ def test_the_page_tells_what_training_made_of_each_link(targets: ModuleType) -> 
     assert "Not measured in this run" in pieces["training_beside"]({})
 
 
-def test_the_pages_are_what_the_results_beside_them_make(
-    targets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_match_the_results(targets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = importlib.import_module("document")
     pages = FOLDER.parent / "docs"
     drawn = {path.stem.removeprefix("performance_"): path.name for path in (pages / "images").glob("performance_*")}

@@ -56,9 +56,7 @@ def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path
     assert "has 65 characters" in shell("certs", "worker", 65 * "a", *into, status=2)
 
 
-def test_the_commands_of_the_page_on_security_work_as_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_the_security_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("pyps certs ")]

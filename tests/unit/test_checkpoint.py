@@ -243,9 +243,7 @@ def test_a_model_that_is_not_cut_is_written_as_before_models_could_be() -> None:
     assert RunHeader.from_json(HEADER.to_json()) == HEADER
 
 
-def test_the_checkpoints_of_all_servers_give_the_tensors_whole_and_those_of_one_say_what_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_all_servers_checkpoints_give_whole_tensors_or_say_what_is_missing(tmp_path: Path) -> None:
     for index in range(2):
         folder = CheckpointFolder(tmp_path / f"server-{index}")
         write_checkpoint(folder, shards_of_server(index), header=replace(CUT_HEADER, server_index=index))

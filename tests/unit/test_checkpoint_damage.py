@@ -102,9 +102,7 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
     stuck.close()
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_new_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stuck_old_checkpoint_is_no_failure_of_the_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class KeepsOld(Disk):
         def rename(self, old: Path, new: Path) -> None:
             if new.name.startswith(".old"):
@@ -252,9 +250,7 @@ def cut_at_every_operation(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint_and_what_was_written_stays(
-    tmp_path: Path, loss: Loss
-) -> None:
+def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint(tmp_path: Path, loss: Loss) -> None:
     later = adagrad_shards()
     for shard in later.values():
         push(shard, np.ones(16), sequence=9, epoch=3)

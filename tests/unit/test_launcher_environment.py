@@ -176,9 +176,7 @@ def shown_of(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_warnings_and_errors_are_shown_and_routine_is_not(
-    log_format: logs.Format, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_and_errors_are_shown_alone(log_format: logs.Format, capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs.JsonFormatter() if log_format == "json" else logs.TextFormatter())

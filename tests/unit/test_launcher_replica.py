@@ -250,9 +250,7 @@ def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good
 
 
 @pytest.mark.timeout(60)
-def test_a_second_ctrl_c_may_come_while_the_first_is_passed_on(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_may_follow_at_once(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     one = world(lambda index, rank, life: WAITS)
     [child] = one.replicas.children
     passed_on = []

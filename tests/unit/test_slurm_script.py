@@ -112,9 +112,7 @@ def test_keys_of_jobs_that_slurm_no_longer_has_go_with_the_folder_s_next(tmp_pat
 
 
 @pytest.mark.parametrize(("served", "says"), [(0, False), (143, False), (1, True)])
-def test_workers_that_fail_at_once_wait_for_servers_to_begin_and_a_lost_checkpoint_is_told_of_alone(
-    tmp_path: Path, served: int, says: bool
-) -> None:
+def test_workers_wait_for_servers_and_a_lost_checkpoint_is_reported(tmp_path: Path, served: int, says: bool) -> None:
     done = run(tmp_path, "--", "bash", "-c", "exit 3", served=served)
     assert done.returncode == 3
     assert ("ended without their last checkpoint" in done.stdout) == says
@@ -140,9 +138,7 @@ def test_nonsense_is_refused_in_a_sentence(arguments: tuple[str, ...], said: str
     assert said in str(done.exception)
 
 
-def test_sbatch_gets_the_script_and_its_refusal_is_the_command_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sbatch_gets_the_script_and_may_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     sbatch = tmp_path / "sbatch"

@@ -365,9 +365,7 @@ def test_other_parameters_at_the_end_are_told(log: UpdateLog, tmp_path: Path) ->
     )
 
 
-def test_beyond_the_bound_no_gradient_is_kept_and_the_replay_ends_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_beyond_the_bound_no_gradient_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Parameters, slots and two gradients.
     log = UpdateLog(tmp_path, log_gradients=True, payload_bytes_max=4 * 64 + 63)
     shard = logged_shard(log)
@@ -395,9 +393,7 @@ def test_the_bound_holds_over_all_shards(tmp_path: Path) -> None:
     assert sizes == [128, 64]
 
 
-def test_a_full_disk_ends_the_logging_and_nothing_else(
-    log: UpdateLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_logging_only(log: UpdateLog, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shard = logged_shard(log)
     train(shard, range(1, 4))
     path = only(tmp_path)

@@ -128,7 +128,7 @@ def test_frames_are_made_when_there_is_room_for_them(channel: GrpcChannel) -> No
 @pytest.mark.parametrize(
     ("message", "error"), [(b"fail UnknownWorker", UnknownWorker), (b"fail LimitExceeded", Busy), (b"end", LinkLost)]
 )
-def test_a_verdict_ends_the_round_and_the_next_has_a_call_of_its_own(
+def test_a_verdict_ends_the_round(
     server: EchoServer, channel: GrpcChannel, message: bytes, error: type[Exception]
 ) -> None:
     assert echo(channel, b"before") == [b"before"]

@@ -82,9 +82,7 @@ def test_an_outage_begins_with_the_first_failed_attempt_and_ends_with_an_answer(
     assert outage.note("server 0", "reset", at=9.0) == 9.0
 
 
-def test_an_outage_of_several_servers_is_told_in_one_line_that_comes_ever_more_rarely_until_all_are_back(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     outage = Outage(lambda: now)
     told: dict[float, str] = {}
@@ -171,9 +169,7 @@ def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(cap
     assert caplog.messages[-1] == "server 0 is there after 0 s"
 
 
-def test_a_wait_counts_from_the_attempt_that_failed_before_it_but_has_its_whole_deadline(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage()
     outage.note("server 0", "no answer", at=time.monotonic() - 100)
     wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
@@ -212,9 +208,7 @@ def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch: pytest.Monke
         beats.end()
 
 
-def test_heartbeats_and_waits_agree_on_how_long_a_server_is_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_heartbeats_and_waits_agree(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(lease, "SILENCE_SECONDS", 1.0)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",))
     connection = Connection(0, launch=launch)

@@ -77,9 +77,7 @@ REFUSALS: list[tuple[str, str, type[Exception]]] = [
 ]
 
 
-def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(
-    ends: tuple[SharedMemoryLink, socket.socket],
-) -> None:
+def test_a_refusal_raises_its_error_and_keeps_the_link(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, far = ends
     for status, name, error in REFUSALS:
         far.sendall(framed(refusal(status, name)))
@@ -111,7 +109,7 @@ def test_silence_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket]) -> None
     ("begun", "words"),
     [(b"\x05\0", "within the call's deadline"), (LENGTH.pack(2**32 - 1), "to have 4294967295 bytes")],
 )
-def test_an_answer_is_whole_by_the_deadline_and_has_a_bound(
+def test_an_answer_has_deadline_and_bound(
     ends: tuple[SharedMemoryLink, socket.socket], begun: bytes, words: str
 ) -> None:
     link, far = ends
@@ -133,9 +131,7 @@ def test_closing_ends_a_request_under_way(ends: tuple[SharedMemoryLink, socket.s
             asking.result(20)
 
 
-def test_a_link_that_is_closed_just_before_a_turn_ends_keeps_no_socket(
-    ends: tuple[SharedMemoryLink, socket.socket],
-) -> None:
+def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, _ = ends
 
     class ClosedMeanwhile:
@@ -158,9 +154,7 @@ def test_a_link_that_is_closed_just_before_a_turn_ends_keeps_no_socket(
     assert link._socket.fileno() == -1
 
 
-def test_who_would_wait_for_a_held_request_is_sent_elsewhere_and_who_waits_for_a_quick_one_gets_its_turn(
-    ends: tuple[SharedMemoryLink, socket.socket],
-) -> None:
+def test_a_held_request_turns_others_away_a_quick_one_does_not(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, _ = ends
     assert link.begin(parks=True)
     assert not link.begin()

@@ -44,9 +44,7 @@ def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) 
         assert (epochs[0] != epochs[1]) == shuffle
 
 
-def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_ended_early_and_is_told_once(
-    caplog,
-) -> None:
+def test_a_loader_ahead_goes_on_with_the_epoch_of_an_ended_loop(caplog) -> None:
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(50), worker, batch_size=4, portion_batches=3)

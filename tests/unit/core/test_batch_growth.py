@@ -38,9 +38,7 @@ def test_the_rate_follows_the_growth_as_asked() -> None:
 
 @settings(max_examples=50)
 @given(growth=growths, examples=st.integers(0, 10**18), more=st.integers(0, 10**18))
-def test_the_minibatch_never_shrinks_and_its_text_names_exactly_that_growth(
-    growth: BatchGrowth, examples: int, more: int
-) -> None:
+def test_the_minibatch_never_shrinks_and_its_text_is_exact(growth: BatchGrowth, examples: int, more: int) -> None:
     """A4: b(e) is non-decreasing."""
     assert growth.start <= growth.size(examples) <= growth.size(examples + more) <= growth.maximum
     assert BatchGrowth.parse(growth.text) == growth

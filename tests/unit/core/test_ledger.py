@@ -188,9 +188,7 @@ def deliver(shard, life: int, sequence: int) -> Receipt:
 
 @given(deliveries, st.integers(0, 120))
 @settings(max_examples=60, deadline=None)
-def test_each_push_is_applied_as_often_as_its_first_answer_says_and_answered_so_again(
-    order: list[tuple[int, int]], restore_after: int
-) -> None:
+def test_each_push_is_applied_as_its_first_answer_says(order: list[tuple[int, int]], restore_after: int) -> None:
     shard = make_shard(np.zeros(len(LIVES) * PUSHES))
     first: dict[tuple[int, int], Receipt] = {}
     for number, (life, sequence) in enumerate(order):

@@ -213,9 +213,7 @@ def look(members: Membership, *in_rounds: str, now: float, **held: Any) -> list[
     return [*effects.departed, *effects.set_aside, *["expected"] * effects.opens_gate]
 
 
-def test_a_worker_that_is_waited_for_and_does_not_push_stalls_and_long_steps_of_its_own_hold_nobody_up(
-    pair: Membership,
-) -> None:
+def test_a_worker_that_others_wait_for_stalls_and_long_steps_do_not(pair: Membership) -> None:
     assert [look(pair, *names, now=now) for names, now in (("", 500.0), ("b", 500.0), ("b", 509.0))] == [[]] * 3
     assert look(pair, "b", now=510.0) == ["b"]
     assert pair.roster.workers == ("a",)

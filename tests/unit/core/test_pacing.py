@@ -429,9 +429,7 @@ def test_whatever_happens_somebody_may_go_on_and_in_the_end_everybody_has(
 
 @settings(max_examples=50)
 @given(happenings=happenings, quorum=st.integers(1, len(WORKERS)))
-def test_before_the_quorum_nobody_computes_and_after_it_somebody_does(
-    happenings: list[tuple[str, str]], quorum: int
-) -> None:
+def test_nobody_computes_before_the_quorum(happenings: list[tuple[str, str]], quorum: int) -> None:
     pacer = together(ClockBound(2), quorum)
     world = World(pacer)
     seen = set()

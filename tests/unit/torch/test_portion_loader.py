@@ -52,9 +52,7 @@ def test_batches_come_in_order_and_the_last_may_be_smaller(loader: PortionLoader
     assert torch.cat([batch for batch, _ in found]).tolist() == [n * n for n in range(2, 12)]
 
 
-def test_the_portion_that_comes_next_is_read_while_this_one_is_computed(
-    dataset: Squares, loader: PortionLoader
-) -> None:
+def test_the_next_portion_is_read_during_this_one(dataset: Squares, loader: PortionLoader) -> None:
     batches = loader.batches(Portion(start=0, stop=8), Portion(start=20, stop=28))
     next(batches)
     wait_until(lambda: dataset.read == [*range(8), *range(20, 28)], what="reading ahead")
