@@ -17,7 +17,8 @@ import numpy as np
 from pyps.core.arrays import Floats
 from pyps.simulation.event import Scheduler
 from pyps.simulation.worker import Timing
-from pyps.work import DataSpec, Leased, PassOutcome, Portion, WorkQueue
+from pyps.work import DataSpec, Leased, Portion, WorkQueue
+from pyps_wire.work_pb2 import AwaitPassReply
 
 COORDINATOR_EPOCH = 1
 INCARNATION = 1
@@ -143,7 +144,7 @@ class VirtualCrew:
             scalars=scalars or {},
         )
 
-    def await_pass(self, pass_: int) -> PassOutcome:
+    def await_pass(self, pass_: int) -> AwaitPassReply:
         """Goes on until the pass is done, and returns what it came to."""
         while not (outcome := self._outcome(pass_)).complete:
             assert self._scheduler.step(), "the pass is not done and nobody has anything to do"
@@ -158,7 +159,7 @@ class VirtualCrew:
         """The portions computed in a pass, in the order of their ends."""
         return (span for span in self.spans if span.pass_ == pass_)
 
-    def _outcome(self, pass_: int) -> PassOutcome:
+    def _outcome(self, pass_: int) -> AwaitPassReply:
         return self.queue.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH)
 
     # A worker's turns.

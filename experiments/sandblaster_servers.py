@@ -25,7 +25,6 @@ from pyps.core.vectors.program import Program
 from pyps.core.vectors.stages import StagePart
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs
 from pyps.service.vector_machine import instruction_from
-from pyps.service.work_queue import progress_to
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as machine_pb
 from pyps_wire import work_pb2 as work_pb
@@ -138,14 +137,9 @@ class LocalLink:
 
     def _await_pass(self, _: int, message: bytes) -> Message:
         request = work_pb.AwaitPassRequest.FromString(message)
-        outcome = self._crew.await_pass(getattr(request, "pass"))
-        return work_pb.AwaitPassReply(
-            complete=outcome.complete,
-            loss_sum=outcome.loss_sum,
-            example_count=outcome.example_count,
-            stage_ids=outcome.stage_ids,
-            progress=progress_to(self._crew.queue.progress()),
-        )
+        reply = self._crew.await_pass(getattr(request, "pass"))
+        reply.progress.CopyFrom(self._crew.queue.progress())
+        return reply
 
 
 def coordinate(

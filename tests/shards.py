@@ -386,4 +386,6 @@ def restored_queue(queue: WorkQueue, **more) -> WorkQueue:
 def counted(queue: WorkQueue, pass_: int) -> list[int]:
     """The examples of a pass in the delivery log, in order: each once where all is well."""
     log = queue.progress(deliveries=True).deliveries
-    return sorted(example for d in log if d.pass_ == pass_ for example in range(d.portion.start, d.portion.stop))
+    return sorted(
+        example for d in log if getattr(d, "pass") == pass_ for example in range(d.portion.start, d.portion.stop)
+    )

@@ -24,7 +24,6 @@ from pyps.service.report import (
     worker_info,
 )
 from pyps.service.transport import Host, Transport, name_of
-from pyps.service.work_queue import progress_to
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
@@ -167,7 +166,7 @@ class Inspector:
     @_answering
     def GetWork(self, request: work.GetWorkRequest, context: Context) -> work.WorkProgress:
         """How far the workers are with the data set."""
-        return progress_to(self._run.work.progress(deliveries=request.deliveries))
+        return self._run.work.progress(deliveries=request.deliveries)
 
     @_answering
     def GetMemory(self, request: pb.GetMemoryRequest, context: Context) -> pb.Memory:

@@ -37,8 +37,8 @@ from pyps.service.hosting import address_of, busy_port
 from pyps.service.report import learning_rates_of, memory_of
 from pyps.service.transport import Host, Transport, name_of
 from pyps.statistics import Statistics, Tally
-from pyps.work import Progress
 from pyps_wire.errors import NotAuthenticated
+from pyps_wire.work_pb2 import WorkProgress
 
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
@@ -310,12 +310,12 @@ def _reports(scalars: Mapping[str, Mapping[str, float]]) -> Metric:
     return family
 
 
-def _about_work(work: Progress) -> Iterator[Metric]:
+def _about_work(work: WorkProgress) -> Iterator[Metric]:
     """Families of server 0, at 0 on others and where no worker shares a data set."""
     states = {state: getattr(work, state) for state in ("done", "running", "pending", "ahead")}
     meaning = "Portions of the present pass, by state; ahead: of later ones, done."
     yield gauge("work_portions", meaning, states, by="state")
-    yield gauge("work_pass", "The present pass over the data set.", work.pass_)
+    yield gauge("work_pass", "The present pass over the data set.", getattr(work, "pass"))
     yield counter("work_passes", "Passes over the data set that are done.", work.passes_done)
     yield counter("work_copies", "Backup copies of portions given out.", work.copies)
     yield counter("work_stolen", "Portions that a backup copy finished first.", work.stolen)

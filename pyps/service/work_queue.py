@@ -25,9 +25,7 @@ from pyps.work import (
     Leased,
     NothingNow,
     PassDone,
-    PassOutcome,
     Portion,
-    Progress,
     WorkQueue,
 )
 from pyps_wire import work_pb2 as wire
@@ -40,11 +38,6 @@ LEASES_MAX = 100_000
 LEASES_BYTES_MAX = convert.SMALL_BYTES_MAX + convert.LEASE_BYTES_MAX * LEASES_MAX
 # Figures that a coordinator may send with a pass.
 SCALARS_MAX = 256
-# The fields of a progress that have one name in both forms.
-FIGURES = (
-    *("num_portions", "done", "running", "pending", "ahead"),
-    *("passes_done", "copies", "stolen", "lost", "wasted", "ended", "scalars"),
-)
 
 Ask: TypeAlias = Callable[[], LeaseAnswer]
 
@@ -142,9 +135,9 @@ class WorkQueueService:
         """Answer when a pass is complete or the time is up; for pass 0, once there is a data set."""
         request = convert.parse(wire.AwaitPassRequest, message)
         queue = self._coordinated_by(request.sender)
-        outcome = await self._awaited(request, queue)
-        progress = progress_to(queue.progress())
-        return wire.AwaitPassReply(**asdict(outcome), progress=progress).SerializeToString()
+        reply = await self._awaited(request, queue)
+        reply.progress.CopyFrom(queue.progress())
+        return reply.SerializeToString()
 
     async def end_work(self, message: bytes, context: Call) -> bytes:
         """End the work."""
@@ -154,7 +147,7 @@ class WorkQueueService:
         queue.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
         return wire.EndWorkReply().SerializeToString()
 
-    async def _awaited(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> PassOutcome:
+    async def _awaited(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> wire.AwaitPassReply:
         run, pass_, wait_seconds = self._run, _pass_of(request), request.wait_milliseconds / 1000
         what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
         poll = _poll(run, self._work, queue, f"the coordinator waits for {what}", wait_seconds=wait_seconds)
@@ -168,7 +161,7 @@ class WorkQueueService:
                     return outcome
                 await poll.wait()
         except WaitTimedOut:
-            return PassOutcome(complete=False)
+            return wire.AwaitPassReply(complete=False)
         finally:
             queue.forget(poll.wake)
 
@@ -331,21 +324,3 @@ def lease_reply(answer: LeaseAnswer) -> wire.LeaseReply:
         case Ended():
             reply.outcome, reply.message = wire.LeaseReply.OUTCOME_ENDED, answer.message
     return reply
-
-
-def progress_to(progress: Progress) -> wire.WorkProgress:
-    figures: dict[str, Any] = {"pass": progress.pass_} | {name: getattr(progress, name) for name in FIGURES}
-    return wire.WorkProgress(
-        data=spec_to(progress.spec) if progress.spec is not None else None,
-        workers=[wire.WorkProgress.Worker(**asdict(worker)) for worker in progress.workers],
-        deliveries=[
-            wire.WorkProgress.Delivery(
-                portion=portion_to(delivered.portion),
-                worker_id=delivered.worker_id,
-                incarnation=delivered.incarnation,
-                **{"pass": delivered.pass_},
-            )
-            for delivered in progress.deliveries
-        ],
-        **figures,
-    )

@@ -5,7 +5,7 @@ waiting.py     calls that wait
 work_queue.py  the queue: passes, leases and deliveries; answers.py, its answers
 """
 
-from pyps.work.answers import Ended, LeaseAnswer, Leased, NothingNow, PassDone, PassOutcome, Progress, Verdict
+from pyps.work.answers import Ended, LeaseAnswer, Leased, NothingNow, PassDone, Verdict
 from pyps.work.portions import DataSpec, Portion
 from pyps.work.work_queue import WorkQueue
 
@@ -16,9 +16,7 @@ __all__ = [
     "Leased",
     "NothingNow",
     "PassDone",
-    "PassOutcome",
     "Portion",
-    "Progress",
     "Verdict",
     "WorkQueue",
 ]

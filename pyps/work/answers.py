@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pyps.work.portions import DataSpec, Portion
+from pyps.work.portions import Portion
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +61,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class PassOutcome:
-    """The result of a pass; the other fields are set only if it is complete."""
-
-    complete: bool
-    # Added in float64 in the order of portions.
-    loss_sum: float = 0.0
-    example_count: int = 0
-    # In the order of their first portions; none for portions whose loss was not finite.
-    stage_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Delivered:
     """A delivered portion, with its lease, and its worker."""
 
@@ -81,42 +68,3 @@ class Delivered:
     portion: Portion
     worker_id: str
     incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerShare:
-    """One worker's part of the current pass."""
-
-    worker_id: str
-    # Portions delivered, and held now, including those of later passes.
-    done: int
-    running: int
-    # Measured over its last portions; 0 if unknown.
-    examples_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the work is."""
-
-    # None before a worker opened a data set.
-    spec: DataSpec | None
-    pass_: int
-    # Since the run began: see Counts.
-    copies: int
-    stolen: int
-    lost: int
-    wasted: int
-    passes_done: int
-    # Portions of the current pass: all, delivered, with workers (backup copies counted once), with no worker.
-    num_portions: int = 0
-    done: int = 0
-    running: int = 0
-    pending: int = 0
-    # Delivered portions of later passes.
-    ahead: int = 0
-    workers: tuple[WorkerShare, ...] = ()
-    deliveries: tuple[Delivered, ...] = ()
-    # Of a coordinator: whether it has ended the work, and its own figures.
-    ended: bool = False
-    scalars: Mapping[str, float] = field(default_factory=dict)

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pyps.work.answers import PassOutcome
 from pyps.work.portions import Division, PendingPortions, Portion
+from pyps_wire.work_pb2 import AwaitPassReply
 
 # A worker's speed is that over so many of its last portions, so that a change shows soon.
 PORTIONS_MEASURED = 4
@@ -169,12 +169,17 @@ class WorkPass:
         """Return all portions that are not delivered, as ranges."""
         return PendingPortions([*self.pending.runs, *((portion, portion + 1) for portion in self.running)]).runs
 
-    def outcome(self) -> PassOutcome:
+    def outcome(self) -> AwaitPassReply:
         """Return the result of a pass with stages."""
         if not self.done:
-            return PassOutcome(complete=False)
+            return AwaitPassReply(complete=False)
         loss_sum = 0.0
         for _, loss in sorted(self._losses.items()):
             loss_sum += loss
-        stage_ids = tuple(stage for first in sorted(self._losses) if (stage := self.stage_of[first]))
-        return PassOutcome(True, loss_sum, self.division.num_examples, stage_ids)
+        return AwaitPassReply(
+            complete=True,
+            loss_sum=loss_sum,
+            example_count=self.division.num_examples,
+            # None of a portion whose loss was not finite.
+            stage_ids=[stage for first in sorted(self._losses) if (stage := self.stage_of[first])],
+        )

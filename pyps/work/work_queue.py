@@ -25,14 +25,12 @@ from pyps.work.answers import (
     Leased,
     NothingNow,
     PassDone,
-    PassOutcome,
-    Progress,
     Verdict,
-    WorkerShare,
 )
 from pyps.work.passes import Lease, WorkerProgress, WorkPass
 from pyps.work.portions import DataSpec, Division, Portion
 from pyps.work.waiting import WaitingCalls, Wake
+from pyps_wire import work_pb2 as wire
 from pyps_wire.errors import InvalidArgument, StateLost, Superseded
 
 # A worker is stuck after this many times the time that its own speed predicts.
@@ -330,7 +328,7 @@ class WorkQueue:
             self._begin(WorkPass(pass_, division, copies_max=copies_max, portions_per_stage=portions_per_stage))
             self._calls.wake_all()
 
-    def await_pass(self, pass_: int, *, coordinator_epoch: int, wake: Wake | None = None) -> PassOutcome:
+    def await_pass(self, pass_: int, *, coordinator_epoch: int, wake: Wake | None = None) -> wire.AwaitPassReply:
         """Return the result of a pass. If it is incomplete, `wake` is kept and called once when it may have changed.
 
         Pass 0 never begins: a wake function for it is called when the data set is opened.
@@ -342,7 +340,7 @@ class WorkQueue:
         self._require_coordinated()
         with self._calls.settled():
             self._require_latest(coordinator_epoch)
-            outcome = PassOutcome(complete=False)
+            outcome = wire.AwaitPassReply(complete=False)
             if pass_:
                 if pass_ != self.pass_:
                     raise InvalidArgument(f"pass {pass_} is awaited, but the present one is {self.pass_}: await that")
@@ -402,33 +400,33 @@ class WorkQueue:
             holders = {lease.worker.worker_id for work_pass in self._passes[:1] for lease in work_pass.awaited()}
             return tuple(sorted(holders - {worker_id} or holders))
 
-    def progress(self, *, deliveries: bool = False) -> Progress:
+    def progress(self, *, deliveries: bool = False) -> wire.WorkProgress:
         """Return how far the work is, on request with the deliveries that are remembered."""
         with self._calls.lock:
-            current = self._passes[0] if self._passes else None
-            workers = [
-                WorkerShare(
-                    name,
-                    done=current.done_by[name] if current else 0,
-                    running=len(worker.leases),
-                    examples_per_second=worker.speed,
-                )
-                for name, worker in sorted({**self._workers, **self._departed}.items())
-            ]
-            return Progress(
-                self.spec,
-                self.pass_,
-                **asdict(self._counts),
-                num_portions=current.division.num_portions if current else 0,
-                done=current.num_done if current else 0,
-                running=len(current.running) if current else 0,
-                pending=len(current.pending) if current else 0,
+            progress = wire.WorkProgress(
+                data=wire.DataSpec(**asdict(self.spec)) if self.spec else None,
                 ahead=sum(later.num_done for later in self._passes[1:]),
-                workers=tuple(workers),
-                deliveries=tuple(self._deliveries.values()) if deliveries else (),
                 ended=self._end_reason is not None,
                 scalars=self._scalars,
+                **{"pass": self.pass_, **asdict(self._counts)},
             )
+            current = self._passes[0] if self._passes else None
+            if current:
+                progress.num_portions, progress.done = current.division.num_portions, current.num_done
+                progress.running, progress.pending = len(current.running), len(current.pending)
+            for name, worker in sorted({**self._workers, **self._departed}.items()):
+                done = current.done_by[name] if current else 0
+                progress.workers.add(
+                    worker_id=name, done=done, running=len(worker.leases), examples_per_second=worker.speed
+                )
+            for each in self._deliveries.values() if deliveries else ():
+                progress.deliveries.add(
+                    portion=wire.Portion(**asdict(each.portion)),
+                    worker_id=each.worker_id,
+                    incarnation=each.incarnation,
+                    **{"pass": each.pass_},
+                )
+            return progress
 
     def state(self) -> dict[str, Any]:
         """Return all that a restored queue needs, as JSON; leased portions count as pending."""

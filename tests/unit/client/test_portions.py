@@ -179,7 +179,7 @@ def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_i
     assert sorted(seen[:32] + slows) == list(range(40))
     # Whatever it had at hand is in before the loop goes to something else.
     progress = work.progress()
-    assert (progress.pass_, progress.running) == (1, 0)
+    assert (work.pass_, progress.running) == (1, 0)
     assert len(seen) >= 32 + 16
     # In the next one's own order.
     order = np.random.RandomState([0, 1]).permutation(40)

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from pyps.work import Ended, Leased, NothingNow, PassOutcome, Verdict, WorkQueue
+from pyps.work import Ended, Leased, NothingNow, Verdict, WorkQueue
 from pyps_wire.errors import InvalidArgument, StateLost, Superseded
+from pyps_wire.work_pb2 import AwaitPassReply
 from shards import begin_pass, coordinated_queue, counted, refusal, restored_queue
 
 
@@ -27,7 +28,7 @@ def deliver(queue: WorkQueue, name: str, *leased: Leased, stage_id: int = 1, los
     )
 
 
-def outcome(queue: WorkQueue, pass_: int = 1, *, epoch: int = 1, **more) -> PassOutcome:
+def outcome(queue: WorkQueue, pass_: int = 1, *, epoch: int = 1, **more) -> AwaitPassReply:
     return queue.await_pass(pass_, coordinator_epoch=epoch, **more)
 
 
@@ -247,7 +248,7 @@ def test_losses_are_added_in_the_order_of_portions_whenever_they_come():
             claim(queue, "a", leases[portion_id])
             deliver(queue, "a", leases[portion_id], stage_id=100 - portion_id, loss_sum=losses[portion_id])
         done = outcome(queue)
-        assert done.stage_ids == (100, 99, 98, 97, 96)
+        assert done.stage_ids == [100, 99, 98, 97, 96]
         sums.add(done.loss_sum)
     assert sums == {(((1e16 + 1.0) - 1e16) + 1.0) + 3.0}
 
@@ -261,7 +262,7 @@ def test_several_portions_in_one_stage_are_one_stage():
     assert deliver(queue, "a", third, stage_id=7, loss_sum=1.0).accepted
     assert not outcome(queue).complete
     assert deliver(queue, "a", second, first, stage_id=8, loss_sum=2.0).accepted
-    assert outcome(queue) == PassOutcome(True, 3.0, 6, (8, 7))
+    assert outcome(queue) == AwaitPassReply(complete=True, loss_sum=3.0, example_count=6, stage_ids=[8, 7])
     assert counted(queue, 1) == list(range(6))
 
 
@@ -286,7 +287,7 @@ def test_a_delivery_repeated_in_another_stage_does_not_count():
     rest = lease(queue, "a")
     claim(queue, "a", rest)
     deliver(queue, "a", rest, stage_id=9)
-    assert outcome(queue).stage_ids == (5, 9)
+    assert outcome(queue).stage_ids == [5, 9]
 
 
 def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
@@ -300,7 +301,7 @@ def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
     deliver(queue, "a", second, stage_id=4, loss_sum=1.0)
     done = outcome(queue)
     assert math.isnan(done.loss_sum)
-    assert (done.stage_ids, done.example_count) == ((4,), 4)
+    assert (done.stage_ids, done.example_count) == ([4], 4)
 
 
 # Coordinators after each other: from its Attach on one is the only one, and the work goes on with it.

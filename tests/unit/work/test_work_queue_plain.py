@@ -555,16 +555,19 @@ def test_counts_and_passes_go_on():
     queue.release("a", lost=True)
     for pass_ in range(2):
         deliver(queue, lease(queue, pass_=pass_))
-    progress = restored_queue(queue).progress(deliveries=True)
-    assert (progress.pass_, progress.passes_done, progress.lost) == (1, 2, 1)
-    assert [delivered.pass_ for delivered in progress.deliveries] == [0, 1]
+    after = restored_queue(queue)
+    progress = after.progress(deliveries=True)
+    assert (after.pass_, progress.passes_done, progress.lost) == (1, 2, 1)
+    assert [getattr(delivered, "pass") for delivered in progress.deliveries] == [0, 1]
 
 
 def test_deliveries_of_the_present_pass_and_seven_before_it_are_remembered():
     queue = plain_queue(3, 3)
     for pass_ in range(20):
         deliver(queue, lease(queue, pass_=pass_))
-    assert [delivered.pass_ for delivered in queue.progress(deliveries=True).deliveries] == list(range(12, 20))
+    assert [getattr(delivered, "pass") for delivered in queue.progress(deliveries=True).deliveries] == list(
+        range(12, 20)
+    )
 
 
 def test_what_is_no_state_is_one_sentence():
