@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client import RemoteOptimizer
-from pyps_client.data import count_examples, worker_sampler
+from pyps_client.data import worker_sampler
 from pyps_wire.errors import PypsError
 
 # What each torch optimizer is made with where nothing else is said.
@@ -61,8 +61,9 @@ def main() -> None:
     scheduler = annealing(optimizer, arguments.epochs) if arguments.anneal else None
     started = time.monotonic()
     for epoch in range(arguments.epochs):
-        for images, labels in count_examples(loader, optimizer):
+        for images, labels in loader:
             optimizer.zero_grad()
+            optimizer.examples_in_batch = len(images)
             loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()

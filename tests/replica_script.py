@@ -231,7 +231,8 @@ def main() -> None:
             print(f"about to step {index}/{rank} after {step} steps", flush=True)
             while rank == num_parts - 1 and not args.pause.exists():
                 time.sleep(0.01)
-        optimizer.step(examples=len(x))
+        optimizer.examples_in_batch = len(x)
+        optimizer.step()
         if scheduler is not None:
             scheduler.step()
         step += 1

@@ -23,8 +23,8 @@ from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
 from pyps_client.torch.layout import plan
+from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.schedule import Pace
-from pyps_client.torch.steps import Steps
 from pyps_wire import work_pb2 as wire
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import OptimizerSettings, Sender
@@ -242,7 +242,7 @@ class PortionWorker:
         model = torch.nn.Linear(SIZE, 1, bias=False)
         self.weight = model.weight
         layout = plan(model, [{"params": list(model.parameters())}])
-        self.stepper = Steps(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
+        self.stepper = steps_of(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
         self.stepper.start()
         self.stepper.tell_over = self._end  # type: ignore[method-assign]
 

@@ -573,8 +573,7 @@ _COUNTS_DIFFER = (
 )
 
 _NO_EXAMPLES = (
-    "no worker tells how many examples stand behind its gradients (optimizer.step(examples=...), count_examples), so"
-    " {} does not move"
+    "no worker tells how many examples stand behind its gradients (optimizer.examples_in_batch), so {} does not move"
 )
 
 # After so many updates a worker that counts its examples has pushed.

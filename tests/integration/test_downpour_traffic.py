@@ -40,7 +40,8 @@ def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: Start) -> None:
                 if count == FIRST_STEPS:
                     before = status_of(server)
                 backward(model, batch)
-                optimizer.step(examples=16)
+                optimizer.examples_in_batch = 16
+                optimizer.step()
             after = status_of(server)
         assert after.tally.bytes_in - before.tally.bytes_in == STEPS // n_push * MODEL_BYTES
         # What has not changed since the last fetch is not sent again, and alone the replica makes all versions.

@@ -202,7 +202,7 @@ def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, capl
             expected -= np.float32(0.1) * gradients_of(model)
             optimizer.step()
             np.testing.assert_array_equal(parameters_of(model), expected)
-    assert caplog.text.count(f"broken off, or no step() followed it: {num_left} of {len(starts)} shards had left") == 1
+    assert caplog.text.count(f"broken off, or no step() followed it: {num_left} of {len(starts)} shards were sent") == 1
 
 
 @over_messages
@@ -217,7 +217,7 @@ def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_
         departures: list[Departures] = []
 
         def fail(_: torch.Tensor) -> None:
-            departures.append(optimizer._steps._backward._departures)
+            departures.append(optimizer._steps.overlap._departures)
             wait_until(lambda: departures[0].left, what="a shard that has left")
             raise RuntimeError("out of luck")
 
@@ -229,7 +229,7 @@ def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_
             optimizer.zero_grad()
         # It has been told.
         optimizer.zero_grad()
-    assert "had left" not in caplog.text
+    assert "were sent" not in caplog.text
 
 
 def scaled(model: torch.nn.Module, _: RemoteOptimizer) -> None:
@@ -289,11 +289,11 @@ def test_examples_are_told_before_the_backward_pass(start_server) -> None:
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         backward(model, next(batches(1)))
-        with pytest.raises(InvalidArgument, match=r"Set optimizer\.examples_in_batch before"):
-            optimizer.step(examples=16)
         optimizer.examples_in_batch = 16
+        with pytest.raises(InvalidArgument, match=r"examples_in_batch was set to 16 too late.* as those of 0 examples"):
+            optimizer.step()
         backward(model, next(batches(1)))
-        optimizer.step(examples=16)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, ca
         first = sum(parameter.numel() for parameter in model[0].parameters())
         np.testing.assert_array_equal(after[: first // 2], before[: first // 2])
         assert (after[-10:] != before[-10:]).all()
-        assert "had left before a gradient was found that is not finite, and count" in caplog.text
+        assert "were sent before a gradient was found that is not finite, and count" in caplog.text
         backward(model, next(batches(1)))
         optimizer.step()
         assert (parameters_of(model)[:10] != before[:10]).all()

@@ -283,7 +283,7 @@ def test_a_script_that_just_ends_is_finished_with_all_its_gradients(start_server
         "    for _ in range(6):\n"
         "        optimizer.zero_grad()\n"
         "        model(torch.ones(1, 4)).sum().backward()\n"
-        "        optimizer.step(examples=1)\n"
+        "        optimizer.examples_in_batch = 1; optimizer.step()\n"
         "main()\n"
     )
     process = start_python("-c", script, env={"PYPS_SERVERS": server.data, "PYPS_WORKER_ID": "script"})
@@ -382,10 +382,9 @@ def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_se
         backward(optimizer._model, next(batches(1)))
         for wrong in (-5, "x", 1.5, True):
             with pytest.raises(InvalidArgument, match="expected a whole number, 0 or more"):
-                optimizer.step(examples=wrong)
-            with pytest.raises(InvalidArgument, match="expected a whole number, 0 or more"):
                 optimizer.examples_in_batch = wrong
-        optimizer.step(examples=np.int64(16))
+        optimizer.examples_in_batch = np.int64(16)
+        optimizer.step()
         assert optimizer.steps == optimizer.global_step == 1
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pyps_client import Launch, RemoteOptimizer
-from pyps_client.data import count_examples
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import server_port, status_of, workers_of
 from training import backward, batches, flat, gradients_of, joined, mlp, parameters_of
@@ -62,7 +61,7 @@ def test_the_first_workers_statistics_are_those_that_others_follow(start_server,
         twin(of_first[0])
         for model, optimizer, batch in zip(models, optimizers, (of_first, of_second), strict=True):
             backward(model, batch)
-            optimizer.step(examples=16)
+            optimizer.step()
     np.testing.assert_allclose(models[0][1].running_mean, twin[1].running_mean, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(models[1][1].running_mean, optimizers[0].snapshot()["1.running_mean"])
     for optimizer in optimizers:
@@ -148,7 +147,8 @@ def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_exa
     local = torch.optim.Adam(twin.parameters())
     data = list(batches(12))
     with joined(model, torch.optim.Adam(model.parameters()), server.data) as optimizer:
-        for number, (inputs, classes) in enumerate(count_examples(data, optimizer), start=1):
+        optimizer.examples_in_batch = 4 * 16
+        for number, (inputs, classes) in enumerate(data, start=1):
             for module, its in ((model, optimizer), (twin, local)):
                 (functional.cross_entropy(module(inputs), classes) / 4).backward()
                 if number % 4 == 0:
@@ -195,16 +195,20 @@ def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) 
             np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
-def test_loading_after_joining_is_refused_and_a_clamp_between_steps_reported(start_server, caplog) -> None:
+def test_parameters_that_are_loaded_after_joining_are_refused(start_server) -> None:
     saved = mlp(seed=1).state_dict()
 
     def assign(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             parameter.data = saved[name].clone()
 
-    told = r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer was"
+    def fill(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.fill_(1)
+
+    told = r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer had joined"
     server = start_server()
-    for load in (lambda model: model.load_state_dict(saved), assign):
+    for load in (lambda model: model.load_state_dict(saved), assign, fill):
         for how in ({}, {"overlap": "step"}, {"parameter_codec": "bfloat16"}):
             model = mlp()
             with remote(model, server, run_id="r", worker_id="w", **how) as optimizer:
@@ -218,16 +222,49 @@ def test_loading_after_joining_is_refused_and_a_clamp_between_steps_reported(sta
             move(model)
             optimizer.step()
 
-    model = mlp()
-    with remote(model, start_server()) as optimizer:
+
+WRITES = {
+    "in place": lambda parameter: parameter.clamp_(-0.01, 0.01),
+    "by .data": lambda parameter: parameter.data.clamp_(-0.01, 0.01),
+    "as another .data": lambda parameter: setattr(parameter, "data", parameter.detach().clamp(-0.01, 0.01)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("how", [{}, {"overlap": "step"}, {"overlap": "backward"}, {"parameter_codec": "bfloat16"}])
+def test_a_clamp_between_steps_is_told_once_and_the_servers_values_take_its_place(
+    start_server, caplog, write, how
+) -> None:
+    model, server = mlp(), start_server()
+    with remote(model, server, **how) as optimizer:
         for batch in batches(3):
             backward(model, batch)
             optimizer.step()
             with torch.no_grad():
-                model[2].weight.clamp_(-0.01, 0.01)
+                WRITES[write](model[2].weight)
+        optimizer.step()
+        if not how:
+            np.testing.assert_array_equal(model[2].weight.detach(), optimizer.snapshot()["2.weight"])
     told = [record.getMessage() for record in caplog.records if "were written between two steps" in record.getMessage()]
     assert len(told) == 1
     assert "(2.weight)" in told[0]
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_who_puts_values_back_or_moves_the_model_is_not_warned(start_server, caplog, overlap) -> None:
+    model = mlp()
+    with remote(model, start_server(), overlap=overlap) as optimizer:
+        for number, batch in enumerate(batches(4)):
+            backward(model, batch)
+            optimizer.step()
+            kept = [parameter.data.clone() for parameter in model.parameters()]
+            for parameter, values in zip(model.parameters(), kept, strict=True):
+                if number == 1:
+                    parameter.data.zero_()
+                    parameter.data.copy_(values)
+                elif number == 2:
+                    parameter.data = values
+    assert "were written" not in caplog.text
 
 
 @pytest.mark.parametrize("loads", ["torch", "checkpoint"])

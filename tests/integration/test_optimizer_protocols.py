@@ -37,7 +37,8 @@ def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server) -
             for batch in batches(20):
                 backward(model, batch)
                 serial.step(gradients_of(model), 0.1)
-                optimizer.step(examples=16)
+                optimizer.examples_in_batch = 16
+                optimizer.step()
                 np.testing.assert_array_equal(parameters_of(model), serial.parameters, err_msg=protocol)
             assert {receipt.staleness for receipt in optimizer.receipts} == {0}, protocol
 
@@ -51,7 +52,8 @@ def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_ser
         with joined(model, adagrad, server.data, run_id="together", worker_id=worker_id) as optimizer:
             for _ in range(20):
                 backward(model, batch)
-                optimizer.step(examples=16)
+                optimizer.examples_in_batch = 16
+                optimizer.step()
             trained = mlp()
             trained.load_state_dict(optimizer.snapshot())
         return float(torch.nn.functional.cross_entropy(trained(batch[0]), batch[1]).detach())
@@ -72,7 +74,8 @@ def configure(server: ServerThread, protocol: str) -> None:
 
 def step(optimizer: RemoteOptimizer, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     backward(model, batch)
-    optimizer.step(examples=16)
+    optimizer.examples_in_batch = 16
+    optimizer.step()
 
 
 def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_nothing(start_server, caplog) -> None:

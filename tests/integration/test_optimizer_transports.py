@@ -100,8 +100,8 @@ def test_over_grpc_halves_leave_and_reach_the_models_own_float32(start_server) -
             weight = model[0].weight
             # Without overlap there is no other copy of the model, nor of its gradient.
             in_place = overlap == "off"
-            assert (weight.data_ptr() == optimizer._steps._parameters.vectors[0].ctypes.data) == in_place
-            assert (weight.grad.data_ptr() == optimizer._steps._gradients.vectors[0].ctypes.data) == in_place
+            assert (weight.data_ptr() == optimizer._steps.parameters.vectors[0].ctypes.data) == in_place
+            assert (weight.grad.data_ptr() == optimizer._steps.gradients.vectors[0].ctypes.data) == in_place
             if in_place:
                 assert torch.equal(weight, weight.half().float())
 

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyps_client.data import batch_size, count_examples, growing_batches, worker_sampler
+from pyps_client.data import growing_batches, worker_sampler
 from pyps_wire.errors import InvalidArgument
 
 
@@ -52,17 +51,6 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch) -> None:
             pytest.fail(f"{worker_sampler(range(10))} of worker {index} of {count}")
 
 
-def test_the_optimizer_learns_of_how_many_examples_the_batches_before_a_step_are() -> None:
-    for batches_a_step, told in ((1, [4, 3, 5, 2]), (2, [4, 7, 5, 7])):
-        optimizer = SimpleNamespace(examples_in_batch=None, steps=0)
-        batches = [(torch.zeros(size, 2), torch.zeros(size)) for size in (4, 3, 5, 2)]
-        sizes = []
-        for number, _ in enumerate(count_examples(batches, optimizer), start=1):
-            sizes.append(optimizer.examples_in_batch)
-            optimizer.steps = number // batches_a_step
-        assert sizes == told
-
-
 def test_each_batch_is_as_large_as_the_servers_then_ask_for() -> None:
     """Zhang et al. 2013: the minibatch starts small and grows; each example is handed out once an epoch."""
     optimizer = SimpleNamespace(batch_size=2)
@@ -85,10 +73,6 @@ def test_the_optimizer_is_told_how_large_each_growing_batch_is() -> None:
     told = [optimizer.examples_in_batch for _ in sampler]
     assert told == [4, 4, 2]
 
-    # Two batches a step: the counter's sum holds, whatever the sampler has said of the last.
-    loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=sampler)
-    assert [optimizer.examples_in_batch for _ in count_examples(loader, optimizer)] == [4, 8, 10]
-
 
 def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() -> None:
     optimizer = SimpleNamespace(batch_size=0)
@@ -103,10 +87,3 @@ def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() ->
 def test_a_batch_of_nothing_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="batch_size is 0; expected 1 or more"):
         growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size=0)
-
-
-def test_a_batch_is_as_large_as_its_first_tensor_is_long() -> None:
-    for batch in (torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}):
-        assert batch_size(batch) == 5
-    with pytest.raises(InvalidArgument, match="No batch size can be read from a str"):
-        batch_size("abc")

@@ -4,8 +4,6 @@ from pyps_client.data.portions import Portions
 from pyps_client.data.samplers import (
     GrowingBatchSampler,
     WorkerSampler,
-    batch_size,
-    count_examples,
     growing_batches,
     worker_sampler,
 )
@@ -14,8 +12,6 @@ __all__ = [
     "GrowingBatchSampler",
     "Portions",
     "WorkerSampler",
-    "batch_size",
-    "count_examples",
     "growing_batches",
     "worker_sampler",
 ]

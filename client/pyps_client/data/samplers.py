@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -136,28 +136,6 @@ def growing_batches(
     return GrowingBatchSampler(sampler, optimizer, default=batch_size)
 
 
-def count_examples(batches: Iterable[T], optimizer: Any) -> Iterator[T]:
-    """Passes batches on, telling a RemoteOptimizer the size of each: `for x, y in count_examples(loader, optimizer)`.
-
-    Where several batches go before one step (gradient accumulation), their sizes add up.
-    """
-    steps, total = -1, 0
-    for batch in batches:
-        total = batch_size(batch) + (total if optimizer.steps == steps else 0)
-        optimizer.examples_in_batch, steps = total, optimizer.steps
-        yield batch
-
-
-def batch_size(batch: Any) -> int:
-    """The number of examples in a batch: the length of the first tensor found in it."""
-    size = _batch_size(batch)
-    if size is None:
-        raise InvalidArgument(
-            f"No batch size can be read from a {type(batch).__name__}: set optimizer.examples_in_batch yourself."
-        )
-    return size
-
-
 def length_of(dataset: Any) -> int:
     """The number of examples of a data set that can be cut into portions."""
     try:
@@ -170,20 +148,6 @@ def length_of(dataset: Any) -> int:
     if length == 0:
         raise InvalidArgument(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
     return length
-
-
-def _batch_size(batch: Any) -> int | None:
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else None
-    if isinstance(batch, str | bytes):
-        return None
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, Sequence):
-        parts = batch
-    return next((size for part in parts if (size := _batch_size(part)) is not None), None)
 
 
 def _place(variable: str, given: int | None) -> int | None:

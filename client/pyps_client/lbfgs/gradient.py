@@ -20,7 +20,7 @@ from pyps_client.retry import SIGNAL_SECONDS
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.memory import PinnedPages, TorchConverter
-from pyps_client.torch.parameters import Parameters
+from pyps_client.torch.parameters import Parameters, Written
 from pyps_client.vectors import Vectors
 from pyps_client.worker import Worker
 from pyps_wire.errors import InvalidArgument
@@ -273,6 +273,7 @@ class PortionComputation(PortionGradient):
         self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
         gathered = Gradients(layout, lent.gradients[0], codec=lent.converted_to)
         self._parameters = Parameters(layout, lent.parameters, alias=True, private=lent.private)
+        self._written = Written(layout, self._parameters)
         if devices:
             session.tell_landed(self._parameters.land)
         super().__init__(layout, gathered, loss_of)
@@ -289,11 +290,12 @@ class PortionComputation(PortionGradient):
         """Brings the servers' parameters into the model."""
         self._parameters.wait_until_free()
         self._session.pull(self._parameters.vectors)
-        if self._parameters.written_elsewhere():
-            # The model's parameters were changed, and not all of them came anew just now.
+        if self._written.changed():
+            # Not every shard was pulled just now.
             self._session.snapshot(self._parameters.vectors)
             self._parameters.separate()
         self._parameters.write()
+        self._written.note()
 
     def compute(self, portion: Portion, upcoming: Portion | None) -> float:
         """Computes a portion; returns the sum of its examples' losses. `upcoming` is likely the next, to be loaded."""

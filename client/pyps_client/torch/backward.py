@@ -1,14 +1,14 @@
-"""overlap="backward": a push that leaves, a shard at a time, while the backward pass still computes.
+"""overlap="backward": a push that is sent, a shard at a time, while the backward pass still computes.
 
-One backward pass is one push. It begins with the first gradient, and `seal` ends it within the step: what was not
-complete by then goes too, and what has left must still be what the model's gradients say.
+One backward pass is one push. It begins with the first gradient, and ends within the step: shards that were not
+complete by then are sent too, and gradients that were sent must be unchanged.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,36 +16,29 @@ import torch
 
 from pyps_client.departures import Departures
 from pyps_client.fork import ForkGuard
-from pyps_client.torch.gradients import Gradients
-from pyps_client.torch.layout import Layout, several
+from pyps_client.log import logger
+from pyps_client.torch.layout import several
+from pyps_client.torch.schedule import Due
+from pyps_client.torch.steps import Minibatch, Off, Steps
 from pyps_client.transport.threads import Future, Threads
+from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import InvalidArgument
-from pyps_wire.partition import Partition
 
-# So many numbers of each gradient, or a few more, are looked at to see whether it was changed.
+# About so many numbers of each gradient show whether it was changed.
 NUM_SAMPLES = 16
 
-Exchange = Callable[[], Sequence[Receipt]]
 
+class Backward(Off):
+    """The push of the present backward pass. Autograd's threads complete gradients; all else happens in a step."""
 
-class Backward:
-    """The push of the present backward pass. Gradients become complete on autograd's threads, all else is in a step."""
+    may_alias = False
 
-    def __init__(
-        self,
-        layout: Layout,
-        partition: Partition,
-        gradients: Gradients,
-        begin: Callable[[Departures], Exchange | None],
-    ) -> None:
-        """`gradients` lie where they are sent from. `begin`: the exchange of what departs, to be run on a thread; None
-        where this minibatch is pushed within its step.
-        """
-        self._layout = layout
-        self._partition = partition
-        self._gradients = gradients
-        self._begin = begin
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        self._layout = layout = steps.layout
+        self._partition = partition = steps.session.partition
+        self._gradients = steps.gradients
         self._guard = ForkGuard()
         self._threads = Threads()
         self._shards_of: list[list[int]] = [[] for _ in layout.parameters]
@@ -54,77 +47,75 @@ class Backward:
                 self._shards_of[piece.tensor_index].append(shard.shard_id)
         # Autograd has a thread a device.
         self._lock = threading.Lock()
-        # Guarded by _lock: whether a pass has begun, and, where it is pushed as it goes, what leaves.
+        # Guarded by _lock: whether a pass has begun; its shards, unless it is pushed whole; the examples it counts.
         self._has_begun = False
         self._departures: Departures | None = None
-        # Tensors of each shard whose gradients are to come, and events after which a device's have come.
+        self._example_count = 0
+        # Gradients that each shard lacks, and events after which a device's have come.
         self._missing: dict[int, int] = {}
         self._events: dict[int, list[torch.cuda.Event]] = {}
-        # The gradients that were taken, how often each had been written, and some of its numbers.
+        # Gradients that are in place for sending, with torch's count of their writes and some of their numbers.
         self._taken: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._pushing: Future[Sequence[Receipt]] | None = None
-        # Held weakly: the model may live longer than its optimizer.
+        # Weakly: the model may live longer than its optimizer.
         computed = weakref.WeakMethod(self._computed)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_tell, computed, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_call, computed, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(layout.parameters)
             if parameter.requires_grad
         ]
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a push has begun that no step has ended."""
-        return self._departures is not None
-
-    def seal(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Lets all that is left of the push go, and waits for its end; False where numbers were not finite.
-
-        InvalidArgument where a gradient that had left is another by now; nothing more leaves then.
-        """
-        departures = self._departures
-        assert departures is not None
-        changed = []
-        for index, gradient in enumerate(gradients):
-            before = self._taken.get(index)
-            if before is not None:
-                taken, version, numbers = before
-                if gradient is not taken or taken._version != version or not torch.equal(_some_of(taken), numbers):
-                    changed.append(index)
-            elif gradient is not None:
-                # It got none in this pass: it was there before, or somebody else put it there.
-                if any(self._missing[shard_id] <= 0 for shard_id in self._shards_of[index]):
-                    changed.append(index)
-                else:
-                    self._take(index, gradient)
-        if changed:
-            names = [self._layout.model.tensors[index].name for index in changed]
+    @classmethod
+    def possible_with(cls, session: Worker) -> type[Off]:
+        if session.clips:
             raise InvalidArgument(
-                f"Gradients ({several(names)}) were changed between backward() and step(), as clip_grad_norm_, "
-                "GradScaler.unscale_ or zero_grad do, but overlap='backward' had begun to send them: this step was not "
-                "taken whole. Change gradients no more, or use overlap='step' or 'off'."
+                "overlap is 'backward', but the servers clip each push by its norm (--clip-norm), which nobody knows "
+                "before all of it is computed: use overlap='step' or 'off'."
             )
-        departures.seal()
-        assert self._pushing is not None
-        self._pushing.wait()
-        return not departures.spoiled
+        if session.goes_by_calls:
+            return cls
+        logger.info(
+            "overlap is 'backward', but a server reads this worker's gradients in shared memory and takes a push as "
+            "one: each push is sent in its step, whole, as with 'off'"
+        )
+        return Off
 
-    @property
-    def has_left(self) -> bool:
-        """Whether servers were sent anything, or could not be."""
-        failed = self._pushing is not None and self._pushing.error is not None
-        return failed or (self._departures is not None and bool(self._departures.left))
+    def step(self, gradients: Minibatch, due: Due) -> None:
+        try:
+            if self._departures is None:
+                super().step(gradients, due)
+            else:
+                self._seal(self._departures, gradients)
+                self._steps.push_and_pull(self._answers)
+        finally:
+            self._end()
 
-    @property
-    def num_answered(self) -> int:
-        """Shards whose numbers servers have answered."""
-        return 0 if self._departures is None else self._departures.num_answered
+    def give_up(self) -> None:
+        departures = self._departures
+        self._end()
+        if self._pushing is not None:
+            self._pushing.wait()
+        if departures is not None and departures.num_answered:
+            logger.warning(
+                "a backward pass was broken off, or no step() followed it: %d of %d shards were sent, as overlap is "
+                "'backward', and count; the rest of its push is left out",
+                *(departures.num_answered, self._partition.num_shards),
+            )
+        self._answers()
 
-    def receipts(self) -> Sequence[Receipt]:
-        """What servers answered to the push, sealed or given up; raises what was raised, once."""
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._departures is not None:
+            self._departures.abandon()
+        self._threads.close()
+
+    def _answers(self) -> Sequence[Receipt]:
+        """Return the servers' answers to the push, sealed or given up; raise its error, once."""
         return () if self._pushing is None else self._pushing.value()
 
-    def end(self) -> None:
-        """Ends the pass, and whatever of its push has not left."""
+    def _end(self) -> None:
+        """End the pass; nothing more of its push is sent."""
         departures, self._departures = self._departures, None
         if departures is not None:
             departures.abandon()
@@ -132,32 +123,16 @@ class Backward:
         self._taken, self._events = {}, {}
         self._has_begun = False
 
-    def give_up(self) -> int:
-        """Ends a pass that no step will end. Returns how many shards are answered, once nothing of it is read."""
-        departures = self._departures
-        self.end()
-        if self._pushing is not None:
-            self._pushing.wait()
-        return 0 if departures is None else departures.num_answered
-
-    def close(self) -> None:
-        """Takes the hooks off, and lets nothing leave any more."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._departures is not None:
-            self._departures.abandon()
-        self._threads.close()
-
     def _computed(self, index: int, parameter: torch.Tensor) -> None:
-        """Takes a gradient of which the backward pass has computed all."""
+        """Take a gradient that the backward pass has completed."""
         if self._guard.in_child:
             return
         with self._lock:
             if not self._has_begun:
                 self._has_begun = True
-                self._start()
+                self._begin()
             gradient = parameter.grad
-            # Of a sparse one the step says what is wrong.
+            # The step refuses sparse ones.
             if self._departures is None or gradient is None or gradient.layout != torch.strided:
                 return
             if index in self._taken:
@@ -170,18 +145,35 @@ class Backward:
                 )
             self._take(index, gradient)
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
+        """Begin to push on a thread what the pass computes, unless this minibatch is pushed within its step."""
         if self._pushing is not None:
-            # One that was abandoned reads the numbers still.
+            # An abandoned push still reads the numbers.
             self._pushing.wait()
-        gradients = self._gradients
-        departures = Departures(self._partition, gradients.present, fits=gradients.fits, arrive=self._arrive)
-        exchange = self._begin(departures)
-        if exchange is None:
+        steps = self._steps
+        steps.schedule.follow(steps.steps)
+        if not steps.schedule.sends_early or steps.finished or self._gradients.minibatch_count or steps.torn:
             return
+        # As a step does before anything is sent.
+        if (check := steps.check_before()) is not None:
+            check(steps.steps == 0)
+        steps.written.check(is_first=steps.is_first)
+        steps.is_first = False
+        departures = Departures(
+            self._partition, self._gradients.present, fits=self._gradients.fits, arrive=self._arrive
+        )
+        plan, parameters, session = steps.plan(pulls=True), steps.parameters, steps.session
+        plan.departures, plan.minibatch_count, plan.clock = departures, 1, steps.steps + 1
+        plan.example_count = self._example_count = steps.examples_in_batch or 0
+        plan.base_versions = plan.newest_base_versions = steps.versions
+
+        def exchange() -> Sequence[Receipt]:
+            parameters.wait_until_free()
+            return session.exchange(plan)
+
         self._missing = {shard.shard_id: 0 for shard in self._partition.shards}
         for parameter, shards in zip(self._layout.parameters, self._shards_of, strict=True):
-            # What has one from before is pushed too.
+            # A gradient from before this pass is pushed too.
             if parameter.requires_grad or parameter.grad is not None:
                 for shard_id in shards:
                     self._missing[shard_id] += 1
@@ -203,13 +195,64 @@ class Backward:
         for event in self._events.get(shard_id, ()):
             event.synchronize()
 
+    def _seal(self, departures: Departures, gradients: Minibatch) -> None:
+        """Send the rest of the push that the backward pass began, and wait for its end."""
+        steps = self._steps
+        if self._example_count != (steps.examples_in_batch or 0):
+            raise InvalidArgument(
+                f"examples_in_batch was set to {steps.examples_in_batch or 0} too late: with overlap='backward' "
+                f"gradients are sent from the first on, as those of {self._example_count} examples. Set it before "
+                "backward()."
+            )
+        if steps.rate_changes():
+            raise InvalidArgument(
+                "The learning rate or the momentum was changed between backward() and step(), but with "
+                "overlap='backward' gradients were sent at the old one: change it before backward()."
+            )
+        if changed := self._changed(gradients):
+            raise InvalidArgument(
+                f"Gradients ({several(changed)}) were changed between backward() and step(), as clip_grad_norm_, "
+                "GradScaler.unscale_ or zero_grad do, but overlap='backward' had begun to send them: this step was not "
+                "taken whole. Change gradients no more, or use overlap='step' or 'off'."
+            )
+        departures.seal()
+        assert self._pushing is not None
+        self._pushing.wait()
+        if not departures.spoiled:
+            steps.finite.passed()
+        else:
+            if departures.num_answered:
+                logger.warning(
+                    "%d of %d shards were sent before a gradient was found that is not finite, and count; the rest of "
+                    "the push is left out",
+                    *(departures.num_answered, self._partition.num_shards),
+                )
+            steps.finite.leave_out(gradients, for_others=False)
+        # A pull follows where nothing was sent.
+        self._gradients.minibatch_count = int(self._pushing.error is not None or bool(departures.left))
+
+    def _changed(self, gradients: Minibatch) -> list[str]:
+        """Return the names of gradients that are others than those sent; take those that come late."""
+        changed = []
+        for index, gradient in enumerate(gradients):
+            if (taken := self._taken.get(index)) is not None:
+                sent, version, numbers = taken
+                same = gradient is sent and sent._version == version and torch.equal(_some_of(sent), numbers)
+            else:
+                # One that this pass did not compute: it was there before, or somebody else put it there.
+                same = gradient is None or all(self._missing[shard_id] > 0 for shard_id in self._shards_of[index])
+                if same and gradient is not None:
+                    self._take(index, gradient)
+            if not same:
+                changed.append(self._layout.model.tensors[index].name)
+        return changed
+
 
 def _some_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Some numbers of a gradient: torch does not count all writes, as GradScaler's, which changes every one."""
+    """Return some numbers of a gradient: torch does not count all writes, such as GradScaler's, which changes all."""
     return gradient.detach().reshape(-1)[:: max(1, gradient.numel() // NUM_SAMPLES)].nan_to_num()
 
 
-def _tell(computed: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:
-    method = computed()
-    if method is not None:
+def _call(computed: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:
+    if (method := computed()) is not None:
         method(index, parameter)

@@ -15,7 +15,7 @@ import torch
 from pyps_client.torch.layout import Layout, shareable_buffers
 from pyps_wire.errors import InvalidArgument
 
-MODES = ("local", "average", "first")
+BUFFER_MODES = ("local", "average", "first")
 
 
 def shared_buffers(

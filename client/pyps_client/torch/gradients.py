@@ -268,7 +268,7 @@ class Finite:
         # Minibatches that another process of the replica refused.
         self._left_out_with_others = 0
         # The minibatch that gathers now, where nobody has looked for NaN in it: the servers will.
-        self._unchecked: Sequence[torch.Tensor | None] = ()
+        self.unchecked: Sequence[torch.Tensor | None] = ()
 
     @property
     def skipped(self) -> int:
@@ -294,14 +294,14 @@ class Finite:
                     f"The gradient of {self._model.tensors[index].name!r} has layout {gradient.layout}; servers take "
                     "dense gradients only: make the layer with sparse=False."
                 )
-        self._unchecked = gradients if server_checks else ()
+        self.unchecked = gradients if server_checks else ()
         # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
         is_first = to.minibatch_count == 0
         if self._checks and not is_first and not all_finite([each for each in gradients if each is not None]):
             self._skip(gradients)
             return False
         to.add(gradients, versions=versions, example_count=example_count)
-        if self._unchecked:
+        if self.unchecked:
             return True
         if self._checks and is_first and not to.are_finite():
             to.clear()
@@ -325,7 +325,7 @@ class Finite:
 
     def seal(self, gathered: Gradients) -> bool:
         """True when what has gathered may go on its way; else it is left out."""
-        if gathered.seal(checked=not self._unchecked):
+        if gathered.seal(checked=not self.unchecked):
             if self._payload_guard.skips:
                 self._payload_guard.passed()
             return True
@@ -336,7 +336,7 @@ class Finite:
 
     def note(self, receipts: Sequence[Receipt]) -> None:
         """Takes a push that nobody had looked through, and that was refused for its NaN, for one that was skipped."""
-        gradients, self._unchecked = self._unchecked, ()
+        gradients, self.unchecked = self.unchecked, ()
         if not gradients:
             return
         for receipt in receipts:

@@ -17,8 +17,9 @@ import torch
 from pyps_client.join import model_of_run
 from pyps_client.launch import Launch, check_types
 from pyps_client.replica.group import ALONE, Group, agreed, led
-from pyps_client.torch.buffers import MODES, shared_buffers
+from pyps_client.torch.buffers import BUFFER_MODES, shared_buffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
+from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import Translation, translate, translation_of
@@ -42,7 +43,7 @@ class Joined:
     session: Worker
     layout: Layout
     # This minibatch's gradients, one entry a tensor of the layout.
-    gradients: Callable[[], list[torch.Tensor | None]]
+    gradients: Callable[[], Iterable[torch.Tensor | None]]
     # None where the model is not cut.
     cut: ModelCut | None = None
 
@@ -67,8 +68,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.buffers not in MODES:
-            raise InvalidArgument(f"buffers is {self.buffers!r}; expected one of {', '.join(MODES)}.")
+        if self.buffers not in BUFFER_MODES:
+            raise InvalidArgument(f"buffers is {self.buffers!r}; expected one of {', '.join(BUFFER_MODES)}.")
         rate = self.local_learning_rate
         if rate is not None and not 0 <= rate < math.inf:
             raise InvalidArgument(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
@@ -186,7 +187,7 @@ class Joining:
                 overlaps=self.pace.overlap == "step",
             )
             common |= {"buffers": buffers, "read_my_writes": self.settings.read_my_writes}
-            steps = Steps(session, joined.layout, **common)
+            steps = steps_of(session, joined.layout, **common)
         return steps
 
     def _layout(self) -> Layout:
@@ -205,7 +206,7 @@ class Joining:
             settings.groups.add(kind=PAYLOAD_KIND_BUFFER)
         trained = layout.parameters[: layout.first_buffer]
         session = self._connected(layout, layout.model, settings)
-        return Joined(session, layout, lambda: list(map(_gradient, trained)))
+        return Joined(session, layout, partial(map, _gradient, trained))
 
     def _of_one_name(self) -> Joining:
         """Take over the leader's name and place on processes where nobody chose one, as under torchrun."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,10 @@ from pyps_wire.partition import ShardRange, Tensor
 
 # How often torch has seen a tensor written.
 _version = attrgetter("_version")
+
+_bytes_of = methodcaller("tobytes")
+# How many parameters, and how many numbers of each, show that something was written.
+NUM_SAMPLES = 16
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,16 +75,16 @@ class Parameters:
         # Where shards begin and end that are on their way to the devices already, by group.
         self._landed: set[tuple[int, int, int]] = set()
         self._may_alias = alias and self._host[0].dtype == torch.float32
-        self._aliases = Aliases(layout, vectors, private=private)
+        self.aliases = Aliases(layout, vectors, private=private)
         self._copies = self._planned_copies()
 
     def write(self) -> None:
         """Brings the vectors, which were all pulled, into the model's parameters, in place."""
         if self._may_alias:
             self._may_alias = False
-            self._aliases.adopt()
+            self.aliases.adopt()
             self._copies = self._planned_copies()
-        elif self._aliases.changed():
+        elif self.aliases.changed():
             self._copies = self._planned_copies()
         if self._copies:
             self._copy()
@@ -96,17 +101,13 @@ class Parameters:
                     self._stage(block, staging, shard.offset, shard.offset + shard.length)
         self._landed.add((shard.group, shard.offset, shard.offset + shard.length))
 
-    def written_elsewhere(self) -> bool:
-        """True when the user wrote parameters that lie in the vectors since `write`: a pull may not mend all of it."""
-        return list(map(_version, self._aliases.tensors)) != self._aliases.written
-
     def separate(self) -> None:
         """Moves the parameters out of the vectors: from now on they are copied, and may be changed between pulls."""
         self._may_alias = False
         # The vectors may have been rewritten since.
         self._landed.clear()
-        if self._aliases.tensors:
-            self._aliases.separate()
+        if self.aliases.tensors:
+            self.aliases.separate()
             self._copies = self._planned_copies()
 
     def value_of(self, index: int) -> torch.Tensor:
@@ -165,7 +166,7 @@ class Parameters:
         self,
     ) -> list[tuple[Block, torch.Tensor | None, list[tuple[list[torch.Tensor], list[torch.Tensor]]]]]:
         """What `write` has to copy, a block at a time: parameters of one dtype and their places together."""
-        lie_there = set(map(id, self._aliases.tensors))
+        lie_there = set(map(id, self.aliases.tensors))
         copies = []
         for block, staging in zip(self._layout.blocks, self._staging, strict=True):
             batches = []
@@ -192,11 +193,9 @@ class Aliases:
         self._vectors = vectors
         # Whether no other process sees the vectors.
         self._private = private
-        # Those that lie in the vectors, where their memory is, and how often torch had seen each written after the
-        # newest pull.
+        # Parameters that lie in the vectors, and their addresses.
         self.tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        self.written: list[int] = []
         # Their values for children forked before the next change; and how often they had been written when copied.
         self._for_children: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copied_at: list[int] = []
@@ -204,7 +203,9 @@ class Aliases:
     def adopt(self) -> None:
         """Moves the model's parameters into the vectors, which hold their values, where nobody would notice."""
         for index, parameter in enumerate(self._layout.parameters):
-            if may_lie_in_vectors(self._layout, index) and _is_sole_owner(parameter):
+            # Not one that its own module writes in each forward pass.
+            can = index not in self._layout.shortened and may_lie_in_vectors(self._layout, index)
+            if can and _is_sole_owner(parameter):
                 parameter.data = own_place(self._layout, self._vectors, index)
                 self.tensors.append(parameter)
                 self._addresses.append(parameter.data_ptr())
@@ -223,7 +224,6 @@ class Aliases:
             self._forget_moved()
         for tensor in self.tensors:
             torch.autograd.graph.increment_version(tensor)
-        self.written = list(map(_version, self.tensors))
         return moved
 
     def separate(self) -> None:
@@ -256,7 +256,6 @@ class Aliases:
     def _forget_moved(self) -> None:
         self.tensors = self._lying()
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        self.written = list(map(_version, self.tensors))
 
 
 class LocalSteps:
@@ -306,43 +305,54 @@ class LocalSteps:
 
 
 class Written:
-    """What torch counts of writes to a model's parameters, of which servers do not hear.
+    """Finds writes to a model's parameters between two steps, of which servers do not hear.
 
-    Those through `.data` are not counted; before the first step they show where parameters differ from what was pulled,
-    but for parameters that lie in what is pulled into.
+    torch counts most writes. Those through `.data`, and other memory (`p.data = values`), show in some numbers of some
+    parameters on the CPU; on a GPU before the first step only, since a look at each step would wait for it.
     """
 
-    def __init__(self, layout: Layout, pulled: Callable[[int], torch.Tensor]) -> None:
-        """`pulled`: the values that the servers sent last of a tensor, by its index."""
+    def __init__(self, layout: Layout, parameters: Parameters) -> None:
         self._watched = [index for index in range(layout.first_buffer) if index not in layout.shortened]
         self._names = [layout.model.tensors[index].name for index in self._watched]
         self._tensors = [layout.parameters[index] for index in self._watched]
-        self._pulled = pulled
+        self._parameters = parameters
+        self._sampled = slice(0, None, max(1, -(-len(self._tensors) // NUM_SAMPLES)))
+        self._addresses: list[int] = []
+        self._samples: list[npt.NDArray[Any]] = []
         self._told = False
+        # Whether a write was found since this was last cleared.
+        self.spoiled = False
         self.note()
 
     def note(self) -> None:
-        """Takes what was written so far for the servers'."""
+        """Take what was written so far for the servers'."""
         self._versions = list(map(_version, self._tensors))
+        self._numbers = self._look()
 
     def check(self, *, is_first: bool) -> None:
-        """Refuses what was written before the first step, which was meant to last; says once of what came later."""
-        now = list(map(_version, self._tensors))
-        if now == self._versions and not is_first:
+        """Refuse writes before the first step, which were meant to last; warn once of later ones."""
+        versions, numbers = list(map(_version, self._tensors)), self._look()
+        if versions == self._versions and numbers == self._numbers and not is_first:
             return
-        names = [name for name, old, new in zip(self._names, self._versions, now, strict=True) if old != new]
+        names = [name for name, old, new in zip(self._names, self._versions, versions, strict=True) if old != new]
+        if not names:
+            sampled = zip(self._names[self._sampled], self._numbers, numbers, strict=True)
+            # Of another length where the model was moved to another type.
+            names = [name for name, old, new in sampled if old != new and len(old) == len(new)]
+        if is_first and not names:
+            pulled = zip(self._names, self._tensors, map(self._parameters.value_of, self._watched), strict=True)
+            names = [name for name, tensor, values in pulled if not torch.equal(tensor, values.to(tensor))]
+        if not names:
+            return
         if is_first:
-            # Other memory (`parameter.data = values`) is no write that torch counts.
-            pulled = zip(self._names, self._tensors, map(self._pulled, self._watched), strict=True)
-            names = names or [name for name, tensor, values in pulled if not torch.equal(tensor, values.to(tensor))]
-            if names:
-                raise InvalidArgument(
-                    f"Parameters ({several(names)}) were written after RemoteOptimizer was made, and would be "
-                    "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which "
-                    "gives a new run the first worker's parameters. A run that has begun keeps its own (pyps serve "
-                    "--resume)."
-                )
-        elif not self._told:
+            raise InvalidArgument(
+                f"Parameters ({several(names)}) were written after RemoteOptimizer had joined the run, and would be "
+                "overwritten with the servers': load or initialise the model before the first zero_grad(), forward "
+                "pass or step(), which gives a new run the first worker's parameters. A run that has begun keeps its "
+                "own (pyps serve --resume)."
+            )
+        self.spoiled = True
+        if not self._told:
             self._told = True
             logger.warning(
                 "parameters (%s) were written between two steps, by load_state_dict, clamp_ or the like: the servers "
@@ -350,6 +360,30 @@ class Written:
                 "(torch.nn.utils.parametrize). Values put back meanwhile, as after an evaluation, do no harm.",
                 several(names),
             )
+
+    def changed(self) -> bool:
+        """Return whether something was written since `note`."""
+        return (list(map(_version, self._tensors)), self._look()) != (self._versions, self._numbers)
+
+    def _look(self) -> list[bytes]:
+        sampled = self._tensors[self._sampled]
+        addresses = list(map(torch.Tensor.data_ptr, sampled))
+        if addresses != self._addresses:
+            self._addresses, self._samples = addresses, list(map(_sample_of, sampled))
+        return list(map(_bytes_of, self._samples))
+
+
+def _sample_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return some numbers of a parameter where they lie, without a hold on its memory; none where it is elsewhere."""
+    is_plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() > 0
+    if not is_plain:
+        return np.empty(0)
+    size = tensor.element_size()
+    is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    count = tensor.numel() if is_dense else 1
+    memory = memoryview((ctypes.c_char * (count * size)).from_address(tensor.data_ptr()))
+    numbers: npt.NDArray[Any] = np.frombuffer(memory, np.dtype(f"V{size}"))
+    return numbers[:: max(1, count // NUM_SAMPLES)]
 
 
 def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -209,13 +209,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
         give_back_free_memory()
 
     @_uncompiled
-    def step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
 
         A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
-        returned. `examples`: how many stand behind the gradients, for schedules and weights that count them. Where the
-        loop goes on although the run is over, nothing else happens, which is told once: see `finished` and
-        `until_finished`.
+        returned. Where the loop goes on although the run is over, nothing else happens, which is logged once: see
+        `finished` and `until_finished`.
 
         A gradient with NaN or infinity is left out with a warning; ten in a row raise NotFinite. ServerUnavailable and
         WaitTimedOut tell of servers and workers that were waited for in vain, a RunEnded of a worker that goes on
@@ -229,8 +228,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
         ):
-            return _watched_step(self, closure, examples=examples)
-        return self._step(closure, examples=examples)
+            return _watched_step(self, closure)
+        return self._step(closure)
 
     # Else torch makes every step one of its profiler's ranges: a third of what a step of a small model costs here.
     step.hooked = True  # type: ignore[attr-defined]
@@ -311,7 +310,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def examples_in_batch(self) -> int | None:
-        """Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it."""
+        """Examples in each minibatch from now on, for schedules and weights that count them; None: unknown.
+
+        `growing_batches` and `Portions` set it. Set it before backward(): `optimizer.examples_in_batch = len(x)`.
+        """
         return self._steps.examples_in_batch if self._is_joined else self._examples_in_batch
 
     @examples_in_batch.setter
@@ -428,7 +430,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._rates.check(self.param_groups, follow=True)
         self._own_model.check(is_first)
 
-    def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._guard.generation != fork.generation:
             self._guard.check()
         if self._ending.begun.locked():
@@ -437,8 +439,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if joins:
             self.join()
         self._rates.check(self.param_groups, follow=True)
-        if examples is not None:
-            check_examples(examples)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         loss = None
@@ -459,12 +459,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         try:
             steps = self._steps
             self._own_model.check(steps.steps == 0)
-            gradients = self._gradients()
+            gradients = list(self._gradients())
             if joins and self._brought_others:
                 logger.warning(_BEFORE_JOINING)
                 gradients = [None] * len(gradients)
-            steps.step(gradients, example_count=examples)
-            self._finish_seen = steps.finished
+            self._finish_seen = steps.step(gradients)
         finally:
             self._stepping = 0
         return loss

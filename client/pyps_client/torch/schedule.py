@@ -72,7 +72,7 @@ class Schedule:
         self.portion_ends: set[int] = set()
         # Whether pushes and pulls go on beside the computation now, or begin beside the backward pass.
         self.overlaps = False
-        self.leaves_early = False
+        self.sends_early = False
         self.follow(0)
 
     def at(self, step: int) -> Due:
@@ -121,9 +121,9 @@ class Schedule:
             reason = _why_whole(terms)
             if reason and not self._held_back:
                 logger.info(
-                    "overlap is 'backward', but %s: each push leaves in its step, whole, while that is so", reason
+                    "overlap is 'backward', but %s: each push is sent whole, in its step, while that is so", reason
                 )
-            self._held_back, self.leaves_early = bool(reason), not reason
+            self._held_back, self.sends_early = bool(reason), not reason
             return
         self._held_back = present_only
         # Where steps are granted one by one, nothing goes on beside the computation either.

@@ -302,6 +302,6 @@ def test_a_schedule_by_epochs_that_cannot_move_is_told_of() -> None:
         assert not driver.run.rounds.warnings
         driver.push("a", base_version=version, example_count=0)
     (warning,) = driver.run.rounds.warnings
-    assert "count_examples), so the schedule by epochs does not move" in warning
+    assert "examples_in_batch), so the schedule by epochs does not move" in warning
     driver.push("a", base_version=100, example_count=1)
     assert not driver.run.rounds.warnings

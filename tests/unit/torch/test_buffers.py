@@ -7,8 +7,8 @@ import torch
 from client_support import RecordingSession, values_of
 from pyps_client.torch.buffers import shared_buffers
 from pyps_client.torch.layout import plan
+from pyps_client.torch.overlap import BEHIND_MAX, steps_of
 from pyps_client.torch.schedule import Pace
-from pyps_client.torch.steps import BEHIND_MAX, Steps
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import InvalidArgument
 
@@ -24,7 +24,7 @@ class Worker:
         layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
         self.session = session or RecordingSession(values_of(layout), rate=0.1)
         wishes = Pace(**pace)
-        self.steps = Steps(
+        self.steps = steps_of(
             self.session,
             layout,
             pace=wishes,

@@ -7,6 +7,7 @@ import torch
 from client_support import RecordingSession, lent_for, values_of
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
+from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import Parameters
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import Steps
@@ -32,7 +33,7 @@ def network(*, spread: bool = False) -> torch.nn.Sequential:
 
 def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Steps:
     layout = layout_of(model)
-    worker = Steps(
+    worker = steps_of(
         session,
         layout,
         pace=Pace(**pace),
@@ -128,7 +129,7 @@ def test_what_the_session_lends_is_pinned_while_the_worker_is_open() -> None:
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
     worker = worker_of(session, model)
-    lent = [*worker._parameters.vectors, *worker._gradients.vectors]
+    lent = [*worker.parameters.vectors, *worker.gradients.vectors]
     assert all(torch.from_numpy(vector).is_pinned() for vector in lent)
     worker.step(random_gradients(model))
     worker.close()

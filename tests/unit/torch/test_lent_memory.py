@@ -6,8 +6,8 @@ import torch
 
 from client_support import RecordingSession, values_of
 from pyps_client.torch.layout import plan
+from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.schedule import Pace
-from pyps_client.torch.steps import Steps
 from pyps_wire.errors import ServerUnavailable
 
 
@@ -22,7 +22,7 @@ class Worker:
         self.model = torch.nn.Linear(3, 1, bias=False)
         layout = plan(self.model, [{"params": list(self.model.parameters())}])
         self.session = RecordingSession(values_of(layout), rate=rate, **(session_has or {}))
-        self.steps = Steps(
+        self.steps = steps_of(
             self.session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes
         )
         self.steps.start()
@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def lent_gradient(self) -> np.ndarray:
-        return self.steps._gradients.vectors[0]
+        return self.steps.gradients.vectors[0]
 
     @property
     def lies_in_place(self) -> bool:
@@ -135,7 +135,7 @@ def test_a_protocol_that_wants_sums_in_between_spoils_none() -> None:
 
 def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> None:
     worker = Worker(local=0.5, session_has={"accumulate": 1})
-    vector = worker.steps._parameters.vectors[0]
+    vector = worker.steps.parameters.vectors[0]
     worker.step(1.0)
     assert worker.model.weight.data_ptr() == vector.ctypes.data
     # The protocol brings local steps about in the middle of the run.
@@ -194,7 +194,7 @@ def test_a_closed_worker_leaves_the_model_as_it_is(private) -> None:
     worker.steps.close()
     assert (worker.weight, worker.model.weight.grad.tolist()) == (weight, gradient)
     # Memory that others see is let go.
-    lent = worker.steps._parameters.vectors[0].ctypes.data
+    lent = worker.steps.parameters.vectors[0].ctypes.data
     assert (worker.model.weight.data_ptr() == lent) == private
     assert worker.lies_in_place == private
 

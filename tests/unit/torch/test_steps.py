@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from client_support import RecordingSession
 from pyps_client.torch.layout import plan
+from pyps_client.torch.overlap import BEHIND_MAX, steps_of
 from pyps_client.torch.schedule import Pace
-from pyps_client.torch.steps import BEHIND_MAX, Steps
+from pyps_client.torch.steps import Steps
 from pyps_wire.errors import InvalidArgument, RunFinished, ServerUnavailable
 from support import wait_until
 
@@ -36,7 +37,7 @@ def make_worker(
     for name, value in (session_has or {}).items():
         setattr(session, name, value)
     layout = plan(model, [{"params": list(model.parameters())}])
-    worker = Steps(
+    worker = steps_of(
         session,
         layout,
         pace=Pace(**pace),
@@ -100,7 +101,8 @@ def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
     for version_after in (4, 9, 9):
         # Other workers' updates, which the pull within the step brings.
         session.version = version_after
-        worker.step(gradient(1.0), example_count=8)
+        worker.tell_examples(8)
+        worker.step(gradient(1.0))
     (pushed,) = session.pushes
     assert (pushed.base_version, pushed.newest_base_version) == (0, 9)
     assert (pushed.minibatch_count, pushed.example_count) == (3, 24)
@@ -227,7 +229,7 @@ def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model() -> None:
     session.gate.clear()
     for _ in range(2):
         worker.step(gradient(1.0))
-    pushing, pulling = worker._overlap.pushing, worker._overlap.pulling
+    pushing, pulling = worker.overlap.pushing, worker.overlap.pulling
     assert pushing is not pulling and pulling.wait(60) and not pushing.done()
     session.gate.set()
     assert pushing.wait(60)
