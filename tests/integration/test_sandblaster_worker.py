@@ -353,20 +353,6 @@ def test_work_for_an_ended_pass_is_thrown_away(hire: Callable[..., Job], per_sta
     assert result.num_portions == 6
 
 
-def test_of_two_copies_of_a_portion_the_first_counts(hire: Callable[..., Job]) -> None:
-    gate = Gate()
-    job = hire(1, loss=gate)
-    job.conductor.begin(portions=3, copies=2)
-    assert gate.reached.wait(60)
-    job.hire(1)
-    outcome = job.conductor.outcome()
-    assert outcome.example_count == NUM_EXAMPLES
-    gate.opened.set()
-    assert job.conductor.run_pass(portions=3).example_count == NUM_EXAMPLES
-    slow, _ = job.end()
-    assert slow.num_thrown_away == 1
-
-
 def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hire: Callable[..., Job]) -> None:
     calls: list[int] = []
 

@@ -27,13 +27,14 @@ from pyps_wire.partition import Model, Tensor
 from support import connected, wait_until
 from wire_worker import WireWorker, refusal_of, values_of
 
-STREAMS_IN, STREAMS_OUT = ("Exchange", "Initialize", "Push"), ("Exchange", "Pull", "Push")
+STREAMS_IN, STREAMS_OUT = ("Exchange", "Initialize", "Push", "Stage"), ("Exchange", "Pull", "Push")
 
 
 def test_random_bytes_to_any_call_are_refused(start_server):
     server = start_server()
     with WireWorker(server.data) as worker:
-        for method in ("Hello", "Heartbeat", "Leave", "Pull", "Push", "Exchange", "Initialize"):
+        calls = ("Hello", "Heartbeat", "Leave", "Pull", "Push", "Exchange", "Initialize", "Attach", "Execute", "Stage")
+        for method in calls:
             blob, path = b"\xff" * 100, METHODS[method]
             takes, gives = ("stream" if method in streams else "unary" for streams in (STREAMS_IN, STREAMS_OUT))
             call = getattr(worker.channel, f"{takes}_{gives}")(path)

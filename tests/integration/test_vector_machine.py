@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -19,7 +18,7 @@ from pyps_client.lbfgs.worker import Staging
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire import work_pb2 as work
-from pyps_wire.contract import METHODS, VECTOR_MACHINE, WORK_QUEUE, stub_of
+from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
 from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
@@ -107,28 +106,6 @@ def test_a_program_that_cannot_be_executed_is_refused_in_one_sentence(start_serv
             assert words in text and "\n" not in text
         assert coordinator.execute(instruction("NORM1", left="g")).version == 0
     assert "Traceback" not in server.output()
-
-
-def test_random_bytes_are_refused(start_server: Start) -> None:
-    with coordinated(start_server("--protocol", "sandblaster")) as (_, worker):
-        for method in ("Attach", "Execute", "Stage"):
-            streams, blob = method == "Stage", b"\xff" * 100
-            maker = worker.channel.stream_unary if streams else worker.channel.unary_unary
-            refused = refusal_of(maker(METHODS[method]), iter([blob]) if streams else blob, timeout=60)
-            assert refused[:2] == ("INVALID_ARGUMENT", "MalformedFrame"), method
-
-
-def test_a_plan_beyond_the_memory_is_refused_with_settings_that_fit(start_server: Start) -> None:
-    server = start_server("--protocol", "sandblaster", "--max-vector-bytes", "6000")
-    with coordinated(server) as (coordinator, _):
-        status, name, text = refusal_of(coordinator.attach, history_pairs=2, stages=80, num_portions=80)
-
-        assert (status, name) == ("RESOURCE_EXHAUSTED", "LimitExceeded")
-        assert "--portions 12 or --fold group:k=8 (12 staged sums at once)" in text
-        assert "--max-vector-bytes 24920" in text
-        # A worker may leave one stage of fewer portions beside the 10 of groups of 8.
-        for stages in (12, 10 + 1):
-            coordinator.attach(history_pairs=2, stages=stages)
 
 
 def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start_server: Start) -> None:
@@ -276,63 +253,6 @@ def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_serv
 
 
 # A restart.
-
-
-def fill(target: str, value: float) -> wire.Instruction:
-    return instruction("COMBINE", target=target, names=["one"], scalars=[value])
-
-
-def make_one(coordinator: WireCoordinator, worker: WireWorker) -> None:
-    """Makes a vector "one" of ones, of which others are multiples."""
-    coordinator.execute(instruction("ALLOC", target="one"), instruction("BEGIN_PASS", count=1))
-    stage(worker, list(stage_messages(worker, np.ones(SIZE))))
-    coordinator.execute(instruction("FOLD", target="one", stage_ids=[1], count=1))
-
-
-def iterate(coordinator: WireCoordinator, k: int) -> None:
-    """A trial that moves the parameters, then the commit: x = k, g = -k, and the k-th pair k, 1/k."""
-    coordinator.execute(fill("t", 1000.0 + k), instruction("MOVE", left="t"))
-    coordinator.execute(
-        *(instruction("ALLOC", target=name) for name in ("s", "y")),
-        fill("s", k),
-        fill("y", 1 / k),
-        instruction("PUSH_HISTORY", left="s", right="y"),
-        *([instruction("DROP_OLDEST")] if k > 1 else []),
-        fill("x", k),
-        fill("g", -k),
-        commits=k,
-        state=f"state {k}",
-    )
-
-
-def norms(coordinator: WireCoordinator, *names: str) -> list[float]:
-    return list(coordinator.execute(*(instruction("NORM_INF", left=name) for name in names)).scalars)
-
-
-def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server: Start, tmp_path: Path) -> None:
-    flags = ("--protocol", "sandblaster", "--run-id", "run-1", "--checkpoint-dir", str(tmp_path))
-    server = start_server(*flags)
-    with coordinated(server) as (coordinator, worker):
-        make_one(coordinator, worker)
-        coordinator.execute(*(instruction("ALLOC", target=name) for name in ("x", "g", "t")))
-        for k in (1, 2, 3):
-            iterate(coordinator, k)
-        coordinator.execute(fill("t", 77.0), instruction("MOVE", left="t"))
-        former = coordinator.epoch
-        assert server.stop() == 0
-
-    with coordinated(start_server(*flags, "--resume")) as (coordinator, worker):
-        # No two lives of coordinators have one number, whatever server counted them.
-        assert coordinator.epoch > former
-        attached = coordinator.attach()
-        assert (attached.iteration, attached.state) == (3, "state 3")
-        assert list(attached.vectors) == ["g", "s3", "x", "y3"]
-        assert (whole(worker) == 3).all()
-        assert norms(coordinator, "x", "g", "s3", "y3") == [3.0, 3.0, 3.0, float(np.float32(1 / 3))]
-        make_one(coordinator, worker)
-        coordinator.execute(instruction("ALLOC", target="t"))
-        iterate(coordinator, 4)
-        assert norms(coordinator, "x", "g", "s4") == [4.0, 4.0, 4.0]
 
 
 def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterator[wire.StageRequest]:

@@ -193,17 +193,6 @@ def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
         assert (asked.result(60).outcome, asked.result().message) == (wire.LeaseReply.OUTCOME_ENDED, "converged")
 
 
-def test_a_coordinator_s_wait_ends_with_the_progress(start_server):
-    server = start_server("--protocol", "sandblaster")
-    with opened(server, 1, COORDINATED) as [a]:
-        coordinator = Coordinator.attached(a.worker)
-        coordinator.begin(1, num_portions=4)
-        a.lease()
-        reply = coordinator.wait(1, 0.2)
-        assert not reply.complete
-        assert (reply.progress.running, reply.progress.pending) == (1, 3)
-
-
 def test_a_coordinator_waits_for_workers_that_open_a_data_set(start_server):
     server = start_server()
     with crew(server, 1) as [worker]:
@@ -226,19 +215,6 @@ def test_waits_end_with_the_run_and_with_its_reset(start_server):
         inspect(server.control, "Stop")
         assert refusal_of(lambda: calls[1].result(60))[1] == "RunFinished"
         assert a.lease(None, 10.0).message == "the run has finished"
-
-
-def test_a_coordinator_that_waits_hears_that_another_attached(start_server):
-    server = start_server("--protocol", "sandblaster")
-    with opened(server, 1, COORDINATED) as [a]:
-        former = Coordinator.attached(a.worker)
-        former.begin(1)
-        call = former.waiting(1)
-        wait_for_waits(server, 1)
-
-        WireCoordinator(a.worker).attach()
-
-        assert refusal_of(lambda: call.result(60))[1] == "Superseded"
 
 
 # What people see.

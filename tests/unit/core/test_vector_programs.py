@@ -220,29 +220,6 @@ def restored(state: MachineState, points: dict[int, np.ndarray]) -> Driver:
     return Driver(machine, shards)
 
 
-def test_a_restored_machine_has_the_point_its_gradient_and_the_history_and_nothing_else():
-    driver = begun()
-    for k in (1, 2, 3):
-        iterate(driver, k)
-    driver.execute(fill("t", 77.0), Instruction(MOVE, left="t"))
-    driver.stage(np.ones(SIZE))
-
-    again = restored(*copied(driver.machine))
-
-    attached = again.machine.attach(PLAN)
-    assert attached.coordinator_epoch == 3
-    assert attached.vectors == ("g", "s2", "s3", "x", "y2", "y3")
-    assert (attached.iteration, attached.state) == (3, "state 3")
-    assert (again.parameters() == 3).all() and (again.held("x") == 3).all() and (again.held("g") == -3).all()
-    assert again.machine.num_stages == 0 and again.machine.current_pass == 0
-    assert again.machine.bytes == 4 * SIZE * 6
-    again.epoch = 3
-    again.make("one", np.ones(SIZE))
-    again.execute(Instruction(ALLOC, target="t"))
-    iterate(again, 4)
-    assert again.machine.names == ("g", "one", "s3", "s4", "t", "x", "y3", "y4")
-
-
 def test_the_restored_point_is_not_the_shards_own_memory():
     driver = begun()
     again = restored(*copied(driver.machine))
