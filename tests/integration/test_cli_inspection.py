@@ -238,9 +238,6 @@ def session(servers: Sequence[AnyServer], worker_id: str, **options: str) -> Ses
     return Session(model, optimizer, launch=launch, initial=lambda: [np.zeros(2048, np.float32)])
 
 
-# `pyps set`, and what `pyps status` shows of it.
-
-
 def test_set_changes_all_servers_named_and_says_what_is_in_force(start_server: Start) -> None:
     servers = start_servers(start_server, 2)
     changes = ("--protocol", "1-softsync", "--staleness", "none", "--learning-rate", "0.01")

@@ -329,9 +329,6 @@ def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
         assert complaint in refusal("demo", env={variable: value})
 
 
-# Workers of several processes, and those that come back.
-
-
 def processes_of(launcher: PythonProcess) -> dict[str, psutil.Process]:
     found = {}
     for child in psutil.Process(launcher.pid).children():

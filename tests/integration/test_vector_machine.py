@@ -175,9 +175,6 @@ def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
         coordinator.execute(instruction("ALLOC", target="g"))
 
 
-# Stages.
-
-
 def test_a_stage_that_was_sent_in_part_is_refused_and_may_be_sent_again(start_server: Start) -> None:
     with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
         coordinator.execute(instruction("ALLOC", target="t"), instruction("BEGIN_PASS", count=1))
@@ -232,9 +229,6 @@ def test_a_stream_of_a_worker_that_vanishes_midway_leaves_the_server_well(start_
         assert coordinator.execute(instruction("FOLD", target="t", stage_ids=[4], count=1)).version == 0
 
 
-# Memory for stages.
-
-
 def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_server: Start) -> None:
     # For 70 parameters: 11 stages, and no vectors.
     server = start_server("--protocol", "sandblaster", "--max-vector-bytes", str(4 * SIZE * 11))
@@ -250,9 +244,6 @@ def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_serv
 
         with pytest.raises(NoRoom, match=r"stage 12 of portion 11 would make .* raise --max-vector-bytes"):
             staging.stage(vectors, pass_number=1, portion_id=11, stage_id=12)
-
-
-# A restart.
 
 
 def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterator[wire.StageRequest]:

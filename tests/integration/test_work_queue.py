@@ -156,9 +156,6 @@ def test_another_server_than_the_first_says_where_to_ask(start_server):
         assert text == "this is server 1: ask server 0, which hands out the data set"
 
 
-# Coordinated work.
-
-
 def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
     server = start_server("--protocol", "sandblaster")
     with opened(server, 2, COORDINATED) as [a, b]:
@@ -215,9 +212,6 @@ def test_waits_end_with_the_run_and_with_its_reset(start_server):
         inspect(server.control, "Stop")
         assert refusal_of(lambda: calls[1].result(60))[1] == "RunFinished"
         assert a.lease(None, 10.0).message == "the run has finished"
-
-
-# What people see.
 
 
 def test_status_and_metrics_show_the_work(start_server):

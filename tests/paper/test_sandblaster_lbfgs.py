@@ -27,9 +27,6 @@ def minimise(
     return lbfgs.run(*world.attach(history=chosen.history)), reports
 
 
-# B4: the direction.
-
-
 def inverse_hessian_times(q: Doubles, pairs: list[tuple[Doubles, Doubles]], gamma: float) -> Doubles:
     """H q by definition, H' = (1 - rho s y') H (1 - rho y s') + rho s s' from gamma (Nocedal and Wright, 7.16)."""
     if not pairs:
@@ -87,18 +84,12 @@ def test_a_history_whose_numbers_overflow_gives_no_direction() -> None:
     assert math.isnan(quasi_newton(world, (older, Pair(newer.number, 1e-320, newer.yy))))
 
 
-# Cost: commands, none of which has a vector.
-
-
 def test_a_direction_takes_2_messages_whatever_the_history() -> None:
     for num_pairs in (1, 5, 10):
         world, pairs = loaded(*make_history(100, num_pairs))
         world.sent.clear()
         quasi_newton(world, pairs)
         assert (len(world.sent), sum(map(len, world.sent))) == (2, 3)
-
-
-# B5: down, always.
 
 
 class Watched:
@@ -138,9 +129,6 @@ def test_the_first_step_along_the_gradient_is_short() -> None:
     assert reports[0].step_length == pytest.approx(1.0 / 9.0)
 
 
-# B6: how the model is cut.
-
-
 def test_the_number_of_shards_and_servers_changes_nothing_but_rounding() -> None:
     portion_loss, size = digits()
     ends = []
@@ -151,9 +139,6 @@ def test_the_number_of_shards_and_servers_changes_nothing_but_rounding() -> None
     for loss, parameters in ends[1:]:
         assert loss == pytest.approx(ends[0][0], rel=1e-6)
         assert np.abs(parameters - ends[0][1]).max() <= 1e-4 * np.abs(ends[0][1]).max()
-
-
-# B7: quadratics.
 
 
 @dataclass
@@ -178,9 +163,6 @@ def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size: int
     summary, _ = minimise(world, quadratic(curvatures), search=Exact(), **settings)
     assert summary.converged
     assert summary.iterations <= size + 1
-
-
-# Curvature, restarts, losses that are not finite.
 
 
 def test_pairs_without_curvature_are_left_out_and_counted() -> None:

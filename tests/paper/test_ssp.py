@@ -46,9 +46,6 @@ def clocks_at_each_pull(run: Cluster) -> list[tuple[str, Counter[str]]]:
     return seen
 
 
-# R1.
-
-
 def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest() -> None:
     """Rule 1: a worker at clock c proceeds iff c - min_q c_q <= s; so no clock is ever more than s + 1 ahead."""
     for s, speed in itertools.product((0, 1, 3), SPEEDS):
@@ -70,9 +67,6 @@ def test_r1_holds_with_one_that_joins_late_whatever_its_count() -> None:
     waits = [event for event in run.events(Kind.WAIT) if event.time > 0]
     assert waits == []
     assert run.steps("late") == 10
-
-
-# R2 and R3.
 
 
 class Tags:
@@ -109,9 +103,6 @@ def test_a_read_may_contain_updates_of_its_own_clock_unless_strict(protocol: str
     assert any(visible[:, clock:].any() for _, clock, visible in tags.seen) == newer
 
 
-# R4.
-
-
 @pytest.mark.parametrize("rule", ["sgd", "momentum"])
 @pytest.mark.parametrize("num_workers", [2, 4, 8])
 def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int, rule: str) -> None:
@@ -129,9 +120,6 @@ def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int,
         assert run.shards[0].version == 20
         ends[protocol] = run.parameters().tobytes()
     assert len(set(ends.values())) == 1
-
-
-# R5.
 
 
 @pytest.mark.parametrize("protocol", ["ssp:s=2", "ssp:s=0,strict_bsp=true"])

@@ -88,9 +88,6 @@ def test_s2_the_sum_in_worker_order_is_bit_identical_to_a_serial_reference() -> 
         assert set(run.staleness()) == {0}
 
 
-# S3, S4 and S6.
-
-
 def test_s3_softsync_makes_an_update_of_every_c_gradients() -> None:
     for n, c in ((1, 7), (2, 3), (3, 2), (5, 1), (7, 1), (100, 1)):
         run = cluster(f"softsync:n={n}", workers=worker_plans(7, lognormal(sigma=0.5))).run(pushes=100)

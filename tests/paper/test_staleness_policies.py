@@ -65,9 +65,6 @@ def shard_of(policy: str | StalenessPolicy, *, rule: str = "sgd", protocol: str 
     )
 
 
-# S5: equally stale gradients.
-
-
 def test_s5_an_update_of_equally_stale_gradients_moves_by_the_policys_share() -> None:
     """S5, whatever the rule and the policy; with four workers each update of softsync:n=4 is made of one gradient."""
     assert AT_10.keys() == POLICIES.keys()
@@ -84,16 +81,10 @@ def test_s5_a_mean_is_divided_as_a_whole_where_all_are_equally_stale() -> None:
         assert (moved["divide"] == moved["none"] / max(1, tau)).all(), tau
 
 
-# Pitfall 11: staleness 0.
-
-
 def test_pitfall_11_a_fresh_gradient_keeps_its_rate_under_every_policy_but_the_constant_one() -> None:
     scales = {policy: push(shard_of(policy), np.ones(16)).rate_scale for policy in AT_10}
     assert scales == dict.fromkeys(AT_10, 1.0)
     assert push(shard_of("constant"), np.ones(16), workers=roster_of(4)).rate_scale == 1 / 4
-
-
-# Pitfall 12: the order of modulation, mean and momentum.
 
 
 def test_pitfall_12_each_gradient_is_modulated_then_all_are_divided_by_their_number_then_comes_momentum() -> None:
@@ -120,9 +111,6 @@ def test_per_update_divides_the_mean_by_the_mean_staleness() -> None:
     }
     np.testing.assert_allclose(moved["per_update"], moved["none"] / mean_staleness, rtol=1e-5)
     assert not np.allclose(moved["divide"], moved["per_update"], rtol=1e-2)
-
-
-# Pitfall 13: rules that divide by the gradients' size.
 
 
 def test_pitfall_13_at_a_constant_staleness_of_ten_the_displacement_is_a_tenth_and_the_slots_are_the_same() -> None:
@@ -171,9 +159,6 @@ def test_2_14_an_adaptive_mean_keeps_the_ratio_of_its_gradients_and_scales_the_s
 def correction(step: int) -> float:
     """Returns what Adam's two corrections for the slots' first values come to."""
     return float(np.sqrt(1 - 0.999**step) / (1 - 0.9**step))
-
-
-# Policies by name.
 
 
 def test_drop_refuses_what_is_more_than_its_spread_old() -> None:

@@ -95,9 +95,6 @@ def test_h2_h3_all_staleness_is_zero_and_a_round_takes_as_long_as_its_slowest_wo
     assert np.diff([0.0, *ends]) == pytest.approx(seconds.max(axis=0))
 
 
-# A straggler.
-
-
 def throughput(protocol: str, *, slowest: float) -> float:
     plans = [*worker_plans(3), WorkerPlan("z", fixed(slowest))]
     return cluster(protocol, workers=plans).run(seconds=300.0).simulation.num_taken / 300

@@ -56,9 +56,6 @@ def test_the_paths_of_the_methods_are_those_of_the_services():
     assert all(path.endswith(f"/{name}") for name, path in contract.METHODS.items())
 
 
-# The errors: their tree, and the way of one across the wire.
-
-
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PypsError)]
 
 

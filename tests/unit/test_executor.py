@@ -122,9 +122,6 @@ def test_with_the_threads_gone_the_caller_does_the_work():
     assert done == [1, 1, 2]
 
 
-# Jobs shared out among threads.
-
-
 WAIT_SECONDS = 60.0
 
 

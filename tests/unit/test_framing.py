@@ -281,9 +281,6 @@ def test_a_field_number_out_of_range_and_what_is_no_buffer_are_refused():
         _kernels.split_frame(memoryview(bytes(8))[::2], 15)
 
 
-# Writers.
-
-
 def test_every_message_with_a_payload_goes_both_ways():
     values = np.arange(7, dtype=np.float32)
     for message_class in (InitializeRequest, PushRequest, Parameters, ExchangeReply):

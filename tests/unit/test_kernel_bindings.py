@@ -269,9 +269,6 @@ def test_scalars_and_lists_of_vectors_that_do_not_fit_are_refused():
     assert (z == 1).all()
 
 
-# Instruction sets and the GIL.
-
-
 def test_an_unknown_instruction_set_cannot_be_selected():
     isa = _kernels.isa()
     with pytest.raises(ValueError, match=r"instruction set is 'bogus'.*expected one of: baseline"):

@@ -29,9 +29,6 @@ def test_no_instruction_set_is_left_out_of_the_tests():
     assert set(_kernels.available()) <= set(kernel_values.INSTRUCTION_SETS)
 
 
-# Codecs.
-
-
 def test_every_16_bit_pattern_decodes_exactly():
     for codec in HALVES:
         values, expected = np.empty(65536, np.float32), decode_reference(ALL_HALVES, codec)
@@ -80,9 +77,6 @@ def test_nan_stays_nan_and_keeps_its_sign():
         assert np.array_equal(np.signbit(decoded), np.signbit(values)), codec
 
 
-# The finite guard.
-
-
 def test_finite_values_pass_the_guard():
     for codec, length in product(NATIVE, LENGTHS):
         assert _kernels.first_non_finite(payload_of(length, codec, 1), codec, length) == -1, (codec, length)
@@ -114,9 +108,6 @@ def test_the_guard_finds_the_first_of_several():
             found = _kernels.first_non_finite(_kernels.encode(values, codec), codec, length)
 
             assert found == index, (codec, length, value)
-
-
-# Inspection.
 
 
 def test_summary_equals_the_sum_over_sixteen_lanes():

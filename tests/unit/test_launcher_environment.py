@@ -124,9 +124,6 @@ def test_python_means_the_launcher_s_own_unless_an_environment_is_active() -> No
     assert environment_of(PATH="/usr/bin", VIRTUAL_ENV="/venv")["PATH"] == "/usr/bin"
 
 
-# Ports at which the processes of a replica meet.
-
-
 def first_ephemeral() -> int:
     return int(ports.EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
 

@@ -33,9 +33,6 @@ def combine_reference(scalars, vectors, length, divisor=1.0):
     return total / divisor
 
 
-# Element by element.
-
-
 def test_elements_are_computed_in_float64_and_rounded_once():
     for length in LENGTHS:
         x, y = vector(length, 1), vector(length, 2)
@@ -69,9 +66,6 @@ def test_a_target_may_be_what_is_read():
             call(z)
 
             assert same(z, expected.astype(np.float32)), (name, length)
-
-
-# Sums over elements.
 
 
 def test_dot_adds_in_one_order():
@@ -111,9 +105,6 @@ def test_sums_of_what_is_not_finite_are_not_finite():
     assert _kernels.vector_dot(x, x) == np.inf
     assert _kernels.vector_norm1(x) == np.inf
     assert np.isnan(_kernels.vector_dot(x, y))
-
-
-# Many vectors at once.
 
 
 def test_combine_adds_multiples_in_their_order_and_fold_divides_the_sum_of_its_stages():

@@ -195,9 +195,6 @@ def test_an_expected_worker_that_starts_anew_is_still_to_come() -> None:
     assert roster(members) == ([], 0)
 
 
-# Who holds others up.
-
-
 @pytest.fixture
 def pair() -> Membership:
     members = Membership(lease_seconds=1000.0, workers_max=9, stall_seconds=10.0)

@@ -91,9 +91,6 @@ def arrive_all(pacer: Pacer, workers: str, clock: int = 0) -> list[str]:
     return [let_go for worker_id in workers for let_go in pacer.arrive(worker_id, clock)]
 
 
-# Turns.
-
-
 def test_turns_go_round_in_order_of_joining() -> None:
     pacer = TurnTaking()
     turns = arrive_all(pacer, "bca")
@@ -146,9 +143,6 @@ def test_turns_are_exclusive_and_fair(happenings: list[tuple[str, str]]) -> None
             assert max(overtaken[worker_id].values(), default=0) <= 1
 
 
-# The bound on clocks.
-
-
 def test_a_worker_proceeds_until_it_is_s_clocks_ahead_of_the_slowest() -> None:
     """Ho et al. 2013: it may proceed iff c - min_q c_q <= s."""
     for s in (0, 1, 3):
@@ -192,9 +186,6 @@ def test_a_clock_that_goes_backwards_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="'a' asks to go on after 0 steps, and has said that it finished 1"):
         pacer.arrive("a", 0)
     assert pacer.arrive("a", 2) == []
-
-
-# Those that are waited for no longer.
 
 
 def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next() -> None:
@@ -359,9 +350,6 @@ def test_turns_begin_when_those_that_compute_together_have_asked_again() -> None
     assert turns.arrive("b", 1) == ["a"]
 
 
-# An arrival costs as much as there are workers, not its square.
-
-
 def instructions_of(action: Callable[[], object]) -> int:
     """Returns how many of Python's instructions an action takes, whatever the machine's speed."""
     count, before = 0, sys.gettrace()
@@ -397,9 +385,6 @@ def steps_together(make: Callable[[], Pacer], num_workers: int) -> int:
 @pytest.mark.parametrize("make", MAKERS)
 def test_an_arrival_costs_no_more_than_in_proportion_to_the_workers(make: Callable[[], Pacer]) -> None:
     assert steps_together(make, 64) <= 16 * steps_together(make, 16)
-
-
-# Nobody waits for ever.
 
 
 @settings(max_examples=150)

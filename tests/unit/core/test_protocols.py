@@ -66,9 +66,6 @@ def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mut
         assert (protocol.whole_model, protocol.accumulate) == wishes.get(text, (False, 0)), text
 
 
-# Each gradient is an update.
-
-
 def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old() -> None:
     for text in EAGER:
         protocol, arrived = parse(text), arrival("a", workers=roster_of(4), version=9, base_version=2)
@@ -93,9 +90,6 @@ def test_who_may_compute_is_judged_under_serial_and_ssp_alone_by_a_pacer_of_each
     judged = {"serial": TurnTaking, "ssp:s=0": ClockBound, "ssp:s=3": ClockBound}
     assert pacers == dict.fromkeys(pacers, type(None)) | judged
     assert parse("serial").pacer() is not parse("serial").pacer()
-
-
-# n-softsync (algorithm notes 2.7; Zhang et al. 2016).
 
 
 def test_c_is_the_floor_of_l_over_n_and_at_least_one() -> None:

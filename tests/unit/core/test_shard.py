@@ -75,9 +75,6 @@ def test_nobody_else_can_change_the_parameters() -> None:
     assert push(shard, [1.0, 1.0]).outcome == Outcome.APPLIED, "a failing reader leaves the shard usable"
 
 
-# Partial pushes and payloads.
-
-
 def test_a_partial_push_changes_only_its_ranges() -> None:
     shard = make_shard([0.0] * 6, rule="adagrad", settings={"learning_rate": 1.0, "eps": 0.0})
     push(shard, [3.0, 4.0, 5.0], extents=(Extent(1, 2), Extent(5, 1)))
@@ -101,9 +98,6 @@ def test_a_payload_is_read_in_its_own_codec_wherever_it_lies_in_a_message_and_cl
             assert pull(shard)[1].tolist() == expected, (codec, clip_norm)
 
 
-# Pushes that cannot be: errors.
-
-
 def test_a_push_that_cannot_be_is_an_error_that_names_the_numbers_and_changes_nothing() -> None:
     shard = make_shard([0.0] * 4, version=2)
     before = everything(shard)
@@ -121,9 +115,6 @@ def test_a_push_that_cannot_be_is_an_error_that_names_the_numbers_and_changes_no
     ):
         assert words in refusal(push, shard, [1.0] * 4, **fields, error=PypsError)
         assert everything(shard) == before, words
-
-
-# Refused pushes: receipts.
 
 
 def test_a_gradient_that_is_not_finite_is_refused_by_name_and_judged_anew_when_it_comes_again() -> None:
@@ -156,9 +147,6 @@ def test_a_finished_shard_refuses_pushes_and_still_answers_what_it_answered_befo
     assert push(shard, [1.0], base_version=0).duplicate
 
 
-# Duplicates.
-
-
 def test_a_repeated_push_gets_the_original_receipt_and_is_not_applied_again() -> None:
     for kind in (PayloadKind.GRADIENT, PayloadKind.DELTA):
         shard = make_shard([0.0], kind=kind)
@@ -184,9 +172,6 @@ def test_a_push_older_than_the_kept_receipts_is_refused_as_forgotten() -> None:
     before = everything(shard)
     assert push(shard, [1.0], sequence=0, base_version=0).reason == Reason.FORGOTTEN
     assert everything(shard) == before
-
-
-# What is pushed.
 
 
 def test_a_delta_is_a_gradient_of_the_runs_own_rule_with_the_other_sign() -> None:
@@ -233,9 +218,6 @@ def test_a_stale_move_of_a_buffer_is_scaled_by_the_policy() -> None:
     assert receipt.rate == 0.25
 
 
-# Recording.
-
-
 def test_the_recorder_hears_what_was_decided_and_nothing_else() -> None:
     log = Log()
     shard = make_shard([0.0], recorder=log)
@@ -269,9 +251,6 @@ def test_what_cannot_be_recorded_is_not_done() -> None:
         with pytest.raises(OSError, match="no space"):
             what(shard)
         assert everything(shard) == before
-
-
-# Checkpoints.
 
 
 def test_a_restored_shard_goes_on_bit_for_bit_with_its_base_rate_and_examples() -> None:

@@ -14,9 +14,6 @@ from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal
 TWO = roster("a", "b")
 
 
-# The base rate and the worker that owns it.
-
-
 def test_the_owners_rate_holds_from_its_push_on() -> None:
     shard = make_shard([0.0])
     first = push(shard, [1.0], learning_rate=0.5)
@@ -100,9 +97,6 @@ def test_a_provisional_rate_leaves_alone_what_the_servers_are_told_to_go_by() ->
     assert rates == [0.25, 1.0]
 
 
-# Schedules, batch growth and staleness.
-
-
 def test_a_schedule_is_evaluated_by_the_shards_version_when_the_update_is_made() -> None:
     shard = make_shard([0.0], behaviour=make_behaviour(rate_schedule="step:every=2,factor=0.5"))
     rates = [push(shard, [1.0], sequence=sequence).rate for sequence in range(5)]
@@ -145,9 +139,6 @@ def test_a_policy_that_scales_the_whole_update_shows_in_receipt_and_parameters()
     receipt = push(shard, [1.0], sequence=1, base_version=4, workers=TWO)
     assert (receipt.rate, receipt.rate_scale, receipt.weight) == (0.25, 0.25, 0.5)
     assert pull(shard)[1].tolist() == [-0.25]
-
-
-# Clipping.
 
 
 def test_a_push_is_clipped_to_the_norm_that_it_has_or_to_a_larger_one_that_its_worker_tells() -> None:

@@ -56,9 +56,6 @@ def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known
     assert (shard.num_pending, pull(shard)[1].tolist()) == (0, [-2.0])
 
 
-# Workers that go and come.
-
-
 def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it() -> None:
     shard = hardsync()
     calls: list[int] = []
@@ -91,9 +88,6 @@ def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier() ->
     assert (calls, shard.complete(roster("a")), shard.num_pending) == ([0], [], 1)
 
 
-# Pushes of nothing.
-
-
 def test_a_round_of_nothing_is_an_update_that_touches_no_number() -> None:
     for rule in ("sgd", "momentum", "adam"):
         shard = make_shard([1.0, 2.0], rule=rule, settings={"learning_rate": 0.1}, protocol="hardsync")
@@ -114,9 +108,6 @@ def test_without_a_barrier_nothing_is_answered_and_makes_no_update() -> None:
         assert (receipt.outcome, receipt.version_before, receipt.version_after) == (Outcome.APPLIED, 0, 0), protocol
         assert (shard.version, shard.state().pending, shard.examples) == (0, (), 8), protocol
         assert shard.push(nothing(example_count=8), roster=TWO).receipt.duplicate, protocol
-
-
-# Checkpoints and accounts.
 
 
 def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already() -> None:

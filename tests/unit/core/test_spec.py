@@ -68,9 +68,6 @@ def test_an_example_shows_every_setting_and_can_be_read() -> None:
     assert spec.example(staleness.Hinge) == "hinge:a=10,b=4"
 
 
-# A behaviour bundles such texts.
-
-
 def test_its_texts_make_an_equal_behaviour_that_cannot_be_changed() -> None:
     for texts in (
         {},

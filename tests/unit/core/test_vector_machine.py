@@ -241,9 +241,6 @@ def test_the_number_of_shards_changes_vectors_not_at_all_and_sums_by_rounding_al
         assert np.array_equal(moved, parameters)
 
 
-# Bounds: a short message may not ask for very much.
-
-
 def test_a_program_that_asks_for_very_much_is_refused_before_anything_is_made_of_it(driver):
     driver.execute(I(O.ALLOC, target="x"))
     for program, words in (

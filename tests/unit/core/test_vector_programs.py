@@ -27,9 +27,6 @@ def driver() -> Driver:
     return driver
 
 
-# Retries.
-
-
 def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again(driver):
     program = driver.program(scale("x", 2.0), Instruction(NORM1, left="x"), Instruction(MOVE, left="x"))
 
@@ -58,9 +55,6 @@ def test_a_program_out_of_turn_is_refused_with_the_number_expected(driver):
         program = replace(driver.program(Instruction(NORM1, left="x")), op_seq=op_seq)
         words = f"op_seq {op_seq}, the last executed here had 2: expected 3, or 2 for a retry"
         assert words in refusal(driver.machine.execute, program)
-
-
-# Lives.
 
 
 def test_a_coordinator_that_was_replaced_is_refused_with_both_lives(driver):
@@ -123,9 +117,6 @@ def test_a_server_that_logs_updates_takes_no_coordinator():
         machine.attach(PLAN)
 
 
-# Commits.
-
-
 def test_a_commit_is_executed_once_whichever_coordinator_sends_it(driver):
     commit = scale("x", 3.0)
 
@@ -152,9 +143,6 @@ def test_a_commit_that_skips_an_iteration_or_cannot_be_executed_commits_nothing(
         driver.execute(Instruction(NORM1, left="x"), commits=1, state="one")
 
     assert (driver.machine.iteration, driver.machine.text, driver.machine.names) == (0, "", ())
-
-
-# What a checkpoint sees.
 
 
 def iterate(driver: Driver, k: int) -> None:

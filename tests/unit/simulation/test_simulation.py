@@ -84,9 +84,6 @@ def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished() 
     assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "slow"}
 
 
-# What comes first.
-
-
 def test_at_equal_times_the_worker_whose_name_is_first_goes_first_then_what_was_asked_first() -> None:
     scheduler, called = Scheduler(), []
     for worker_id, what in (("b", "b1"), ("a", "a1"), ("b", "b2"), ("a", "a2"), ("", "operator")):

@@ -32,9 +32,6 @@ def outcome(queue: WorkQueue, pass_: int = 1, *, epoch: int = 1, **more) -> Awai
     return queue.await_pass(pass_, coordinator_epoch=epoch, **more)
 
 
-# Passes.
-
-
 def test_portions_are_equal_but_for_one_example():
     queue = coordinated_queue(23)
     begin_pass(queue, num_portions=5, portions_per_stage=4)
@@ -120,9 +117,6 @@ def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
         begin_pass(queue, 1)
     begin_pass(queue, 1, epoch=2)
     assert isinstance(lease(queue, "b"), Leased)
-
-
-# Claims and copies.
 
 
 def test_of_two_copies_the_first_to_claim_wins():
@@ -219,9 +213,6 @@ def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end()
     assert isinstance(lease(queue, "b", now=13.0), Leased)
 
 
-# Claims by mistake.
-
-
 def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
     queue = coordinated_queue(4)
     begin_pass(queue, num_portions=2)
@@ -232,9 +223,6 @@ def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
     assert "was delivered by worker 'a' before" in claim(queue, "a", theirs).message
     with pytest.raises(InvalidArgument, match="lease 99 was never given out"):
         queue.claim("a", 1, 99, now=0.0)
-
-
-# Deliveries.
 
 
 def test_losses_are_added_in_the_order_of_portions_whenever_they_come():

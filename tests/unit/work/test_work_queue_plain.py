@@ -38,9 +38,6 @@ class Woken:
         self.times += 1
 
 
-# Passes.
-
-
 def test_one_worker_goes_through_the_data_in_order():
     queue, given = plain_queue(10, 3), []
     while isinstance(answer := lease(queue), Leased):
@@ -112,9 +109,6 @@ def test_portions_of_a_minibatch_where_the_server_has_no_growth():
     queue = WorkQueue(stall_seconds=60, accumulate=lambda: 4)
     queue.open(DataSpec("train", 50, batch_size=5), worker_id="a")
     assert lease(queue).portion.num_examples == 20
-
-
-# Passes that are begun ahead.
 
 
 def ahead_queue(num_portions: int, *, ahead: int = 1, **more) -> WorkQueue:
@@ -212,9 +206,6 @@ def test_beside_a_worker_eight_times_slower_the_quick_one_stands_still_at_the_en
     assert idle > 0.3 * now if ahead == 0 else idle == 0.0
 
 
-# Who gets what.
-
-
 def test_consecutive_portions_go_to_the_same_worker():
     queue = plain_queue(12, 1)
     mine = {"a": [], "b": []}
@@ -242,9 +233,6 @@ def test_what_comes_next_is_told_and_not_held():
     assert (answer.next.portion_id, answer.next.lease_id) == (1, 0)
     assert lease(queue, "a").portion.portion_id == 1
     assert lease(queue, "b").next is None
-
-
-# Who is gone, and who comes back.
 
 
 def lines_executed(call: Callable[[], object]) -> int:
@@ -365,9 +353,6 @@ def test_plain_work_needs_no_claim_and_no_coordinator():
         assert words in refusal(call)
 
 
-# Stalls.
-
-
 def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothing():
     told = []
     queue = plain_queue(3, 3, stall_seconds=10.0, on_event=lambda kind, what, **facts: told.append((kind, what, facts)))
@@ -416,9 +401,6 @@ def test_a_worker_gets_three_times_as_long_as_its_own_speed_says():
     assert queue.progress().lost == 1
 
 
-# Waits.
-
-
 def test_of_two_calls_of_one_worker_the_later_one_is_answered():
     queue = plain_queue(3, 3)
     lease(queue, "a")
@@ -453,9 +435,6 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
         lease(queue, "a", held=(), wake=former, announced=True)
     assert queue.progress().running == 1
     assert deliver(queue, held).accepted
-
-
-# What workers say of a data set.
 
 
 def test_a_data_set_that_differs_is_refused_by_the_field():
