@@ -1,5 +1,3 @@
-"""examples/char_lm.py: workers that share its epochs."""
-
 import re
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The figures of a run that an observer gets, for whatever logs them."""
-
 import math
 from pathlib import Path
 

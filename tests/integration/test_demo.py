@@ -1,5 +1,3 @@
-"""`pyps demo`: a short real one, and how it fails."""
-
 import re
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""`pyps eval` and `pyps health` against real servers."""
-
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""`pyps run`: real servers, real workers, and every way that a job may end."""
-
 import contextlib
 import re
 import shlex

@@ -1,5 +1,3 @@
-"""The Prometheus page of a real server."""
-
 import asyncio
 import contextlib
 import socket

@@ -1,5 +1,3 @@
-"""`pyps certs`: the files that it makes, and what it says of them."""
-
 import re
 import shlex
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""docker/compose.yaml: what its services run, without an engine."""
-
 import re
 import subprocess
 import textwrap

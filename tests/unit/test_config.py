@@ -1,5 +1,3 @@
-"""The server's configuration: who wins, and what a refusal says."""
-
 import dataclasses
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What a coordinator plans and how its flags are read and spelled."""
-
 import math
 from pathlib import Path
 from typing import Any

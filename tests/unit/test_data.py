@@ -1,5 +1,3 @@
-"""Each worker's part of the data, and the sizes of batches."""
-
 from types import SimpleNamespace
 
 import pytest

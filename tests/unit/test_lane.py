@@ -1,5 +1,3 @@
-"""A lane's messages, as they come a part at a time."""
-
 import ctypes
 import ctypes.util
 import socket

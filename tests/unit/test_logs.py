@@ -1,5 +1,3 @@
-"""Log lines: one event a line, whatever is in it."""
-
 import io
 import json
 import logging

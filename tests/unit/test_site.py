@@ -1,5 +1,3 @@
-"""docs/extension: what the site tells of options is what the program says."""
-
 import dataclasses
 import html
 import importlib

@@ -1,5 +1,3 @@
-"""Statistics: what pushes and pulls are counted as."""
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

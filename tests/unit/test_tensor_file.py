@@ -1,5 +1,3 @@
-"""The safetensors writer: what it writes, the library reads."""
-
 import io
 from pathlib import Path
 

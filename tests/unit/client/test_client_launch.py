@@ -1,5 +1,3 @@
-"""A worker's launch settings, from the environment and from arguments."""
-
 import tomllib
 from dataclasses import fields
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What of a shard is sent when some tensors have no gradient."""
-
 import math
 import threading
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""Learning rates on their way from the schedule's owner to the servers."""
-
 import pytest
 
 from pyps_client.push import GroupRate, LearningRates

@@ -1,5 +1,3 @@
-"""Gradients that servers did not take are counted, and told of once."""
-
 import pytest
 
 from pyps_client.run_state import Refusals

@@ -1,5 +1,3 @@
-"""Lent vectors and the segment in which they lie."""
-
 import faulthandler
 import fcntl
 import gc

@@ -1,5 +1,3 @@
-"""Tasks and jobs that run beside the caller: pyps_client.transport.threads."""
-
 import threading
 
 import pytest

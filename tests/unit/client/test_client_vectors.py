@@ -1,5 +1,3 @@
-"""The guard that keeps NaN and infinity from the wire."""
-
 import numpy as np
 import pytest
 

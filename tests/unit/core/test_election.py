@@ -1,5 +1,3 @@
-"""One initialiser at a time; another takes over when it falls silent."""
-
 import pytest
 
 from pyps.core.election import Claim, Election

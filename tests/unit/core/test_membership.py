@@ -1,5 +1,3 @@
-"""Who counts as a live worker, and who may use a worker's name."""
-
 from typing import Any
 
 import pytest

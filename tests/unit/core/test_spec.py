@@ -1,5 +1,3 @@
-"""Behaviours from a line of text and back."""
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,5 +1,3 @@
-"""What workers may ask for where the server was told its rule."""
-
 from dataclasses import replace
 
 import pytest

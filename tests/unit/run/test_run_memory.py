@@ -1,5 +1,3 @@
-"""A run holds its model once, however it came."""
-
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path

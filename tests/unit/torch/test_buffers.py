@@ -1,5 +1,3 @@
-"""Batch norm's statistics between workers: averaged, or led by the first."""
-
 import numpy as np
 import pytest
 import torch

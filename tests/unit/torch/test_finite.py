@@ -1,5 +1,3 @@
-"""What of gradients may be sent: finite, and still so in the wire's type."""
-
 from itertools import product
 
 import torch

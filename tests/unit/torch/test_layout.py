@@ -1,5 +1,3 @@
-"""Where parameters lie, and which ones cannot live on a server."""
-
 import pytest
 import torch
 

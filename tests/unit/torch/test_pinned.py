@@ -1,5 +1,3 @@
-"""Which pages are registered with a GPU's driver: whole ones, none twice."""
-
 import mmap
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Torch optimizers in the servers' words."""
-
 import pytest
 import torch
 

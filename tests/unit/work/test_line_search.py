@@ -1,5 +1,3 @@
-"""Line searches on functions of one variable."""
-
 import math
 from collections.abc import Callable
 from itertools import product

@@ -1,5 +1,3 @@
-"""How a data set is cut, and the portions that nobody has."""
-
 import itertools
 import random
 
