@@ -22,7 +22,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PARAMETER_SERVER, stub_of
 
-# A group's tensors, end to end, are one vector; one of less than 262,144 parameters is a shard. Here that is one each.
+# A group's tensors, end to end, are one vector, which whoever creates the run slices into shards. Here each is one.
 TENSORS = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
 RULE, HYPERPARAMETERS = "adagrad", {"learning_rate": 0.1, "eps": 1e-10}
 EXAMPLES = 32
@@ -46,7 +46,7 @@ class Worker:
         self.sender = common.Sender(worker_id=worker_id, incarnation=time.time_ns())
         self.metadata = [("authorization", f"Bearer {os.environ.get('PYPS_TOKEN', '')}")]
         self.stub = stub_of(PARAMETER_SERVER, grpc.insecure_channel(address))
-        model = common.ModelSpec(shard_size=1_047_552)
+        model = common.ModelSpec()
         for group, (name, values) in enumerate(TENSORS.items()):
             model.tensors.add(name=name, shape=values.shape, group=group)
         groups = [common.GroupSettings(hyperparameters=HYPERPARAMETERS)] * len(TENSORS)
@@ -78,7 +78,9 @@ class Worker:
         return reply
 
     def first_parameters(self, term: int) -> Iterator[wire.InitializeRequest]:
-        yield wire.InitializeRequest(sender=self.sender, term=term, **self.run)
+        # How the model is sliced, and the server of each shard.
+        tables = {"shard_lengths": [values.size for values in TENSORS.values()], "placement": [0] * len(TENSORS)}
+        yield wire.InitializeRequest(sender=self.sender, term=term, **self.run, **tables)
         for shard_id, values in enumerate(TENSORS.values()):
             shard = {"shard_id": shard_id, "codec": common.CODEC_FLOAT32, "payload": values.tobytes()}
             yield wire.InitializeRequest(sender=self.sender, term=term, **shard)

@@ -85,7 +85,7 @@ def push(gradients: Sequence[Sequence[Block]], num_servers: int) -> Pushes:
         own = whole.of_parts([part])
         assert own.model.num_groups == 1
         for shard in own.shards:
-            contacts.append(Contact(part, shard.shard_id, shard.server_index))
+            contacts.append(Contact(part, shard.shard_id, whole.server_of(shard.shard_id)))
             shards[shard.shard_id] = vector[shard.offset : shard.offset + shard.length]
     return Pushes(whole, contacts, shards)
 

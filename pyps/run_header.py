@@ -1,4 +1,4 @@
-"""What a run is called and holds, as values: what checkpoints and update logs keep, and a server goes on from."""
+"""A run's header and state as values: what checkpoints and update logs keep, and a restored server continues from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import Model, Partition, Tensor
 
 
 @dataclass(frozen=True)
@@ -22,26 +22,36 @@ class RunHeader:
     run_id: str
     epoch: int
     server_index: int
-    num_servers: int
-    model: Model
+    partition: Partition
     optimizer: RuleSettings
-    # As it is in force, and as the server was told at its start: a run may be changed while it goes on.
+    # The behaviour in force, and the server's flags: a run may be changed while it goes on.
     behaviour: BehaviourTexts
     told: BehaviourTexts
 
     def with_epoch(self, epoch: int) -> RunHeader:
-        """Returns the same header with another epoch."""
+        """Return the same header with another epoch."""
         return dataclasses.replace(self, epoch=epoch)
 
+    @property
+    def model(self) -> Model:
+        return self.partition.model
+
+    @property
+    def num_servers(self) -> int:
+        return self.partition.num_servers
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the header in plain lists, dictionaries, numbers and strings."""
+        """Return the header in plain lists, dictionaries, numbers and strings."""
         groups = [dict(group) for group in self.optimizer.groups]
         return {
             "run_id": self.run_id,
             "epoch": self.epoch,
             "server_index": self.server_index,
-            "num_servers": self.num_servers,
-            "model": {"shard_size": self.model.shard_size, "tensors": [_tensor_to_json(t) for t in self.model.tensors]},
+            "model": {
+                "tensors": [dataclasses.asdict(tensor) for tensor in self.model.tensors],
+                "shard_lengths": self.partition.lengths,
+            },
+            "placement": {"num_servers": self.num_servers, "servers": list(self.partition.placement.servers)},
             "optimizer": {"rule": self.optimizer.rule, "groups": groups, "kinds": list(self.optimizer.kinds)},
             "behaviour": dict(self.behaviour),
             "told": dict(self.told),
@@ -49,16 +59,17 @@ class RunHeader:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> RunHeader:
-        """Returns the header that `to_json` gave."""
-        model = plain["model"]
-        tensors = tuple(_tensor_from_json(tensor) for tensor in model["tensors"])
+        """Return the header of the plain values from `to_json`."""
         optimizer = plain["optimizer"]
         return cls(
             run_id=plain["run_id"],
             epoch=plain["epoch"],
             server_index=plain["server_index"],
-            num_servers=plain["num_servers"],
-            model=Model(tensors, model["shard_size"]),
+            partition=Partition.of_tables(
+                Model(tuple(map(_tensor_from, plain["model"]["tensors"]))),
+                plain["model"]["shard_lengths"],
+                **plain["placement"],
+            ),
             optimizer=RuleSettings.make(
                 optimizer["rule"], tuple(optimizer["groups"]), tuple(map(PayloadKind, optimizer["kinds"]))
             ),
@@ -69,7 +80,7 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint is made of: a run's head, and what it consists of, which goes on changing."""
+    """The parts of a run that a checkpoint is made of; shards and machine go on changing."""
 
     header: RunHeader
     shards: Mapping[int, Store]
@@ -82,7 +93,7 @@ class Snapshot:
 class RestoredRun:
     """A run as read from a checkpoint. `header.epoch` is the last one in use: serve under the next.
 
-    The run that goes on from it takes its arrays over.
+    The run that continues from it owns the arrays.
     """
 
     header: RunHeader
@@ -92,22 +103,6 @@ class RestoredRun:
     machine: MachineState | None = None
 
 
-def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
-    """A tensor in plain values; what is not cut has those that it had before models could be."""
-    plain: dict[str, Any] = {"name": tensor.name, "shape": list(tensor.shape), "group": tensor.group}
-    if tensor.whole_shape:
-        plain |= {"whole_shape": list(tensor.whole_shape), "offset": list(tensor.offset)}
-    if tensor.part:
-        plain["part"] = tensor.part
-    return plain
-
-
-def _tensor_from_json(plain: Mapping[str, Any]) -> Tensor:
-    return Tensor(
-        plain["name"],
-        tuple(plain["shape"]),
-        plain["group"],
-        whole_shape=tuple(plain.get("whole_shape", ())),
-        offset=tuple(plain.get("offset", ())),
-        part=plain.get("part", 0),
-    )
+def _tensor_from(plain: Mapping[str, Any]) -> Tensor:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
+    return Tensor(**values)

@@ -349,7 +349,7 @@ class RecordingSession:
             if self.on_landed is not None:
                 # A half of each group in a message of its own; the rest as through shared memory.
                 for group, mine in enumerate(self.parameters):
-                    self.on_landed(ShardRange(0, group, 0, len(mine) // 2, 0))
+                    self.on_landed(ShardRange(0, group, 0, len(mine) // 2))
         self.held = self._brought[id(vectors)] = self.version
 
     def hurry(self) -> None:

@@ -28,7 +28,7 @@ from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
-from pyps.core.shard import Shard
+from pyps.core.shard import LoggedShard, Shard
 from pyps.core.staleness import Weighing
 from pyps.core.store import ShardState
 from pyps.run.handshake import Greeting, Opening
@@ -84,7 +84,8 @@ def make_shard(
     **others: Any,
 ) -> Shard:
     """Returns a shard; asynchronous, SGD with learning rate 1 unless told otherwise."""
-    return Shard(
+    # A server's shards are logged ones where it has a log.
+    return (LoggedShard if others.get("recorder") else Shard)(
         others.pop("shard_id", 0),
         np.asarray(parameters, dtype=np.float32),
         rule=RULES[rule],
@@ -171,6 +172,9 @@ class Log:
         if not isinstance(event, Updated):
             self.events.setdefault(event.shard_id, []).append(event)
 
+    def write(self, shard_id: int) -> None:
+        """Nothing: what was noted is kept."""
+
     def pushes(self, shard_id: int) -> list[Pushed]:
         return [event for event in self.events[shard_id] if isinstance(event, Pushed)]
 
@@ -227,8 +231,7 @@ HEADER = RunHeader(
     run_id="run-1",
     epoch=3,
     server_index=0,
-    num_servers=1,
-    model=MODEL,
+    partition=partition(MODEL, num_servers=1),
     optimizer=RuleSettings.make("adagrad", ({"learning_rate": 0.1},)),
     behaviour=make_behaviour("async", "divide").texts,
     told=make_behaviour("hardsync").texts,
@@ -306,9 +309,10 @@ def serving(*names: str, model: Model = MODEL, **settings: Any) -> Run:
     terms = [
         run.hello(Greeting("r", name, 1, 1, "test", False, 0, 1, model, None, "", "", 0, "")).term for name in names
     ]
-    initialization = run.begin_initialize(Opening("r", names[0], 1, terms[0], model, None, 0, 1))
+    plan = partition(model, num_servers=1)
+    initialization = run.begin_initialize(Opening("r", names[0], 1, terms[0], plan, None, 0))
     assert initialization is not None
-    for shard in partition(model, num_servers=1).of_server(0):
+    for shard in plan.of_server(0):
         initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
     run.commit(initialization)
     return run

@@ -101,7 +101,6 @@ class WireWorker:
             num_servers=self.num_servers,
             model=self.model.to_proto(),
             optimizer=self.optimizer,
-            fingerprint=self.plan.fingerprint,
         )
         for name, value in fields.items():
             if isinstance(value, int | str):
@@ -122,6 +121,8 @@ class WireWorker:
             optimizer=self.optimizer,
             server_index=self.server_index,
             num_servers=self.num_servers,
+            shard_lengths=self.plan.lengths,
+            placement=self.plan.placement.servers,
         )
         for shard in self.plan.of_server(self.server_index):
             yield wire.InitializeRequest(

@@ -28,7 +28,7 @@ from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import InvalidArgument, ModelMismatch, RunFinished, ServerUnavailable
-from pyps_wire.partition import Model, Tensor, partition
+from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseReply
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -314,20 +314,16 @@ class Observer:
         self._closing = threading.Event()
         try:
             replies = self._handshake.join(self._servers.connections, None, self._closing)
-            first = replies[0]
-            if first.num_servers != len(launch.servers):
-                raise ModelMismatch(
-                    f"The run is spread over {first.num_servers} servers, {len(launch.servers)} were named: "
-                    "name them all, in order."
-                )
+            first, whole = replies[0], self._handshake.whole
+            assert whole is not None
         except BaseException:
             self.close()
             raise
         # The ports of the servers' inspection, which a server that comes back may have changed.
         self._control_ports = [reply.control_address.rpartition(":")[2] for reply in replies]
-        self.model = Model.from_proto(first.model)
+        self.model = whole.model
         self.optimizer: OptimizerSettings = first.optimizer
-        self._holdings = Holdings(partition(self.model, num_servers=first.num_servers))
+        self._holdings = Holdings(whole)
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
         self._intakes = intakes(self._servers, self._vectors, self._holdings, codec=FLOAT32)

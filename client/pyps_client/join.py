@@ -1,4 +1,4 @@
-"""Joining a run: Hello, the election of who sends the first parameters and how he does, Hello again after a loss."""
+"""Joining a run: Hello, the election and work of the worker that creates it, Hello again after a loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.replica.group import ALONE, Group, agreed, led
+from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
 from pyps_client.transport import Channel
-from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds
+from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds, contacts_of
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_client.version import SOFTWARE
 from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_names
@@ -35,6 +35,7 @@ from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import (
     InvalidArgument,
     LimitExceeded,
+    ModelMismatch,
     NameHeld,
     PypsError,
     RunFinished,
@@ -50,7 +51,7 @@ from pyps_wire.partition import Model, Partition, ShardRange
 
 T = TypeVar("T")
 
-# A run's first parameters: one vector a group, or what makes a shard's numbers when they are sent.
+# A run's first parameters: one vector a group, or a function that makes a shard's numbers when they are sent.
 Values = Sequence[Vector] | Callable[[ShardRange], Vector]
 
 # A message's fields beside the payload take less.
@@ -80,17 +81,25 @@ class Handshake:
         launch: Launch,
         *,
         partition: Partition | None = None,
+        parts: Sequence[int] = (),
         optimizer: OptimizerSettings | None = None,
         device: str = "",
         codecs: tuple[Codec, Codec] = (FLOAT32, FLOAT32),
-        whole: Partition | None = None,
         peers: Group = ALONE,
         greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
-        """`codecs`: how a worker's gradients and the parameters travel. `peers`: the processes of the caller's replica.
+        """Prepare a handshake.
 
-        `greeted` gets each answer to a worker's Hello, on any thread: from then on the server expects heartbeats.
-        `whole`: the run's partition, where `partition`, the caller's own, is of some parts only.
+        Args:
+            launch: The servers and the caller's name.
+            partition: How a worker slices and places the model if it creates the run. None for an observer.
+            parts: The parts of the model that the caller holds; () for all.
+            optimizer: A worker's optimizer.
+            device: A worker's device, for people.
+            codecs: How a worker's gradients and the parameters travel.
+            peers: The processes of the caller's replica.
+            greeted: Called with each reply to a worker's Hello, on any thread: from then on the server expects
+                heartbeats.
         """
         self.launch = launch
         # Who speaks; the run's name is learned at the latest when joined.
@@ -101,9 +110,14 @@ class Handshake:
             incarnation=time.time_ns(),
             secret=launch.worker_key.encode(),
         )
-        self._partition = partition
-        self._whole = whole or partition
+        self._is_worker = partition is not None
+        self._parts = parts
         self._peers = peers
+        # The whole model's; until the run's is known, the one that this worker would create.
+        self.whole = partition
+        # That of the caller's parts.
+        self.partition = partition and own_partition(partition, parts, peers)
+        self._joined = False
         self._optimizer = optimizer
         self._device = device
         self._codecs = codecs
@@ -117,30 +131,40 @@ class Handshake:
         initial: Callable[[], Values] | None,
         stop: threading.Event,
     ) -> list[HelloReply]:
-        """Joins the servers, server 0 first, waiting for what is not there yet; initialises where elected.
+        """Join the servers, server 0 first, waiting for them and for the run; create the run where elected.
 
-        All processes of a replica call it; where it fails on one, that error is raised on all. `stop` ends waits.
+        Returns the replies of `contacts`. From then on `whole` and `partition` are the run's. All processes of a
+        replica call it; where it fails on one, that error is raised on all. `stop` ends waits.
         """
         self._stop = stop
         # All have one life: what one of them loses, all lose.
         self.sender.incarnation, key = self._peers.broadcast((self.sender.incarnation, self.launch.worker_key))
         self.sender.secret = key.encode()
-        if self.launch.way.insists and self._partition is not None:
-            agreed(self._peers, partial(self._check_shareable, connections, self._partition))
+        if self.launch.way.insists and self.partition is not None:
+            agreed(self._peers, partial(self._check_shareable, connections, self.partition))
         first = self._await_parameters(connections, initial)
         return agreed(self._peers, partial(self._greet_all, connections, first))
 
+    @property
+    def contacts(self) -> list[int]:
+        """The servers that the caller calls, 0 first."""
+        if self.partition is None or self.whole is None or not self._is_worker:
+            return list(range(len(self.launch.servers)))
+        return contacts_of(self.partition, self.whole, leads=self._peers.index == 0)
+
     def rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
-        """Says Hello again to a server of the joined run, which may have been restarted meanwhile."""
+        """Say Hello again to a server of the joined run, which may have been restarted meanwhile."""
         return self._checked(connection, self.hello(connection, channel, timeout_seconds))
 
     def hello(
         self, connection: Connection, channel: Channel, timeout_seconds: float, *, asks_only: bool = False
     ) -> HelloReply:
-        """Says Hello once, as an observer where it only asks.
+        """Say Hello once, as an observer if it `asks_only`.
 
-        InvalidArgument where the server does not know how numbers travel, LimitExceeded where it takes no message as
-        long as the model's shards.
+        Raises:
+            InvalidArgument: The server does not know a codec.
+            LimitExceeded: The server takes no message as long as a shard.
+            ModelMismatch: The server has other slices or another placement than the joined run.
         """
         request = self._request(connection.index)
         if asks_only:
@@ -150,28 +174,35 @@ class Handshake:
             raise LinkLost("the server is shutting down")
         if request.role == ROLE_WORKER:
             self._greeted(connection, reply)
-        if self._partition is not None:
+        if self._is_worker and self.partition is not None:
             _check_codecs(connection, reply, self._codecs)
-            _check_limits(connection, reply, self._partition, self._codecs)
+            _check_limits(connection, reply, self.partition, self._codecs)
+        if self._joined and self.whole is not None and reply.placement:
+            found, joined = (reply.fingerprint, tuple(reply.placement)), self.whole
+            if found != (joined.fingerprint, joined.placement.servers):
+                raise ModelMismatch(
+                    f"{connection.name} slices the model of run {self.sender.run_id!r} otherwise than when this worker "
+                    "joined, or has placed its shards otherwise: start the worker again."
+                )
         connection.epoch = reply.epoch
         return reply
 
     def hello_patiently(self, connection: Connection, *, asks_only: bool = False) -> HelloReply:
-        """Says Hello until there is a verdict, or the time for a start is over."""
+        """Say Hello until there is a verdict, or the time for a start is over."""
         return self._patiently(connection, partial(self.hello, connection, asks_only=asks_only))
 
     def _checked(self, connection: Connection, reply: HelloReply) -> HelloReply:
-        """A server's answer. Raises StateLost where it has no parameters, while the run has."""
+        """Return the server's reply; StateLost where it has no parameters, while the run has."""
         if reply.state not in WITHOUT_PARAMETERS:
             return reply
         raise StateLost(
             f"{connection.name} lost its part of run {self.sender.run_id!r}: it holds no parameters (any more), while "
-            "other servers or workers do. Start it with --resume and its --checkpoint-dir, or begin anew: `pyps reset` "
+            "other servers or workers do. Start it with --resume and its --checkpoint-dir, or start over: `pyps reset` "
             "on every server, then start the workers again."
         )
 
     def _patiently(self, connection: Connection, attempt: Callable[[Channel, float], T]) -> T:
-        """Tries again, waiting for a server that is not there yet; an attempt gets the channel and its own deadline."""
+        """Try until the server is there; each attempt gets the channel and its own deadline."""
         wait = self._start.begin(connection.name, stop=self._stop, advice=ADVICE)
         while True:
             channel = None
@@ -188,7 +219,7 @@ class Handshake:
                 return result
 
     def _asked(self, connection: Connection, *verdicts: type[PypsError]) -> HelloReply | None:
-        """The server's answer to a Hello that only asks; None for a refusal other than these, which will come again."""
+        """Return the reply to a Hello that only asks; None for a refusal other than these, which will come again."""
         try:
             # Not as a member: what one that did not finish has left is replaced only where no worker is.
             return self.hello_patiently(connection, asks_only=True)
@@ -199,7 +230,7 @@ class Handshake:
             return None
 
     def _check_shareable(self, connections: Sequence[Connection], plan: Partition) -> None:
-        """Ends a worker that could share no memory before any server has heard of it: ServerUnavailable."""
+        """Raise ServerUnavailable before any server knows of a worker that could share no memory."""
         for connection in connections:
             if plan.of_server(connection.index):
                 reply = self._asked(connection, ServerUnavailable, RunFinished)
@@ -209,7 +240,7 @@ class Handshake:
     def _await_parameters(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None
     ) -> HelloReply | None:
-        """Waits until the run has parameters, by the leader's word, who gets the reply; sends them where elected."""
+        """Wait until the run has parameters, and send them where elected; the leader asks, and gets the last reply."""
         connection = connections[0]
         initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
         wait = initialiser.begin(f"the first parameters on {connection.name}", stop=self._stop)
@@ -223,7 +254,7 @@ class Handshake:
         while True:
             word = led(self._peers, ask)
             if not (word.ready or entered):
-                # The servers are to notice where one of them is lost while all wait for it. The leader has said Hello.
+                # The servers notice if one of the processes is lost while all wait. The leader has said Hello.
                 agreed(self._peers, lambda: self.hello_patiently(connection) if self._peers.index > 0 else None)
                 entered = True
             if word.ready or not word.elected:
@@ -249,11 +280,11 @@ class Handshake:
         return _Word(name, ready, elected=True, term=reply.term, lease_seconds=reply.initialize_lease_seconds)
 
     def _initialize(self, connections: Sequence[Connection], elected: _Word, initial: Callable[[], Values]) -> str:
-        """Sends the first parameters to all servers, server 0 last, once all processes have sent the others theirs.
+        """Send the first parameters to all servers, server 0 last, once all processes have sent theirs to the others.
 
         The leader keeps the election's lease meanwhile. Returns what went wrong where trying again may help.
         """
-        assert self._partition is not None and self._whole is not None and self._optimizer is not None
+        assert self.partition is not None and self.whole is not None and self._optimizer is not None
         sender = Sender()
         sender.CopyFrom(self.sender)
         sender.run_id = elected.run_id
@@ -261,14 +292,16 @@ class Handshake:
         opening = InitializeRequest(
             sender=sender,
             term=elected.term,
-            model=self._whole.model.to_proto(),
+            model=self.whole.model.to_proto(),
             optimizer=self._optimizer,
-            num_servers=self._partition.num_servers,
+            num_servers=self.whole.num_servers,
+            shard_lengths=self.whole.lengths,
+            placement=self.whole.placement.servers,
             replica=self._peers.name,
         )
-        plan = self._partition
+        plan, contacts = self.partition, self.contacts
         turn = agreed(self._peers, lambda: Initialization(opening, plan, initial()))
-        first, *others = connections
+        first, *others = [connection for connection in connections if connection.index in contacts]
         lease = InitializeLease(
             elected.term, elected.lease_seconds, lambda: self.hello(first, first.channel, CALL_SECONDS)
         )
@@ -288,7 +321,7 @@ class Handshake:
 
     def _send(self, turn: Initialization, connections: Sequence[Connection], lease: InitializeLease) -> None:
         for connection in connections:
-            # From the leader the run's name comes to server 0 even where that holds nothing.
+            # The leader sends the run's name to server 0 even if that holds nothing.
             if connection.index == 0 and self._peers.index > 0 and not turn.partition.of_server(0):
                 continue
 
@@ -299,12 +332,25 @@ class Handshake:
             self._patiently(connection, attempt)
 
     def _greet_all(self, connections: Sequence[Connection], first: HelloReply | None) -> list[HelloReply]:
-        """Says Hello to the servers that have not heard it: all but server 0, or all."""
-        replies: list[HelloReply] = []
-        for connection in connections:
-            replies.append(first or self._checked(connection, self.hello_patiently(connection)))
-            self.sender.run_id, first = replies[0].run_id, None
-        return replies
+        """Take the run's tables over from server 0, and say Hello to the other contacts."""
+        leader, *others = connections
+        first = first or self._checked(leader, self.hello_patiently(leader))
+        self.sender.run_id = first.run_id
+        if first.num_servers != len(connections):
+            raise ModelMismatch(
+                f"The run is spread over {first.num_servers} servers, {len(connections)} were named: name them all, in "
+                "order."
+            )
+        model = Model.from_proto(first.model) if self.whole is None else self.whole.model
+        self.whole = Partition.of_tables(
+            model, first.shard_lengths, servers=first.placement, num_servers=first.num_servers
+        )
+        self.partition = own_partition(self.whole, self._parts, self._peers)
+        self._joined, contacts = True, self.contacts
+        return [
+            first,
+            *(self._checked(each, self.hello_patiently(each)) for each in others if each.index in contacts),
+        ]
 
     def _request(self, server_index: int) -> HelloRequest:
         request = HelloRequest(
@@ -312,7 +358,7 @@ class Handshake:
             protocol_version=PROTOCOL_VERSION,
             features=FEATURES,
             software=SOFTWARE,
-            role=ROLE_OBSERVER if self._partition is None else ROLE_WORKER,
+            role=ROLE_WORKER if self._is_worker else ROLE_OBSERVER,
             server_index=server_index,
             num_servers=len(self.launch.servers),
             codecs=CODECS.values(),  # type: ignore[arg-type]
@@ -321,20 +367,21 @@ class Handshake:
             device=self._device,
             replica=self._peers.name,
         )
-        if self._partition is not None and self._whole is not None and self._optimizer is not None:
-            request.model.CopyFrom(self._whole.model.to_proto())
+        if self._is_worker and self.whole is not None and self._optimizer is not None:
+            request.model.MergeFromString(self.whole.model.spec)
             request.optimizer.CopyFrom(self._optimizer)
-            request.fingerprint = self._whole.fingerprint
-            if self._partition is not self._whole:
-                request.parts.extend(sorted(set(self._partition.model.group_parts)))
+            if self._joined:
+                request.fingerprint = self.whole.fingerprint
+            if self.partition is not self.whole:
+                request.parts.extend(sorted(set(self._parts)))
         return request
 
 
 class Initialization:
-    """What one process of an elected worker sends: the shards of its own partition."""
+    """The shards that one process of an elected worker sends."""
 
     def __init__(self, opening: InitializeRequest, partition: Partition, values: Values) -> None:
-        """`opening`: what each server is told first, but for its index."""
+        """`opening` is the first message to each server, without the server's index."""
         if not callable(values):
             check_vectors(values, partition.model, FLOAT32.dtype, what="initial parameters")
             values = partial(part_of, values)
@@ -343,13 +390,13 @@ class Initialization:
         self._values = values
 
     def send_to(self, connection: Connection, channel: Channel) -> None:
-        """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
+        """Send a server its shards; server 0 comes last, since its reply makes the run ready for all."""
         num_bytes = 4 * sum(shard.length for shard in self.partition.of_server(connection.index))
         frames, seconds = self._frames(connection.index), call_seconds(num_bytes)
         connection.epoch = channel.send("Initialize", frames, InitializeReply, timeout_seconds=seconds).epoch
 
     def _frames(self, server_index: int) -> Iterator[bytes]:
-        """The opening, then a message a shard, each made when gRPC asks for it."""
+        """Yield the opening, then a message a shard, each made when gRPC asks for it."""
         request = InitializeRequest()
         request.CopyFrom(self._opening)
         request.server_index = server_index
@@ -361,7 +408,7 @@ class Initialization:
 
 
 class InitializeLease:
-    """Keeps an election alive by a Hello to server 0 now and then; notices when it is lost all the same."""
+    """Keeps an election alive by regular Hellos to server 0, and notices when it is lost."""
 
     def __init__(self, term: int, lease_seconds: float, hello: Callable[[], HelloReply]) -> None:
         self._term = term
@@ -372,7 +419,7 @@ class InitializeLease:
         self._thread = threading.Thread(target=self._keep, name="pyps-initialize-lease", daemon=True)
 
     def check(self) -> None:
-        """Raises Superseded when another worker's turn has come."""
+        """Raise Superseded when another worker's turn has come."""
         if self._lost:
             raise Superseded("another worker was elected to initialise the run")
 
@@ -386,14 +433,14 @@ class InitializeLease:
             self._thread.join(SIGNAL_SECONDS)
 
     def held(self) -> bool:
-        """Asks server 0 whether the election still stands."""
+        """Ask server 0 whether this worker is still elected."""
         if not self._lost:
             reply = self._hello()
             self._lost = not reply.initialize or reply.term != self._term
         return not self._lost
 
     def loss(self) -> str:
-        """Why the turn is over; empty where it is not."""
+        """Return why the turn is over, "" where it is not."""
         try:
             return "" if self.held() else "another worker was elected to initialise the run meanwhile"
         except LinkLost as lost:
@@ -405,7 +452,7 @@ class InitializeLease:
                 if not self.held():
                     return
             except LinkLost:
-                # The sender will meet the same trouble, and reports it.
+                # The sender meets the same trouble, and reports it.
                 continue
             except PypsError:
                 self._lost = True
@@ -413,9 +460,9 @@ class InitializeLease:
 
 
 def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
-    """The run's whole model and its optimizer's settings, from server 0; None while the run has no parameters.
+    """Return the run's whole model and its optimizer's settings, from server 0; None while there are no parameters.
 
-    Waits for the server. The caller is no worker by that.
+    Waits for the server, and does not join the run.
     """
     connection = Connection(0, launch=launch)
     try:
@@ -428,7 +475,7 @@ def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
 
 
 def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec, Codec]) -> None:
-    """Refuses a server that does not say that it knows how gradients and parameters are to travel."""
+    """Refuse a server that does not know the codecs of gradients and parameters."""
     theirs = frozenset[int](reply.codecs)
     settings = (("gradients", "PYPS_GRADIENT_CODEC"), ("parameters", "PYPS_PARAMETER_CODEC"))
     for codec, (what, setting) in zip(codecs, settings, strict=True):
@@ -442,8 +489,12 @@ def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec
 
 
 def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:
-    """Refuses a server that takes no message as long as the model's shards, pushed or pulled in their codecs."""
-    longest = max((shard.length for shard in partition.of_server(connection.index)), default=0)
+    """Refuse a server that takes no message as long as the model's shards, pushed or pulled in their codecs."""
+    here = connection.index
+    lengths = [shard.length for shard in partition.of_server(here)]
+    if reply.shard_lengths:
+        lengths = [n for n, server in zip(reply.shard_lengths, reply.placement, strict=True) if server == here]
+    longest = max(lengths, default=0)
     needed = max(codec.max_bytes(longest) for codec in (*codecs, FLOAT32)) + _HEADER_BYTES_MAX
     if 0 < reply.limits.message_bytes_max < needed:
         raise LimitExceeded(

@@ -73,7 +73,7 @@ class Launch:
     `transport`: "auto" is shared memory with a server on this machine; elsewhere a lane (a TCP connection for large
     messages) where the server has one, or else gRPC. "shm" and "tcp" (the lane) fail rather than use another; "grpc" is
     gRPC everywhere.
-    `shard_size`: the most parameters of a shard; the same for all workers.
+    `shard_size`: the most parameters of a shard, where this worker creates the run; others take its slices over.
 
     Raises InvalidArgument for a value that is not allowed.
     """

@@ -109,7 +109,7 @@ class Holdings:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.of_server = [Held(partition.of_server(index)) for index in range(partition.num_servers)]
-        self._server_of = {shard.shard_id: shard.server_index for shard in partition.shards}
+        self._server_of = {shard.shard_id: partition.server_of(shard.shard_id) for shard in partition.shards}
         # The shards for which the newest push came too late.
         self.late: frozenset[int] = frozenset()
 

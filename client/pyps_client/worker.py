@@ -20,14 +20,14 @@ from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import View, warn_of_differences
 from pyps_client.transport import Channel
-from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers, contacts_of
+from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_client.transport.lent import Layout, Lent, Sharing
 from pyps_client.vectors import Converter, Encoder, Vector, Vectors
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import InvalidArgument, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
-from pyps_wire.partition import Model, ShardRange, partition
+from pyps_wire.partition import Model, Partition, ShardRange, partition
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
 T = TypeVar("T")
@@ -75,9 +75,8 @@ class Worker:
         to hold all of the model, or where a server does not know one of the launch's codecs.
         """
         leave.install_where_asked()
-        self.whole = partition(model, num_servers=len(launch.servers))
-        self.partition = own_partition(self.whole, parts, peers)
-        self.model = self.partition.model
+        proposed = partition(model, num_servers=len(launch.servers))
+        self.model = own_partition(proposed, parts, peers).model
         self._peers = peers = peers or ALONE
         # The worker's own count of steps, sent with pushes and heartbeats. Whoever drives the session counts it up.
         self.clock = 0
@@ -93,8 +92,8 @@ class Worker:
         self._initial = initial
         self._handshake = Handshake(
             launch,
-            partition=self.partition,
-            whole=self.whole,
+            partition=proposed,
+            parts=parts,
             optimizer=optimizer,
             device=device,
             codecs=(self._codec, self._pull_codec),
@@ -102,18 +101,15 @@ class Worker:
             greeted=lambda connection, reply: self._lease.greeted(connection, reply),
         )
         self._guard = ForkGuard()
-        contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
-        self._servers = servers = Servers(launch, rejoin=self._rejoin, contacts=contacts)
-        holders = [each for each in servers.connections if self.partition.of_server(each.index)]
-        # Where there are no other processes, and no other servers that hold parameters.
-        self._holder = holders[0] if len(holders) == peers.count == 1 else None
-        self._holdings = Holdings(self.partition)
+        self._servers = Servers(launch, rejoin=self._rejoin)
+        # These are made of the run's partition, when the run is joined.
+        self.partition: Partition
+        self._holder: Connection | None
+        self._holdings: Holdings
+        self._pushes: Pushes
+        self._sharing: Sharing
         self.view = View(peers)
         sender = self._handshake.sender
-        self._pushes = Pushes(
-            self._holdings, sender=sender, encoder=self._encoder, connections=servers.connections, peers=peers
-        )
-        self._sharing = Sharing(launch, self.partition, servers.connections, sender)
         self._lent_intakes: list[Intake] = []
         self._closing = threading.Event()
         self._hello: HelloReply | None = None
@@ -142,7 +138,23 @@ class Worker:
         return {shard.group: told[shard.shard_id] for shard in self.partition.shards if shard.shard_id in told}
 
     def _join(self) -> None:
-        replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
+        handshake, servers = self._handshake, self._servers
+        replies = handshake.join(servers.connections, self._initial, self._closing)
+        assert handshake.partition is not None
+        self._servers.keep(handshake.contacts)
+        self.partition = partition = handshake.partition
+        holders = [each for each in servers if partition.of_server(each.index)]
+        # Where there are no other processes, and no other servers that hold parameters.
+        self._holder = holders[0] if len(holders) == self._peers.count == 1 else None
+        self._holdings = Holdings(partition)
+        self._pushes = Pushes(
+            self._holdings,
+            sender=self.sender,
+            encoder=self._encoder,
+            connections=servers.connections,
+            peers=self._peers,
+        )
+        self._sharing = Sharing(self.launch, partition, servers.connections, self.sender)
         for connection, reply in zip(self._servers, replies, strict=True):
             self._note_hello(connection, reply)
         warn_of_differences(replies, [connection.index for connection in self._servers])

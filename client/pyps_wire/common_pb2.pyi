@@ -101,12 +101,10 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., whole_shape: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("tensors", "shard_size")
+    __slots__ = ("tensors",)
     TENSORS_FIELD_NUMBER: _ClassVar[int]
-    SHARD_SIZE_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    shard_size: int
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., shard_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
 class GroupSettings(_message.Message):
     __slots__ = ("hyperparameters", "kind")

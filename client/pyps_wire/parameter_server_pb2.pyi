@@ -45,7 +45,7 @@ class HelloRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret")
+    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret", "shard_lengths", "placement")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,8 @@ class HelloReply(_message.Message):
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    SHARD_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
     software: str
@@ -106,7 +108,9 @@ class HelloReply(_message.Message):
     local: LocalTransport
     lane: LaneOffer
     secret: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    shard_lengths: _containers.RepeatedScalarFieldContainer[int]
+    placement: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ..., shard_lengths: _Optional[_Iterable[int]] = ..., placement: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
     __slots__ = ("port", "ticket")
@@ -125,7 +129,7 @@ class LocalTransport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class InitializeRequest(_message.Message):
-    __slots__ = ("sender", "term", "model", "optimizer", "server_index", "num_servers", "shard_id", "codec", "replica", "payload")
+    __slots__ = ("sender", "term", "model", "optimizer", "server_index", "num_servers", "shard_id", "codec", "replica", "shard_lengths", "placement", "payload")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +139,8 @@ class InitializeRequest(_message.Message):
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SHARD_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     term: int
@@ -145,8 +151,10 @@ class InitializeRequest(_message.Message):
     shard_id: int
     codec: _common_pb2.Codec
     replica: str
+    shard_lengths: _containers.RepeatedScalarFieldContainer[int]
+    placement: _containers.RepeatedScalarFieldContainer[int]
     payload: bytes
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., term: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., shard_id: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., replica: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., term: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., shard_id: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., replica: _Optional[str] = ..., shard_lengths: _Optional[_Iterable[int]] = ..., placement: _Optional[_Iterable[int]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitializeReply(_message.Message):
     __slots__ = ("state", "epoch", "shards")

@@ -1,8 +1,9 @@
-"""The plan that cuts a model into shards and gives each to a server.
+"""How a model is sliced into shards, and which server holds which.
 
-Both ends compute it from the same few numbers and compare fingerprints, so that it never travels. A group's
-tensors, laid end to end, are one vector; the vector is cut into near-equal shards; each shard goes whole
-to one server.
+A group's tensors, laid end to end, are one vector, which is sliced into shards. The worker that creates a run slices
+the model and places the shards; both tables are stored with the run, and everybody else reads them there. The slices
+stay as they are for the run's life. The placement is apart: another number of servers is another placement of the same
+shards.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 
 from pyps_wire.blocks import PARTS_MAX, check_block, check_whole, place_in_words
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import InvalidArgument
+from pyps_wire.parameter_server_pb2 import HelloReply
 
 # Parameters in a shard: just under 4 MiB of float32, which with its header fits gRPC's default message limit.
 DEFAULT_SHARD_SIZE = 1_047_552
 # Shards begin at multiples of this many parameters in their group's vector: one cache line of float32.
 ALIGNMENT = 16
-# A small model is cut finer than shard_size asks, so that a server has about so many shards: its cores, and the two
-# directions of a connection, then work on several at once. Below the second number that costs more than it gains.
+# A small model is sliced finer than shard_size, so that each server of the new run has about so many shards: its cores,
+# and the two directions of a connection, then work on several at once. Below the second number that costs more than it
+# gains.
 SHARDS_OF_SERVER = 4
 PARALLEL_SHARD_SIZE_MIN = 262_144
 # A group with fewer parameters than this per server is not spread over all servers.
@@ -37,7 +40,7 @@ DIMENSIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One named tensor and the parameter group that it belongs to; or one block of a tensor that is cut over parts."""
+    """A named tensor and its parameter group, or one block of a tensor that is split over parts of the model."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,10 +72,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """Named tensors in order of their groups, and how large a shard of them may be."""
+    """Named tensors in the order of their groups."""
 
     tensors: tuple[Tensor, ...]
-    shard_size: int = DEFAULT_SHARD_SIZE
+    # The most parameters of a shard, where a run is created for this model; the run's slices are then what counts.
+    shard_size: int = field(default=DEFAULT_SHARD_SIZE, compare=False)
 
     def __post_init__(self) -> None:
         if self.shard_size < ALIGNMENT or self.shard_size % ALIGNMENT:
@@ -117,41 +121,57 @@ class Model:
 
     @cached_property
     def num_parts(self) -> int:
-        """Number of parts that the model is cut into: 1 for one that is not."""
+        """Number of parts that the model is split into: 1 for one that is not."""
         return max(self.group_parts, default=0) + 1
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters in all groups."""
         return sum(self.group_sizes)
 
+    def require_whole(self) -> None:
+        """Raise InvalidArgument for a model of which a block or a part is missing."""
+        check_whole(self.tensors)
+        absent = set(range(self.num_parts)).difference(self.group_parts)
+        if absent:
+            raise InvalidArgument(
+                f"the model has {self.num_parts} parts, but nothing of part {min(absent)}: number them from 0"
+            )
+
     def to_proto(self) -> ModelSpec:
-        """Returns the model as it travels."""
         names = [field.name for field in fields(Tensor)]
-        tensors = [TensorSpec(**{name: getattr(tensor, name) for name in names}) for tensor in self.tensors]
-        return ModelSpec(tensors=tensors, shard_size=self.shard_size)
+        return ModelSpec(
+            tensors=[TensorSpec(**{name: getattr(tensor, name) for name in names}) for tensor in self.tensors]
+        )
+
+    @cached_property
+    def spec(self) -> bytes:
+        """The bytes of its message, which equal models have alike."""
+        return self.to_proto().SerializeToString(deterministic=True)
 
     @classmethod
     def from_proto(cls, spec: ModelSpec) -> Model:
-        """Reads a model that travelled; InvalidArgument says what is wrong with it."""
+        """Read a received model; InvalidArgument says what is wrong with it."""
         # One size too many is refused as a million are, in fewer words.
         sizes = slice(DIMENSIONS_MAX + 1)
-        tensors = tuple(
-            Tensor(t.name, tuple(t.shape[sizes]), t.group, tuple(t.whole_shape[sizes]), tuple(t.offset[sizes]), t.part)
-            for t in spec.tensors
+        return cls(
+            tuple(
+                Tensor(
+                    *(t.name, tuple(t.shape[sizes]), t.group, tuple(t.whole_shape[sizes]), tuple(t.offset[sizes])),
+                    part=t.part,
+                )
+                for t in spec.tensors
+            )
         )
-        return cls(tensors, spec.shard_size)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """A shard: which slice of its group's vector it is, and which server holds it."""
+    """A shard as a range of its group's vector."""
 
     shard_id: int
     group: int
     offset: int
     length: int
-    server_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,35 +184,97 @@ class Piece:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which server holds which shard."""
+
+    num_servers: int
+    # By shard id.
+    servers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_servers <= SERVERS_MAX:
+            raise InvalidArgument(f"num_servers is {self.num_servers}; it must be between 1 and {SERVERS_MAX}")
+        absent = next((server for server in self.servers if not 0 <= server < self.num_servers), None)
+        if absent is not None:
+            raise InvalidArgument(f"a shard is placed on server {absent}; there are {self.num_servers}, from 0")
+
+
 @dataclass(frozen=True)
 class Partition:
-    """A model's shards, numbered from 0 through the groups in order, and the servers that hold them.
+    """A model, its shards, numbered from 0 through the groups in order, and the servers that hold them.
 
     That of some parts of a model (`of_parts`) has the whole's shards under the whole's numbers, but only theirs.
     """
 
     model: Model
-    num_servers: int
     shards: tuple[ShardRange, ...]
+    placement: Placement
+
+    @classmethod
+    def of_tables(cls, model: Model, lengths: Sequence[int], *, servers: Sequence[int], num_servers: int) -> Partition:
+        """Make the partition of a whole model from its two stored tables.
+
+        Args:
+            model: The model.
+            lengths: The shards' numbers of parameters, in order.
+            servers: The server of each shard.
+            num_servers: How many servers there are.
+
+        Raises:
+            InvalidArgument: The model is not whole, the lengths do not slice it, or a shard has no server.
+        """
+        model.require_whole()
+        if len(lengths) > SHARDS_MAX:
+            raise InvalidArgument(f"the model is sliced into {len(lengths)} shards; expected {SHARDS_MAX} at most")
+        shards: list[ShardRange] = []
+        left = iter(lengths)
+        for group, size in enumerate(model.group_sizes):
+            offset = 0
+            while offset < size:
+                length = next(left, 0)
+                if not 0 < length <= size - offset or (length % ALIGNMENT and length < size - offset):
+                    raise InvalidArgument(
+                        f"shard {len(shards)} has {length} parameters, and {size - offset} are left of group {group}: "
+                        f"slice each group without a rest, at multiples of {ALIGNMENT}"
+                    )
+                shards.append(ShardRange(len(shards), group, offset, length))
+                offset += length
+        if not len(shards) == len(lengths) == len(servers):
+            raise InvalidArgument(
+                f"{len(lengths)} shards and the servers of {len(servers)} are named, the model has {len(shards)} shards"
+            )
+        return cls(model, tuple(shards), Placement(num_servers, tuple(servers)))
+
+    @property
+    def num_servers(self) -> int:
+        return self.placement.num_servers
 
     @property
     def num_shards(self) -> int:
         """Number of shards on all servers."""
         return len(self.shards)
 
+    @property
+    def lengths(self) -> list[int]:
+        """The shards' numbers of parameters, in order: with the model, the table of slices."""
+        return [shard.length for shard in self.shards]
+
     def shard(self, shard_id: int) -> ShardRange:
-        """Returns the shard of that number."""
         shard = self._by_id.get(shard_id)
         if shard is None:
             raise InvalidArgument(f"there is no shard {shard_id}; the model has {len(self.shards)}, from 0")
         return shard
 
+    def server_of(self, shard_id: int) -> int:
+        return self.placement.servers[self.shard(shard_id).shard_id]
+
     def part_of(self, shard_id: int) -> int:
-        """Returns the part of the model that a shard belongs to: no shard holds numbers of two."""
+        """Return the part of the model that a shard belongs to: no shard holds numbers of two."""
         return self.model.group_parts[self.shard(shard_id).group]
 
     def of_parts(self, parts: Collection[int]) -> Partition:
-        """Returns the shards of those parts, over their tensors alone, whose groups count up from 0 again."""
+        """Return the shards of those parts, over their tensors alone, whose groups count up from 0 again."""
         missing = sorted(part for part in parts if not 0 <= part < self.model.num_parts)
         if missing or not parts:
             raise InvalidArgument(
@@ -202,29 +284,32 @@ class Partition:
         groups = {group: index for index, group in enumerate(own)}
         tensors = tuple(replace(t, group=groups[t.group]) for t in self.model.tensors if t.group in groups)
         shards = tuple(replace(s, group=groups[s.group]) for s in self.shards if s.group in groups)
-        return Partition(Model(tensors, self.model.shard_size), self.num_servers, shards)
+        return Partition(Model(tensors, self.model.shard_size), shards, self.placement)
 
     def of_server(self, server_index: int) -> tuple[ShardRange, ...]:
-        """Returns a server's shards in order: none where there are fewer shards than servers."""
+        """Return a server's shards in order: none where there are fewer shards than servers."""
         if not 0 <= server_index < self.num_servers:
             raise InvalidArgument(f"there is no server {server_index}; there are {self.num_servers}, from 0")
         return self._by_server[server_index]
 
     def pieces(self, shard_id: int) -> tuple[Piece, ...]:
-        """Returns what lies in a shard, in order, without a gap."""
+        """Return the pieces of tensors in a shard, in order, without a gap."""
         self.shard(shard_id)
         return self._pieces[shard_id]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all that the partition depends on; two ends that agree on it agree on every shard."""
-        # What is not cut has the fingerprint that it had before models could be.
-        tensors = [
-            [t.name, t.shape, t.group, *([t.whole_shape, t.offset, t.part] if self.model.num_parts > 1 else [])]
-            for t in self.model.tensors
-        ]
-        text = json.dumps(["pyps partition 2", self.num_servers, self.model.shard_size, tensors])
+        """Digest of the model and its slices: two ends that agree on it agree on every shard, wherever it lies."""
+        tensors = [[t.name, t.shape, t.group, t.whole_shape, t.offset, t.part] for t in self.model.tensors]
+        text = json.dumps(["pyps slices 1", tensors, self.lengths])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def described(self) -> bytes:
+        """The bytes of the fields of HelloReply that say all of this: the same for every caller."""
+        model, servers = self.model.to_proto(), self.placement.servers
+        fields = HelloReply(model=model, fingerprint=self.fingerprint, shard_lengths=self.lengths, placement=servers)
+        return fields.SerializeToString()
 
     @cached_property
     def _by_id(self) -> dict[int, ShardRange]:
@@ -234,8 +319,8 @@ class Partition:
     def _by_server(self) -> tuple[tuple[ShardRange, ...], ...]:
         servers: list[list[ShardRange]] = [[] for _ in range(self.num_servers)]
         for shard in self.shards:
-            servers[shard.server_index].append(shard)
-        return tuple(tuple(shards) for shards in servers)
+            servers[self.placement.servers[shard.shard_id]].append(shard)
+        return tuple(map(tuple, servers))
 
     @cached_property
     def _pieces(self) -> dict[int, tuple[Piece, ...]]:
@@ -256,49 +341,33 @@ class Partition:
 
 
 def partition(model: Model, *, num_servers: int) -> Partition:
-    """Cuts a model into shards and gives each to a server, so that servers hold about equally much.
+    """Slice a model and place its shards, for a run that is created on so many servers.
 
-    The shards of one part of a model lie on as few servers as that allows. Raises InvalidArgument for a model whose
-    blocks are not the whole of its tensors.
+    Servers hold about equally much, and the shards of one part of a model lie on as few servers as that allows.
+
+    Raises:
+        InvalidArgument: The model is not whole, or would have more than SHARDS_MAX shards.
     """
     if not 1 <= num_servers <= SERVERS_MAX:
         raise InvalidArgument(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
-    check_whole(model.tensors)
-    absent = set(range(model.num_parts)).difference(model.group_parts)
-    if absent:
-        raise InvalidArgument(
-            f"the model has {model.num_parts} parts, but nothing of part {min(absent)}: number them from 0"
-        )
-    shard_size = _shard_size(model, num_servers)
-    is_cut = model.num_parts > 1
-    over = _servers_of_parts(model, num_servers) if is_cut else [num_servers] * model.num_groups
-    counts = [_shards_in(size, shard_size, servers) for size, servers in zip(model.group_sizes, over, strict=True)]
-    if sum(counts) > SHARDS_MAX:
-        raise InvalidArgument(
-            f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
-            f"above the limit of {SHARDS_MAX}; raise shard_size"
-        )
-    cuts = [
-        (group, offset, length)
-        for group, (size, count) in enumerate(zip(model.group_sizes, counts, strict=True))
-        for offset, length in _cut(size, count)
-    ]
-    lengths = [length for _, _, length in cuts]
-    if is_cut:
-        servers = _assign_parts(lengths, [model.group_parts[group] for group, _, _ in cuts], num_servers)
-    else:
-        servers = _assign(lengths, num_servers)
-    shards = tuple(
-        ShardRange(shard_id, group, offset, length, server)
-        for shard_id, ((group, offset, length), server) in enumerate(zip(cuts, servers, strict=True))
-    )
-    return Partition(model, num_servers, shards)
+    model.require_whole()
+    shards = _slices(model, num_servers)
+    return Partition(model, shards, place(model, shards, num_servers=num_servers))
+
+
+def place(model: Model, shards: Sequence[ShardRange], *, num_servers: int) -> Placement:
+    """Place a model's shards on so many servers, whichever number they were sliced for."""
+    lengths = [shard.length for shard in shards]
+    if model.num_parts > 1:
+        parts = [model.group_parts[shard.group] for shard in shards]
+        return Placement(num_servers, tuple(_place_parts(lengths, parts, num_servers)))
+    return Placement(num_servers, tuple(_place_whole(lengths, num_servers)))
 
 
 def first_difference(
     mine: Model, theirs: Model, *, mine_name: str = "this model", theirs_name: str = "the other model"
 ) -> str | None:
-    """Tells in words where two models first differ; None when they are equal."""
+    """Say where two models first differ; return None where they are equal."""
     for index, (a, b) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
         if a == b:
             continue
@@ -317,8 +386,6 @@ def first_difference(
             f"{mine_name} has {num_mine} tensors, but {theirs_name} has {num_theirs}; "
             f"the first that only {name} has is {extra}"
         )
-    if mine.shard_size != theirs.shard_size:
-        return f"shard_size is {mine.shard_size} in {mine_name}, but {theirs.shard_size} in {theirs_name}"
     return None
 
 
@@ -332,29 +399,42 @@ def _text(tensor: Tensor) -> str:
     return f"{tensor.name!r} of shape {tensor.shape}"
 
 
-def _shard_size(model: Model, num_servers: int) -> int:
-    """Returns how large shards may be: as the model says, or smaller where there would be few of them."""
+def _slices(model: Model, num_servers: int) -> tuple[ShardRange, ...]:
+    """Slice each group's vector into near-equal shards."""
     share = math.ceil(model.num_parameters / (SHARDS_OF_SERVER * num_servers))
-    return min(model.shard_size, max(PARALLEL_SHARD_SIZE_MIN, share))
+    shard_size = min(model.shard_size, max(PARALLEL_SHARD_SIZE_MIN, share))
+    over = _servers_of_parts(model, num_servers) if model.num_parts > 1 else [num_servers] * model.num_groups
+    counts = [_shards_in(size, shard_size, servers) for size, servers in zip(model.group_sizes, over, strict=True)]
+    if sum(counts) > SHARDS_MAX:
+        raise InvalidArgument(
+            f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
+            f"above the limit of {SHARDS_MAX}; raise shard_size"
+        )
+    ranges = [
+        (group, offset, length)
+        for group, (size, count) in enumerate(zip(model.group_sizes, counts, strict=True))
+        for offset, length in _split(size, count)
+    ]
+    return tuple(ShardRange(shard_id, *each) for shard_id, each in enumerate(ranges))
 
 
 def _shards_in(size: int, shard_size: int, num_servers: int) -> int:
-    """Returns how many shards a group of that many parameters makes."""
+    """Return how many shards a group of that many parameters makes."""
     count = math.ceil(size / shard_size)
     if size >= SPREAD_SIZE_MIN * num_servers:
         count = math.ceil(count / num_servers) * num_servers
     return min(count, math.ceil(size / ALIGNMENT))
 
 
-def _cut(size: int, count: int) -> list[tuple[int, int]]:
-    """Cuts a vector into near-equal ranges at aligned offsets; returns their offsets and lengths."""
+def _split(size: int, count: int) -> list[tuple[int, int]]:
+    """Split a vector into near-equal ranges at aligned offsets; return their offsets and lengths."""
     units = -(-size // ALIGNMENT)
     offsets = [index * units // count * ALIGNMENT for index in range(count)]
     return [(start, end - start) for start, end in zip(offsets, [*offsets[1:], size], strict=False)]
 
 
-def _assign(lengths: list[int], num_servers: int) -> list[int]:
-    """Chooses each shard's server: the longest first, to the server that holds least, ties to the lowest."""
+def _place_whole(lengths: Sequence[int], num_servers: int) -> list[int]:
+    """Choose each shard's server: the longest first, to the server that holds least, ties to the lowest."""
     servers = [0] * len(lengths)
     loads = [(0, server) for server in range(num_servers)]
     for shard_id in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -364,27 +444,27 @@ def _assign(lengths: list[int], num_servers: int) -> list[int]:
     return servers
 
 
-def _servers_of_parts(model: Model, num_servers: int) -> list[int]:
-    """Returns for each group over how many servers its part reaches, where parts are laid one behind the other."""
-    sizes = [0] * model.num_parts
-    for part, size in zip(model.group_parts, model.group_sizes, strict=True):
-        sizes[part] += size
-    # In servers' shares; what reaches into one by an eighth of its share at the most does not count.
-    ends = [end * num_servers / model.num_parameters for end in accumulate(sizes)]
-    begins = [0.0, *ends[:-1]]
-    reach = [math.ceil(end - 1 / 8) - math.floor(begin + 1 / 8) for begin, end in zip(begins, ends, strict=True)]
-    return [max(1, reach[part]) for part in model.group_parts]
-
-
-def _assign_parts(lengths: list[int], parts: list[int], num_servers: int) -> list[int]:
-    """Chooses each shard's server where a model is cut into parts: all shards part by part, so much to each server."""
+def _place_parts(lengths: Sequence[int], parts: Sequence[int], num_servers: int) -> list[int]:
+    """Choose each shard's server where a model is split into parts: part by part, an equal share to each server."""
     servers = [0] * len(lengths)
     total, before = sum(lengths), 0
     for shard_id in sorted(range(len(lengths)), key=lambda i: (parts[i], i)):
         length = lengths[shard_id]
         # By its middle: a part that is a server's share stays together where shards are of uneven length. One longer
         # than a share by its beginning, so that server 0, which workers ask for their steps, has the first of all.
-        place = 2 * before + length if length * num_servers <= total else 2 * before
-        servers[shard_id] = min(num_servers - 1, num_servers * place // (2 * total))
+        middle = 2 * before + length if length * num_servers <= total else 2 * before
+        servers[shard_id] = min(num_servers - 1, num_servers * middle // (2 * total))
         before += length
     return servers
+
+
+def _servers_of_parts(model: Model, num_servers: int) -> list[int]:
+    """Return for each group over how many servers its part reaches, where parts are laid one behind the other."""
+    sizes = [0] * model.num_parts
+    for part, size in zip(model.group_parts, model.group_sizes, strict=True):
+        sizes[part] += size
+    # In servers' shares; a share of which the part takes an eighth at most is left out.
+    ends = [end * num_servers / model.num_parameters for end in accumulate(sizes)]
+    begins = [0.0, *ends[:-1]]
+    reach = [math.ceil(end - 1 / 8) - math.floor(begin + 1 / 8) for begin, end in zip(begins, ends, strict=True)]
+    return [max(1, reach[part]) for part in model.group_parts]

@@ -24,7 +24,7 @@ from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
 from pyps_wire.errors import ModelMismatch, PypsError
-from pyps_wire.partition import Partition, partition
+from pyps_wire.partition import Partition
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -68,7 +68,7 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     """Return the model from the newest checkpoints of all its servers."""
     checkpoints = [_open(part) for folder in folders for part in _parts(folder)]
     first = checkpoints[0].header
-    plan = partition(first.model, num_servers=first.num_servers)
+    plan = first.partition
     vectors = [np.zeros(size, np.float32) for size in first.model.group_sizes]
     missing = {shard.shard_id for shard in plan.shards}
     for checkpoint in checkpoints:
@@ -83,7 +83,7 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
 
 
 def _missing_in_words(plan: Partition, shard_ids: Collection[int]) -> str:
-    servers = sorted({plan.shard(shard_id).server_index for shard_id in shard_ids})
+    servers = sorted({plan.server_of(shard_id) for shard_id in shard_ids})
     parts = sorted({plan.part_of(shard_id) for shard_id in shard_ids})
     of_parts = f", with shards of part {', '.join(map(str, parts))}" if plan.model.num_parts > 1 else ""
     return (
@@ -94,10 +94,10 @@ def _missing_in_words(plan: Partition, shard_ids: Collection[int]) -> str:
 
 def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
     mine, other = checkpoint.header, first.header
-    if (mine.run_id, mine.model, mine.num_servers) != (other.run_id, other.model, other.num_servers):
+    if (mine.run_id, mine.partition) != (other.run_id, other.partition):
         raise ModelMismatch(
             f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
-            f"{other.run_id!r} on {other.num_servers}: name checkpoints of one run"
+            f"{other.run_id!r} on {other.num_servers}, or their shards are others: name checkpoints of one run"
         )
 
 

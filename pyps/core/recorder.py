@@ -1,4 +1,4 @@
-"""What happens to a shard, and who is told of all of it."""
+"""What happens to a shard, for a recorder that logs all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyps.core.update import Update
 class Pushed(NamedTuple):
     """A push is about to be applied, parked, dropped or refused by the protocol or the policy.
 
-    Duplicates and the pushes that left no trace (not finite, other epoch, finished, forgotten) are not told.
+    Duplicates and the pushes that left no trace (not finite, other epoch, finished, forgotten) are not recorded.
     """
 
     shard_id: int
@@ -25,7 +25,7 @@ class Pushed(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """Waiting gradients are about to become updates at that version, as other workers count now."""
+    """Waiting gradients are about to become updates at that version, since other workers are active now."""
 
     shard_id: int
     roster: Roster
@@ -47,11 +47,11 @@ class Configured(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """An update was made, told of before; here the weight and rate of a gradient which has waited are known."""
+    """An update was made by the push, or in the call, that was recorded before."""
 
     shard_id: int
     update: Update
-    # To be looked at, not kept.
+    # They change with the shard's next update.
     parameters: Floats
 
 
@@ -67,19 +67,21 @@ Event = Pushed | Completed | Configured | Updated | Pulled
 
 
 class Recorder(Protocol):
-    """Hears what happens to a shard, in the order in which it happens.
+    """Records what happens to a shard, in the order in which it happens.
 
-    Whoever starts from an equal shard and does again what was told, in the same order and with the same
-    arguments (`push(gradient, roster=)`, `complete(roster)`, `configure(...)`), gets the same receipts and the
-    same bits.
+    The same calls in the same order and with the same arguments (`push(gradient, roster=)`, `complete(roster)`,
+    `configure(...)`), on an equal shard, give the same receipts and the same bits.
     """
 
     def record(self, event: Event) -> None:
-        """Hears of an event.
+        """Note an event.
 
-        It is called under the shard's lock, and from several shards at once: it must be quick, must not call the
-        shard, and hold the payload no longer than the call unless it keeps the gradient. What `Pushed`, `Completed`
-        and `Configured` tell of is about to happen: an exception prevents it, and nothing has changed. What `Updated`
-        and `Pulled` tell of stands: they must not raise.
+        It is called under the shard's lock, and from several shards at once: it must be quick and must not call the
+        shard. `Pushed`, `Completed` and `Configured` are about to happen: an exception prevents them, and nothing has
+        changed. `Updated` and `Pulled` have happened: they must not raise.
         """
+        ...
+
+    def write(self, shard_id: int) -> None:
+        """Write the events noted of a shard; see `LoggedShard`. It must not raise, nor keep a gradient's payload."""
         ...

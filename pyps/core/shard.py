@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from threading import Lock
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock, RLock
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pyps.core import recorder as events
 from pyps.core import verdict
@@ -489,6 +490,47 @@ class Shard:
         before = self.pending_bytes
         self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         self._budget.give_back(before - self.pending_bytes)
+
+
+class LoggedShard(Shard):
+    """A shard whose recorder writes before a call returns, but not under the lock: reads go on meanwhile.
+
+    Calls that record take turns. So the log has the order of the updates, and an update's parameters stand until it is
+    written.
+    """
+
+    def __init__(self, shard_id: int, parameters: Floats, *, recorder: Recorder, **options: Any) -> None:
+        super().__init__(shard_id, parameters, recorder=recorder, **options)
+        self._log = recorder
+        # Taken before _lock. A callback of `when_version` may call the shard on the thread that has the turn.
+        self._turn = RLock()
+
+    def push(self, gradient: Gradient, **options: Any) -> Pushed:
+        with self._turn, self._written():
+            return super().push(gradient, **options)
+
+    def complete(self, roster: Roster) -> list[Update]:
+        with self._turn, self._written():
+            return super().complete(roster)
+
+    def configure(self, **options: Any) -> list[Update]:
+        with self._turn, self._written():
+            return super().configure(**options)
+
+    def pull(self, reply: Reply, **options: Any) -> int | None:
+        with self._turn, self._written():
+            return super().pull(reply, **options)
+
+    def note_pull(self, version: int, *, worker_id: str | None) -> bool:
+        with self._turn, self._written():
+            return super().note_pull(version, worker_id=worker_id)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._log.write(self.shard_id)
 
 
 def _first_slots(

@@ -16,7 +16,7 @@ from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
-from pyps_wire.partition import Model, Partition, first_difference, partition
+from pyps_wire.partition import Model, Partition, first_difference
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -79,10 +79,9 @@ class Opening:
     worker_id: str
     incarnation: int
     term: int
-    model: Model
+    partition: Partition
     optimizer: RuleSettings | None
     server_index: int
-    num_servers: int
     # The replica that the initialiser is one of several processes of; empty for a worker of one process.
     replica: str = ""
     secret: bytes = field(default=b"", repr=False)
@@ -264,16 +263,16 @@ def check_run(asked: str, holding: Holding, *, observer: bool) -> None:
 
 
 def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None:
-    """Refuse a model or a list of servers that cuts into other shards than the run's."""
+    """Refuse a list of servers, a model or slices that are not the run's."""
     if (theirs.num_servers, theirs.server_index) != (mine.num_servers, server_index):
         raise ModelMismatch(
             f"the run's list of servers has {mine.num_servers}, this one at place {server_index}, but the "
             f"caller's list has {theirs.num_servers}, this one at place {theirs.server_index}: give all workers "
             "one list"
         )
-    if theirs.model is None:
-        return
-    difference = first_difference(mine.model, theirs.model, mine_name="the run", theirs_name="the worker")
+    difference = None
+    if theirs.model is not None and theirs.model is not mine.model:
+        difference = first_difference(mine.model, theirs.model, mine_name="the run", theirs_name="the worker")
     if difference is not None:
         raise ModelMismatch(
             f"the worker's model is not the run's: {difference}: give all workers one model, or begin anew: "
@@ -281,28 +280,34 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         )
     if theirs.fingerprint and theirs.fingerprint != mine.fingerprint:
         raise ModelMismatch(
-            f"the worker cuts the same model into other shards (fingerprint {theirs.fingerprint}, here "
-            f"{mine.fingerprint}): install the same release of pyps and pyps-client at both ends"
+            f"the worker's slices of the model are not the run's (fingerprint {theirs.fingerprint}, here "
+            f"{mine.fingerprint}): start the worker again, so that it reads them from the run"
         )
 
 
 def check_initialization(
-    caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None, protocol: Aggregation
-) -> tuple[Partition, RuleSettings]:
-    """The plan and settings of the run that the caller would initialise; refuses what the server could not hold."""
+    caller: Greeting | Opening,
+    model: Model,
+    num_servers: int,
+    *,
+    config: ServerConfig,
+    told: RuleSettings | None,
+    protocol: Aggregation,
+) -> RuleSettings:
+    """Return the settings of the run that the caller would initialise; refuse what the server could not hold."""
     check_run_told(caller.run_id, told=config.run_id)
-    assert caller.model is not None
-    check_model_size(caller.model, parameters_max=config.max_model_parameters)
-    unreadable = next((tensor.name for tensor in caller.model.tensors if not tensor.name.isprintable()), None)
+    check_model_size(model, parameters_max=config.max_model_parameters)
+    unreadable = next((tensor.name for tensor in model.tensors if not tensor.name.isprintable()), None)
     if unreadable is not None:
         raise InvalidArgument(
             f"a tensor is named {unreadable!r}; expected printable characters: people read it in tables"
         )
-    protocol.check_servers(caller.num_servers)
+    model.require_whole()
+    protocol.check_servers(num_servers)
     source = "what the server was told at its start (--optimizer)"
-    settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)
+    settings = settle(told, caller.optimizer, num_groups=model.num_groups, source=source)
     Bounds.parse(config.bounds).require_settings(settings)
-    return partition(caller.model, num_servers=caller.num_servers), settings
+    return settings
 
 
 def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding, waited: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyps.core import rules
@@ -18,7 +19,7 @@ from pyps.core.gradient import decoded
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.shard import LoggedShard, Shard
 from pyps.core.store import PendingBudget, ShardState
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run.content import ReadyContent, listed
@@ -26,7 +27,7 @@ from pyps.run.handshake import Opening
 from pyps.run_header import RestoredRun
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
-from pyps_wire.partition import Partition, first_difference, partition
+from pyps_wire.partition import Partition, first_difference
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -42,11 +43,11 @@ class Initialization:
     `add` may be called from several threads at once, one a call; the rest is guarded by the run's lock.
     """
 
-    def __init__(self, opening: Opening, partition: Partition, settings: RuleSettings):
+    def __init__(self, opening: Opening, settings: RuleSettings):
         self.opening = opening
-        self.partition = partition
+        self.partition = opening.partition
         self.settings = settings
-        self._expected = {shard.shard_id: shard for shard in partition.of_server(opening.server_index)}
+        self._expected = {shard.shard_id: shard for shard in self.partition.of_server(opening.server_index)}
         # Whole shards only. Two calls never add one shard with different numbers.
         self._received: dict[int, Floats] = {}
         self._taken = False
@@ -61,14 +62,14 @@ class Initialization:
         """Let go of all shards: another has begun, and memory is for one."""
         self._abandoned, self._received = True, {}
 
-    def join(self, opening: Opening, partition: Partition, settings: RuleSettings) -> None:
-        """Let another process of the same replica in; InvalidArgument where it sends another model or optimizer."""
-        mine = f"replica {opening.replica!r} so far"
-        difference = first_difference(
-            self.partition.model, partition.model, mine_name=mine, theirs_name=f"process {opening.worker_id!r}"
-        )
+    def join(self, opening: Opening, settings: RuleSettings) -> None:
+        """Let another process of the same replica in; InvalidArgument where its model, slices or optimizer differ."""
+        mine, theirs = f"replica {opening.replica!r} so far", f"process {opening.worker_id!r}"
+        difference = first_difference(self.partition.model, opening.partition.model, mine_name=mine, theirs_name=theirs)
+        if difference is None and self.partition != opening.partition:
+            difference = f"the shards of {mine} have other lengths, or other servers, than those of {theirs}"
         if difference is None and self.settings != settings:
-            difference = f"the optimizer is {self.settings} in {mine}, but {settings} in process {opening.worker_id!r}"
+            difference = f"the optimizer is {self.settings} in {mine}, but {settings} in {theirs}"
         if difference is not None:
             raise InvalidArgument(f"the processes of a replica initialise one model: {difference}")
 
@@ -171,10 +172,11 @@ class ContentFactory:
     def restored(self, restored: RestoredRun, *, now: float) -> ReadyContent:
         """The content that a checkpoint holds, whose arrays are the run's from now on."""
         header = restored.header
-        plan = partition(header.model, num_servers=header.num_servers)
         states = dict(restored.shards)
         content = self._make(
-            header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now
+            *(header.run_id, header.partition, header.server_index, header.optimizer, states),
+            initializer=None,
+            now=now,
         )
         if restored.machine is not None:
             content.machine.restore(restored.machine)
@@ -209,7 +211,8 @@ class ContentFactory:
         )
 
     def _shard(self, shard_id: int, state: ShardState, settings: RuleSettings, group: int) -> Shard:
-        return Shard(
+        recorder = self.recorder
+        return (Shard if recorder is None else partial(LoggedShard, recorder=recorder))(
             shard_id,
             state.parameters,
             rule=rules.find(settings.rule),
@@ -224,7 +227,6 @@ class ContentFactory:
             examples=state.examples,
             learning_rate=state.learning_rate,
             momentum=state.momentum,
-            recorder=self.recorder,
             budget=self.pending,
             # A model is never held twice.
             take_over=True,

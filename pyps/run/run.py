@@ -33,6 +33,7 @@ from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, Unk
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
     from pyps.run_header import RestoredRun
+    from pyps_wire.partition import Model
 
 SOFTWARE = f"pyps {__version__}"
 
@@ -112,8 +113,9 @@ class Run:
         """Let a caller join, or refuse it with the reason; elect it where the run needs an initialiser."""
         handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
         if not self.is_ready and not greeting.observer:
-            # Not under the lock: to split a large model takes long. Where a run begins meanwhile, it is compared below.
-            handshake.check_initialization(greeting, config=self.config, told=self.told, protocol=self._aggregation)
+            # Not under the lock: to check a large model takes long. Where a run begins meanwhile, it is compared below.
+            assert greeting.model is not None
+            self._check_initialization(greeting, greeting.model, greeting.num_servers)
         now = self.clock()
         with self._lock:
             self._refuse_when_draining()
@@ -202,19 +204,19 @@ class Run:
         with self._lock:
             if self._already_initialized(opening):
                 return None
-        told, protocol = self.told, self._aggregation
-        plan, settings = handshake.check_initialization(opening, config=self.config, told=told, protocol=protocol)
+        plan = opening.partition
+        settings = self._check_initialization(opening, plan.model, plan.num_servers)
         plan.of_server(opening.server_index)
         with self._lock:
             if self._already_initialized(opening):
                 return None
             before = self.incoming
             if before is not None and opening.replica and before.opening.claim == opening.claim:
-                before.join(opening, plan, settings)
+                before.join(opening, settings)
                 return before
             if before is not None:
                 before.abandon()
-            self.incoming = Initialization(opening, plan, settings)
+            self.incoming = Initialization(opening, settings)
             return self.incoming
 
     def renew_term(self, opening: Opening) -> None:
@@ -237,17 +239,25 @@ class Run:
             received = initialization.take()
         if received is None:
             return
-        content = self._factory(self.content.epoch).first(initialization, received, now=self.clock())
-        with self._initializing:
+        try:
+            content = self._factory(self.content.epoch).first(initialization, received, now=self.clock())
+            with self._initializing:
+                with self._lock:
+                    if self._already_initialized(initialization.opening):
+                        return
+                # Not under the lock: it writes to disk.
+                self._begin_log(content)
+                with self._lock:
+                    if self._already_initialized(initialization.opening):
+                        return
+                    self._set_content(content)
+        except BaseException:
+            # The parameters are gone: the next try of the replica's processes must not join this one.
+            initialization.abandon()
             with self._lock:
-                if self._already_initialized(initialization.opening):
-                    return
-            # Not under the lock: it writes to disk.
-            self._begin_log(content)
-            with self._lock:
-                if self._already_initialized(initialization.opening):
-                    return
-                self._set_content(content)
+                if self.incoming is initialization:
+                    self.incoming = None
+            raise
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
@@ -535,6 +545,11 @@ class Run:
             holding=self.holding(),
             version=self.content.version_max,
             workers_alive=self.membership.num_alive,
+        )
+
+    def _check_initialization(self, caller: Greeting | Opening, model: Model, num_servers: int) -> RuleSettings:
+        return handshake.check_initialization(
+            *(caller, model, num_servers), config=self.config, told=self.told, protocol=self._aggregation
         )
 
     def _factory(self, epoch: int) -> ContentFactory:

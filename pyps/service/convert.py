@@ -24,7 +24,7 @@ from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_numbered
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD
-from pyps_wire.partition import Model
+from pyps_wire.partition import Model, Partition
 
 M = TypeVar("M", bound=Message)
 
@@ -43,7 +43,7 @@ LEASE_BYTES_MAX = 11
 TENSORS_MAX = 131_072
 # Of a message that names a model: with what is inside its tensors and groups, and the numbers in lists.
 FIELDS_MAX = 16 * TENSORS_MAX
-_FEW = {"tensors", "groups", "hyperparameters", "parts", "codecs"}
+_FEW = {"tensors", "groups", "hyperparameters", "parts", "codecs", "shard_lengths", "placement"}
 
 
 def _counted(kind: Any) -> Iterator[FieldDescriptor]:
@@ -113,12 +113,15 @@ def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_M
     return parse(kind, header, bytes_max=bytes_max), memoryview(message)[offset : offset + length]
 
 
-def greeting_from(request: wire.HelloRequest) -> Greeting:
-    """What a caller says of itself in Hello."""
+def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Greeting:
+    """Return what a caller says of itself in Hello; `known` is the run's model, which most callers send."""
     observer = request.role == common.ROLE_OBSERVER
     # A caller of another protocol version may mean anything by the rest: it is refused before that is read.
     readable = request.protocol_version == PROTOCOL_VERSION
-    has_model = readable and request.HasField("model")
+    model = None
+    if readable and request.HasField("model"):
+        is_known = known is not None and request.model.SerializeToString(deterministic=True) == known.spec
+        model = known if is_known else Model.from_proto(request.model)
     has_optimizer = readable and request.HasField("optimizer") and not observer
     return Greeting(
         run_id=request.sender.run_id,
@@ -129,7 +132,7 @@ def greeting_from(request: wire.HelloRequest) -> Greeting:
         observer=observer,
         server_index=request.server_index,
         num_servers=request.num_servers,
-        model=Model.from_proto(request.model) if has_model else None,
+        model=model,
         optimizer=settings_from(request.optimizer) if has_optimizer else None,
         fingerprint=request.fingerprint,
         host=for_people(request.host),
@@ -143,17 +146,23 @@ def greeting_from(request: wire.HelloRequest) -> Greeting:
 
 def opening_from(request: wire.InitializeRequest) -> Opening:
     """What an initialiser says before its first shard."""
-    if not request.HasField("model"):
-        raise InvalidArgument("the first message of Initialize must name the model: send it before the shards")
+    if not (request.HasField("model") and request.shard_lengths):
+        raise InvalidArgument(
+            "the first message of Initialize must name the model, shard_lengths and placement: send it before the rest"
+        )
     return Opening(
         run_id=request.sender.run_id,
         worker_id=request.sender.worker_id,
         incarnation=request.sender.incarnation,
         term=request.term,
-        model=Model.from_proto(request.model),
+        partition=Partition.of_tables(
+            Model.from_proto(request.model),
+            request.shard_lengths,
+            servers=request.placement,
+            num_servers=request.num_servers,
+        ),
         optimizer=settings_from(request.optimizer) if request.HasField("optimizer") else None,
         server_index=request.server_index,
-        num_servers=request.num_servers,
         replica=request.replica,
         secret=request.sender.secret,
     )
@@ -354,8 +363,7 @@ def hello_reply(
     if run.content.settings is not None:
         reply.optimizer.CopyFrom(settings_to(run.content.settings))
     if run.content.partition is not None:
-        reply.model.CopyFrom(run.content.partition.model.to_proto())
-        reply.fingerprint = run.content.partition.fingerprint
+        reply.MergeFromString(run.content.partition.described)
     return reply
 
 

@@ -224,10 +224,11 @@ class Inspector:
     @_saving
     def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
         """Forgets the run and sets its checkpoints aside."""
-        if self._checkpoints is None or request.validate_only:
-            self._run.reset(request.run_id, validate_only=request.validate_only)
+        reset = functools.partial(self._run.reset, validate_only=request.validate_only)
+        if self._checkpoints is None:
+            reset(request.run_id)
         else:
-            self._checkpoints.forget(request.run_id, reset=self._run.reset)
+            self._checkpoints.forget(request.run_id, reset=reset, validate_only=request.validate_only)
         return pb.ResetReply()
 
     @_answering

@@ -213,7 +213,7 @@ class ParameterServer:
         return await self._work.begin(work) if large else work()
 
     def _welcome(self, message: bytes, role: Role) -> tuple[Greeting, Welcome]:
-        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
+        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message), self._run.content.model)
         if not greeting.observer:
             self._access.require(role, HELLO_AS_WORKER)
         return greeting, self._run.hello(greeting)

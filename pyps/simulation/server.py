@@ -20,7 +20,7 @@ from pyps.run.run import Run
 from pyps.simulation.event import Event, Kind, Scheduler
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.contract import PROTOCOL_VERSION
-from pyps_wire.partition import PARALLEL_SHARD_SIZE_MIN, Model, Tensor
+from pyps_wire.partition import Model, Partition, Tensor
 
 # Schedules an action of the caller's at a time.
 At = Callable[[float, Callable[[], None]], None]
@@ -68,16 +68,10 @@ class VirtualServer:
         tell: Callable[[Event], None],
         recorder: RunRecorder | None = None,
     ) -> None:
-        """Each of the parameters becomes a shard.
-
-        Raises ValueError for one that is empty, or so large that a server would cut it.
-        """
+        """Make a shard of each of the parameters; ValueError for one that is empty."""
         for index, each in enumerate(parameters):
-            if not 0 < each.size <= PARALLEL_SHARD_SIZE_MIN:
-                raise ValueError(
-                    f"parameters[{index}] holds {each.size:,} numbers; a simulated shard holds 1 to "
-                    f"{PARALLEL_SHARD_SIZE_MIN:,}: cut it into several"
-                )
+            if not each.size:
+                raise ValueError(f"parameters[{index}] holds no numbers; a simulated shard holds 1 or more")
         self.plan = plan
         self._scheduler, self._tell = scheduler, tell
         config = ServerConfig(
@@ -216,8 +210,10 @@ class VirtualServer:
         run, founder, incarnation = self.run, "founder", 1
         term = run.election.elect(founder, incarnation, now=run.clock(), is_over=run.membership.is_over)
         assert term is not None
+        lengths = [each.size for each in parameters]
+        plan = Partition.of_tables(self._model, lengths, servers=[0] * len(lengths), num_servers=1)
         initialization = run.begin_initialize(
-            Opening(RUN_ID, founder, incarnation, term.number, self._model, settings, server_index=0, num_servers=1)
+            Opening(RUN_ID, founder, incarnation, term.number, plan, settings, server_index=0)
         )
         assert initialization is not None
         for shard_id, values in enumerate(parameters):

@@ -39,7 +39,7 @@ from pyps.storage.plain import checksum_of, contribution_from_plain, contributio
 from pyps.storage.tensor_file import TensorFile, TensorReader, Writable
 from pyps_wire.errors import PypsError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 
 
@@ -222,17 +222,16 @@ class Checkpoint:
                 f"{self.path / LEDGER} holds other bytes for shard {shard['shard_id']} than were written"
             )
         plain = json.loads(line)
-        receipts = self._bytes(shard, RECEIPTS)
         pending, payloads = plain["pending"], split_payloads(plain["pending"], self._bytes(shard, PENDING))
         return ShardState(
             version=shard["version"],
             parameters=parameters,
             slots=slots,
-            ledger=LedgerState.from_plain(plain["ledger"], receipts),
+            ledger=LedgerState.from_plain(plain["ledger"], self._bytes(shard, RECEIPTS)),
             pending=tuple(map(contribution_from_plain, pending, payloads)),
             examples=shard["examples"],
             learning_rate=shard["learning_rate"],
-            momentum=shard.get("momentum"),
+            momentum=shard["momentum"],
         )
 
     def _bytes(self, shard: Mapping[str, Any], name: str) -> bytes:

@@ -132,16 +132,20 @@ class CheckpointFolder:
             self.failure = ""
             return saved
 
-    def forget(self, run_id: str, *, reset: Callable[[str], object]) -> None:
-        """Has the run reset and sets its checkpoints aside, so that no later start resumes it; none is removed.
+    def forget(self, run_id: str, *, reset: Callable[[str], object], validate_only: bool = False) -> None:
+        """Reset the run and set its checkpoints aside, so that no later start resumes it; none is removed.
 
-        Raises what `reset` raises, and CheckpointError when a checkpoint cannot be renamed.
+        Raises what `reset` raises, and CheckpointError when a checkpoint cannot be renamed, or, before anything is
+        reset, when they cannot be listed. With `validate_only`, `reset` changes nothing either.
         """
         with self._saving:
+            paths = checkpoint_paths(self.path)
             reset(run_id)
+            if validate_only:
+                return
             self._newest = None
             # The newest last: a process that ends midway has either forgotten the run or not.
-            for path in reversed(checkpoint_paths(self.path)):
+            for path in reversed(paths):
                 aside = path.with_name(path.name.replace("checkpoint", "forgotten"))
                 try:
                     self._disk.rename(path, aside)
@@ -205,9 +209,9 @@ class CheckpointFolder:
                 doomed = path.with_name(f".old-{path.name}")
                 self._disk.rename(path, doomed)
                 self._disk.remove_folder(doomed)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             # The new one is written all the same.
-            log.warning("an old checkpoint could not be removed", folder=self.path, reason=error.strerror)
+            log.warning("an old checkpoint could not be removed", folder=self.path, reason=error)
 
     def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Notes, durably, that the next epoch is taken; two lives of a server never serve under one epoch."""
@@ -249,8 +253,14 @@ def newest(path: Path) -> Checkpoint | None:
 
 
 def checkpoint_paths(path: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, newest first."""
-    return [path / f"checkpoint-{number:08d}" for number in sorted(_numbers(path, _NAME), reverse=True)]
+    """Return the checkpoints in a folder, whole or not, newest first. Raises CheckpointError."""
+    try:
+        numbers = sorted(_numbers(path, _NAME), reverse=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {path} cannot be listed: {error.strerror}; make it readable first"
+        ) from None
+    return [path / f"checkpoint-{number:08d}" for number in numbers]
 
 
 def _numbers(path: Path, name: re.Pattern[str]) -> list[int]:

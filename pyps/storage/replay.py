@@ -220,6 +220,9 @@ class _Replay:
         if isinstance(event, Updated):
             self._made.append(LoggedUpdate.of(event))
 
+    def write(self, shard_id: int) -> None:
+        """Nothing: the updates are compared, not written."""
+
     def follow(self, event: LoggedEvent) -> None:
         """Does what the event says; raises Different when it comes out otherwise."""
         if isinstance(event, LoggedUpdate):

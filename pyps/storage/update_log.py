@@ -29,7 +29,7 @@ from pyps.storage.disk import FOLDER_MODE, create
 from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain, quick_checksum_of, update_to_plain
 from pyps_wire.errors import PypsError
 
-FORMAT = "pyps update log 3"
+FORMAT = "pyps update log 4"
 _CHECKSUM = b', "crc32": "'
 
 
@@ -101,7 +101,7 @@ class LoggedUpdate(NamedTuple):
 
 
 class ShardFiles:
-    """Appends to the files. Guarded by its shard's lock."""
+    """Appends to the files of one shard. Guarded by the turn of its `LoggedShard`."""
 
     def __init__(self, path: Path, budget: Budget | None):
         """Makes the files; `budget` None keeps no payloads. Raises OSError or UpdateLogError."""
@@ -111,8 +111,8 @@ class ShardFiles:
         self._payloads = create(self.path.with_suffix(".payloads")) if budget is not None else None
         self._offset = 0
         self._roster: Roster | None = None
-        # A push whose update is being made.
-        self._push: dict[str, Any] | None = None
+        # What is to be written.
+        self._events: list[Event | LoggedUpdate] = []
         self._failed = False
 
     def begin(self, header: RunHeader, shard: Store) -> None:
@@ -140,46 +140,63 @@ class ShardFiles:
                 "payloads": places,
             }
         )
+        self._lines.flush()
 
     def record(self, event: Event) -> None:
-        """Writes what happens; a push that makes an update as soon as that is made, in one line with it."""
-        with self._ending_on_error():
-            match event:
-                case Pushed(_, gradient, receipt, roster):
-                    self._note(roster)
-                    places = self._keep([gradient.payload])
-                    place = places[0] if places else None
-                    line = {"event": "push", **push_to_plain(gradient, receipt), "payload": place}
-                    if receipt.version_after > receipt.version_before:
-                        self._push = line
-                    else:
-                        self._append(line)
-                case Updated():
-                    push, self._push = self._push, None
-                    made = LoggedUpdate.of(event)
-                    cause = push or {"event": "update", "version": made.version}
-                    self._append({**cause, "update": made.update, "checksum": made.checksum})
-                case Completed(_, roster, version):
-                    self._note(roster)
-                    self._append({"event": "complete", "version": version})
-                case Configured():
-                    self._note(event.roster)
-                    self._append(
-                        {
-                            "event": "configure",
-                            "version": event.version,
-                            "behaviour": None if event.behaviour is None else event.behaviour.texts,
-                            "learning_rate": event.learning_rate,
-                            "finished": event.finished,
-                        }
-                    )
-                case Pulled(_, worker_id, version):
-                    self._append({"event": "pull", "worker_id": worker_id, "version": version})
+        """Note an event, to be written when the shard's lock is free."""
+        if isinstance(event, Updated) and not (self._events and isinstance(self._events[-1], Pushed)):
+            # A push makes one update. Another call may make several, each of which changes what the one before made.
+            self._events.append(LoggedUpdate.of(event))
+        else:
+            self._events.append(event)
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Writes a line."""
+    def write(self) -> None:
+        """Write the noted events, a push in one line with its update."""
+        events, self._events = self._events, []
+        push: dict[str, Any] | None = None
         with self._ending_on_error():
-            self._append(line)
+            for event in events:
+                match event:
+                    case Pushed(_, gradient, receipt, roster):
+                        self._note(roster)
+                        places = self._keep([gradient.payload])
+                        push = {
+                            "event": "push",
+                            **push_to_plain(gradient, receipt),
+                            "payload": places[0] if places else None,
+                        }
+                        if receipt.version_after == receipt.version_before:
+                            self._append(push)
+                            push = None
+                    case Updated() | LoggedUpdate():
+                        made = LoggedUpdate.of(event) if isinstance(event, Updated) else event
+                        cause = push or {"event": "update", "version": made.version}
+                        self._append({**cause, "update": made.update, "checksum": made.checksum})
+                        push = None
+                    case Completed(_, roster, version):
+                        self._note(roster)
+                        self._append({"event": "complete", "version": version})
+                    case Configured():
+                        self._note(event.roster)
+                        self._append(
+                            {
+                                "event": "configure",
+                                "version": event.version,
+                                "behaviour": None if event.behaviour is None else event.behaviour.texts,
+                                "learning_rate": event.learning_rate,
+                                "finished": event.finished,
+                            }
+                        )
+                    case Pulled(_, worker_id, version):
+                        self._append({"event": "pull", "worker_id": worker_id, "version": version})
+            if events and not self._failed:
+                # What was answered is in the file even if the server is killed the next moment.
+                self._lines.flush()
+
+    def end(self, version: int, checksum: str) -> None:
+        """Write the shard's final state."""
+        with self._ending_on_error():
+            self._append({"event": "end", "version": version, "checksum": checksum})
 
     def close(self) -> None:
         """Gives the files back."""
@@ -195,11 +212,8 @@ class ShardFiles:
             self._roster = roster
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        if self._failed:
-            return
-        self._lines.write(encode(line))
-        # What was answered is in the file even if the server is killed the next moment.
-        self._lines.flush()
+        if not self._failed:
+            self._lines.write(encode(line))
 
     def _keep(self, payloads: Iterable[Payload]) -> list[dict[str, Any]] | None:
         """Writes payloads and says where they lie; None where they are not kept."""
@@ -235,7 +249,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 class UpdateLog:
-    """The log of a run's shards: their recorder. Called under a shard's lock, from several at once.
+    """The recorder of a run's shards. Any thread may call it, for one shard one thread at a time.
 
     What was answered is in the files even if the server is killed the next moment. Files that cannot be written
     end with one error in the server's log; the run goes on, that shard unlogged.
@@ -254,7 +268,6 @@ class UpdateLog:
         self._folder = folder
         self._budget = Budget(payload_bytes_max) if log_gradients else None
         self._shards: Mapping[int, Store] = {}
-        # Each is used under its shard's lock only, once the shards serve.
         self._files: dict[int, ShardFiles] = {}
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
@@ -286,16 +299,19 @@ class UpdateLog:
                 folder.rmdir()
 
     def record(self, event: Event) -> None:
-        """Logs what happens to a shard."""
         if files := self._files.get(event.shard_id):
             files.record(event)
+
+    def write(self, shard_id: int) -> None:
+        if files := self._files.get(shard_id):
+            files.write()
 
     def end(self) -> None:
         """Notes each shard's final version and CRC-32, and closes the files. Pushes must have stopped."""
         for shard_id, shard in self._shards.items():
             version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
             if files := self._files.get(shard_id):
-                files.write({"event": "end", "version": version, "checksum": checksum})
+                files.end(version, checksum)
         for files in self._files.values():
             files.close()
         self._files, self._shards = {}, {}

@@ -44,6 +44,7 @@ from pyps_client.lease import Lease
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import open_channel
+from pyps_wire.partition import partition
 from support import Start, StartPython, inspect, replace_file, server_port, wait_until
 
 # How long an initialiser may be silent is bounded by the lease.
@@ -201,7 +202,6 @@ def refusals() -> dict[str, tuple[dict[str, object], type[PypsError], str]]:
             UnsupportedOptimizer,
             "momentum",
         ),
-        "shard size": ({"shard_size": 512}, ModelMismatch, "shard"),
     }
 
 
@@ -215,6 +215,23 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server:
 
             assert server.data in str(refused.value), case
     assert "Traceback" not in server.output()
+
+
+def test_a_worker_takes_the_runs_slices_over_whatever_it_would_have_made(start_server: Start) -> None:
+    """A stock worker may slice and place as it likes: nobody computes tables from the number of servers."""
+    servers = start_servers(start_server, 2)
+    with make_client(addresses(servers), run_id="mine", shard_size=512) as first:
+        first.push(gradients_like(small_model(), 0))
+        plan = first.session.partition
+        with make_client(addresses(servers), run_id="mine", worker_id="second", shard_size=4096) as second:
+            assert second.session.partition == plan != partition(second.session.model, num_servers=2)
+            second.push(gradients_like(small_model(), 1))
+            mine, theirs = first.pull(), second.pull()
+        with Observer(launch=Launch(addresses(servers), run_id="mine")) as observer:
+            seen = observer.snapshot()
+    for name, values in mine.items():
+        np.testing.assert_array_equal(values, theirs[name])
+        np.testing.assert_array_equal(values, seen[name])
 
 
 def test_a_protocol_mismatch_names_both_versions(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:

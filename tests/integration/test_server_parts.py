@@ -8,6 +8,7 @@ from functools import partial
 
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.partition import partition
 from replicas import CUT
 from support import DEADLINE_SECONDS, AnyServer, ServerProcess, configure, events_of, inspect, status_of
 from wire_worker import WireWorker, at_once, refusal_of, values_of
@@ -97,10 +98,13 @@ def test_processes_of_a_replica_that_bring_different_models_are_refused(start_se
         term = r0.hello().term
         r1.hello()
         r0.initialize(term)
-        r1.model = type(CUT)(CUT.tensors, shard_size=160)
+        r1.plan = partition(type(CUT)(CUT.tensors, shard_size=160), num_servers=1)
         status, error, message = refusal_of(r1.initialize, term)
         assert (status, error) == ("INVALID_ARGUMENT", "InvalidArgument")
-        assert "shard_size is 80 in replica 'r' so far, but 160 in process 'r/1'" in message
+        assert (
+            "the shards of replica 'r' so far have other lengths, or other servers, than those of process 'r/1'"
+            in message
+        )
 
 
 def test_a_shard_of_a_part_that_was_not_declared_is_neither_pushed_nor_pulled(start_server):

@@ -19,14 +19,13 @@ from pyps.core.shard import Shard
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.run_header import RunHeader
-from pyps.storage.checkpoint import CheckpointError
+from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.folder import CheckpointFolder
 from pyps_wire.errors import InvalidArgument, NotInitialized, RunMismatch
-from pyps_wire.partition import Model, partition
+from pyps_wire.partition import Model, Partition, Tensor, partition
 from replicas import CUT, vectors_of, whole_tensors
 from shards import (
     HEADER,
-    MODEL,
     adagrad_shards,
     checkpoint_folder,
     make_behaviour,
@@ -133,7 +132,7 @@ def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
     assert (parameters["shard-000001"] == shards[1].state().parameters).all()
     assert (slots["shard-000001.accumulator"] == shards[1].state().slots["accumulator"]).all()
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 3, 3)
+    assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 4, 3)
 
 
 def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:
@@ -218,13 +217,31 @@ def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> N
     assert write_checkpoint(folder).name == "checkpoint-00000003"
 
 
-# Models that are cut into parts, and what is written of one that is not.
+def test_a_run_whose_checkpoints_cannot_be_listed_is_not_reset_as_they_would_bring_it_back(
+    folder: CheckpointFolder,
+) -> None:
+    """As on a volume that is away for a moment."""
+    write_checkpoint(folder)
+    run = restored_run(folder)
+    away = folder.path.rename(folder.path.with_name("away"))
+    for validate_only in (True, False):
+        with pytest.raises(CheckpointError, match=f"{folder.path} cannot be listed: No such file"):
+            folder.forget("run-1", reset=run.reset, validate_only=validate_only)
+    assert run.is_ready
+    away.rename(folder.path)
+    folder.forget("run-1", reset=lambda name: run.reset(name, validate_only=True), validate_only=True)
+    assert run.is_ready
+    assert folder.newest is not None
+    folder.forget("run-1", reset=run.reset)
+    assert not run.is_ready
+    assert folder.resume() is None
 
 
-CUT_HEADER = replace(
-    HEADER, model=CUT, num_servers=2, optimizer=RuleSettings.make("sgd", ({"learning_rate": 0.1},) * 2)
-)
+# Models that are split into parts, and what is written of one that is not.
+
+
 PLAN = partition(CUT, num_servers=2)
+CUT_HEADER = replace(HEADER, partition=PLAN, optimizer=RuleSettings.make("sgd", ({"learning_rate": 0.1},) * 2))
 
 
 def shards_of_server(index: int) -> dict[int, Shard]:
@@ -237,10 +254,12 @@ def shards_of_server(index: int) -> dict[int, Shard]:
     }
 
 
-def test_a_model_that_is_not_cut_is_written_as_before_models_could_be() -> None:
-    plain = HEADER.to_json()["model"]["tensors"]
-    assert plain == [{"name": t.name, "shape": list(t.shape), "group": t.group} for t in MODEL.tensors]
-    assert RunHeader.from_json(HEADER.to_json()) == HEADER
+def test_a_header_is_what_was_written() -> None:
+    for header in (HEADER, CUT_HEADER):
+        plain = json.loads(json.dumps(header.to_json()))
+        assert plain["model"]["shard_lengths"] == header.partition.lengths
+        assert plain["placement"]["servers"] == list(header.partition.placement.servers)
+        assert RunHeader.from_json(plain) == header
 
 
 def test_all_servers_checkpoints_give_whole_tensors_or_say_what_is_missing(tmp_path: Path) -> None:
@@ -257,6 +276,23 @@ def test_all_servers_checkpoints_give_whole_tensors_or_say_what_is_missing(tmp_p
 
 def test_a_checkpoint_of_a_model_without_one_of_its_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    write_checkpoint(folder, shards_of_server(0), header=replace(CUT_HEADER, model=Model(CUT.tensors[:-1])))
-    with pytest.raises(InvalidArgument, match=r"parts of tensor 'down' .* are missing"):
+    lacking = replace(PLAN, model=Model(CUT.tensors[:-1]))
+    path = write_checkpoint(folder, shards_of_server(0), header=replace(CUT_HEADER, partition=lacking))
+    with pytest.raises(CheckpointDamaged, match=r"parts of tensor 'down' .* are missing"):
+        Checkpoint(path)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         from_checkpoints([tmp_path])
+
+
+def test_slices_and_placement_are_read_and_not_computed_again(tmp_path: Path) -> None:
+    """As a checkpoint that was placed on other servers meanwhile: neither table is what `partition` would make."""
+    model = Model((Tensor("x", (64,)),))
+    tables = Partition.of_tables(model, [16, 48], servers=[1, 0], num_servers=3)
+    optimizer = RuleSettings.make("sgd", ({"learning_rate": 0.1},))
+    header = replace(HEADER, partition=tables, optimizer=optimizer, server_index=1)
+    path = write_checkpoint(CheckpointFolder(tmp_path), {0: make_shard(np.ones(16))}, header=header)
+    assert Checkpoint(path).header.partition == tables
+    run = Run(ServerConfig())
+    run.restore(Checkpoint(path).load())
+    assert {shard_id: shard.length for shard_id, shard in run.content.shards.items()} == {0: 16}
+    assert run.content.partition == tables != partition(model, num_servers=3)

@@ -119,11 +119,11 @@ def test_a_stuck_old_checkpoint_is_no_failure_of_the_new(tmp_path: Path, caplog:
 
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
     path = write_checkpoint(folder) / "manifest.json"
-    manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 4}
+    manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 5}
     del manifest["checksum"]
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}), encoding="utf-8")
-    with pytest.raises(CheckpointDamaged, match="has format version 4, this software reads 3"):
+    with pytest.raises(CheckpointDamaged, match="has format version 5, this software reads 4"):
         Checkpoint(path.parent)
 
 

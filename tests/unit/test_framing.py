@@ -259,10 +259,10 @@ def test_payloads_may_be_absent_or_empty_and_are_not_copied():
 
 def test_fields_are_counted_without_reading_them():
     tensor = TensorSpec(name="x", shape=(1, 300, 2**40), offset=(7,))
-    one = HelloRequest(model=ModelSpec(tensors=[tensor] * 2, shard_size=16), parts=(1, 2)).SerializeToString()
+    one = HelloRequest(model=ModelSpec(tensors=[tensor] * 2), parts=(1, 2)).SerializeToString()
     tree = {8: {1: {2: None, 5: None}}, 15: None}
     # A message that comes in pieces is one, and numbers need not be packed.
-    assert _kernels.count_fields(one * 2 + b"\x78\x07", tree) == (2 * (1 + 3 + 6 + 8 + 1 + 2) + 1, [2, 4, 12, 4, 5])
+    assert _kernels.count_fields(one * 2 + b"\x78\x07", tree) == (2 * (3 + 6 + 8 + 1 + 2) + 1, [2, 4, 12, 4, 5])
     assert _kernels.count_fields(one, {}) == (2, [])
     with pytest.raises(ValueError, match="length 2 where 1 bytes are left"):
         _kernels.count_fields(bytes_field(8, b"\x0a\x02\x00"), tree)

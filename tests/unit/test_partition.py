@@ -13,7 +13,18 @@ from pyps_client.arrays import split_tensors
 from pyps_wire.blocks import check_whole
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import InvalidArgument
-from pyps_wire.partition import ALIGNMENT, DEFAULT_SHARD_SIZE, Model, Tensor, first_difference, partition
+from pyps_wire.parameter_server_pb2 import HelloReply
+from pyps_wire.partition import (
+    ALIGNMENT,
+    DEFAULT_SHARD_SIZE,
+    SHARDS_MAX,
+    Model,
+    Partition,
+    Tensor,
+    first_difference,
+    partition,
+    place,
+)
 
 shapes = st.one_of(
     st.lists(st.integers(0, 40), max_size=3).map(tuple),
@@ -55,7 +66,7 @@ def test_every_parameter_lies_in_one_shard_of_one_server_evenly_and_aligned(mode
 
     assert max(loads(plan)) - min(loads(plan)) <= max(shard.length for shard in plan.shards)
     held = [(shard.shard_id, index) for index in range(num_servers) for shard in plan.of_server(index)]
-    assert sorted(held) == [(shard.shard_id, shard.server_index) for shard in plan.shards]
+    assert sorted(held) == [(shard.shard_id, plan.server_of(shard.shard_id)) for shard in plan.shards]
 
 
 @given(models(), num_servers_up_to_5)
@@ -76,16 +87,6 @@ def test_the_pieces_of_all_shards_are_the_tensors_in_order(model, num_servers):
         assert filled == shard.length
     assert ends == [tensor.size for tensor in model.tensors]
     assert order == sorted(order)
-
-
-@settings(max_examples=30)
-@given(models(), num_servers_up_to_5)
-def test_the_same_model_gives_the_same_plan_at_both_ends(model, num_servers):
-    travelled = Model.from_proto(type(model.to_proto()).FromString(model.to_proto().SerializeToString()))
-    mine, theirs = (partition(m, num_servers=num_servers) for m in (model, travelled))
-    assert mine == theirs
-    assert mine.fingerprint == theirs.fingerprint
-    assert first_difference(model, travelled) is None
 
 
 def test_a_default_shard_and_its_header_fit_grpcs_default_message_limit():
@@ -148,7 +149,6 @@ DIFFERENT = [
     (changed(1, group=1), "'fc.bias' is of group 0 in the run, but of group 1 in mine"),
     (Model(BASE.tensors[:2]), "the run has 3 tensors, but mine has 2; the first that only the run has is 'scale'"),
     (Model((*BASE.tensors, Tensor("new", (2,), 1))), "the first that only mine has is 'new' of shape"),
-    (Model(BASE.tensors, shard_size=1024), "shard_size is 1047552 in the run, but 1024 in mine"),
 ]
 
 
@@ -159,14 +159,42 @@ def test_models_that_differ_have_other_fingerprints_and_the_difference_reads_wel
         assert re.search(text, difference or ""), (text, difference)
 
 
-def test_cuts_and_fingerprint_are_those_of_the_contract():
-    # Other cuts need another number in the fingerprint's "pyps partition 2": an old client and a new server
-    # then refuse each other instead of mixing up parameters.
+def test_the_fingerprint_is_of_model_and_slices_and_not_of_the_placement():
     plan = partition(Model((Tensor("a", (5000,)), Tensor("b", (7,), 1)), shard_size=2048), num_servers=2)
-    cuts = [(s.group, s.offset, s.length, s.server_index) for s in plan.shards]
-    assert cuts == [(0, 0, 1248, 1), (0, 1248, 1248, 1), (0, 2496, 1248, 0), (0, 3744, 1256, 0), (1, 0, 7, 1)]
-    assert partition(BASE, num_servers=2).fingerprint == "e96198d1b67a5c2aa5c416616870f880"
-    assert partition(BASE, num_servers=1).fingerprint != partition(BASE, num_servers=2).fingerprint
+    ranges = [(s.group, s.offset, s.length, plan.server_of(s.shard_id)) for s in plan.shards]
+    assert ranges == [(0, 0, 1248, 1), (0, 1248, 1248, 1), (0, 2496, 1248, 0), (0, 3744, 1256, 0), (1, 0, 7, 1)]
+    elsewhere = replace(plan, placement=place(plan.model, plan.shards, num_servers=3))
+    assert [elsewhere.server_of(s.shard_id) for s in plan.shards] == [1, 2, 1, 0, 2]
+    assert elsewhere.fingerprint == plan.fingerprint
+    otherwise = Partition.of_tables(plan.model, [2496, 2504, 7], servers=[0, 1, 0], num_servers=2)
+    assert otherwise.fingerprint != plan.fingerprint
+
+
+@settings(max_examples=30)
+@given(models(), num_servers_up_to_5)
+def test_the_model_and_the_two_tables_give_the_partition_at_the_other_end(model, num_servers):
+    plan = partition(model, num_servers=num_servers)
+    reply = HelloReply.FromString(plan.described)
+    travelled = Model.from_proto(reply.model)
+    theirs = Partition.of_tables(travelled, reply.shard_lengths, servers=reply.placement, num_servers=num_servers)
+    assert theirs == plan
+    assert theirs.fingerprint == reply.fingerprint == plan.fingerprint
+    assert first_difference(model, travelled) is None
+
+
+def test_tables_that_do_not_slice_the_model_are_refused_in_words():
+    model = Model((Tensor("a", (100,)), Tensor("b", (7,), 1)))
+    for lengths, servers, text in [
+        ([100, 7, 16], [0, 0, 0], "3 shards and the servers of 3 are named, the model has 2 shards"),
+        ([100, 7], [0], "2 shards and the servers of 1 are named, the model has 2 shards"),
+        ([100], [0], "shard 1 has 0 parameters, and 7 are left of group 1"),
+        ([96, 16, 7], [0] * 3, "shard 1 has 16 parameters, and 4 are left of group 0"),
+        ([20, 80, 7], [0] * 3, "shard 0 has 20 parameters, .* at multiples of 16"),
+        ([100, 7], [0, 2], "a shard is placed on server 2; there are 2, from 0"),
+        ([16] * (SHARDS_MAX + 1), [], "131073 shards; expected 131072 at most"),
+    ]:
+        with pytest.raises(InvalidArgument, match=text):
+            pytest.fail(f"{Partition.of_tables(model, lengths, servers=servers, num_servers=2)} is made")
 
 
 def test_what_cannot_be_is_refused_in_words():
@@ -235,7 +263,7 @@ def test_a_part_lies_on_as_few_servers_as_even_loads_allow(num_parts, num_server
     longest = max(shard.length for shard in plan.shards)
     assert max(loads(plan)) - min(loads(plan)) <= 2 * longest
     for part in range(num_parts):
-        servers = {shard.server_index for shard in plan.of_parts([part]).shards}
+        servers = {plan.server_of(shard.shard_id) for shard in plan.of_parts([part]).shards}
         assert len(servers) <= math.ceil(num_servers / num_parts) + 1
         assert servers == set(range(min(servers), max(servers) + 1))
 
@@ -254,7 +282,8 @@ def test_a_sub_partition_finds_its_shards_by_the_wholes_numbers():
     own = plan.of_parts([1, 2])
     for shard in own.shards:
         whole = plan.shard(shard.shard_id)
-        assert (whole.offset, whole.length, whole.server_index) == (shard.offset, shard.length, shard.server_index)
+        assert (whole.offset, whole.length) == (shard.offset, shard.length)
+        assert own.server_of(shard.shard_id) == plan.server_of(shard.shard_id)
         mine, theirs = (
             [(replace(of.model.tensors[p.tensor_index], group=0), p.tensor_offset, p.length) for p in pieces]
             for of, pieces in ((own, own.pieces(shard.shard_id)), (plan, plan.pieces(shard.shard_id)))
@@ -298,7 +327,7 @@ def test_the_model_travels_with_its_blocks():
 def test_a_tensor_of_many_thousand_sizes_is_refused_in_few_words(field):
     spec = TensorSpec(name="x", **{field: [1] * 100_000})
     with pytest.raises(InvalidArgument) as refusal:
-        Model.from_proto(ModelSpec(tensors=[spec], shard_size=16))
+        Model.from_proto(ModelSpec(tensors=[spec]))
     assert len(str(refusal.value)) < 1000
 
 

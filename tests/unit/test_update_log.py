@@ -6,7 +6,9 @@ import logging
 import os
 import re
 import resource
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,24 @@ import pytest
 from pyps.core.gradient import Extent
 from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome
-from pyps.core.recorder import Configured, Pulled, Pushed
+from pyps.core.recorder import Configured, Event, Pulled, Pushed, Updated
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, quick_checksum_of
 from pyps.storage.replay import Ended, NotKept, ShardLog, log_paths, replay
 from pyps.storage.update_log import LoggedUpdate, UpdateLog, UpdateLogError, decode, encode
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import Model, Tensor, partition
 from replicas import CUT
 from shards import gradient, make_behaviour, make_shard, nothing, pull, push, roster
+from support import DEADLINE_SECONDS
 
 SETTINGS = RuleSettings.make("adagrad", ({"learning_rate": 0.1},))
 HEADER = RunHeader(
     run_id="run 1/../x",
     epoch=2,
     server_index=0,
-    num_servers=1,
-    model=Model((Tensor("t", (16,)),)),
+    partition=partition(Model((Tensor("t", (16,)),)), num_servers=1),
     optimizer=SETTINGS,
     behaviour=make_behaviour("async", "divide").texts,
     told=make_behaviour("async").texts,
@@ -68,6 +70,55 @@ def only(folder: Path) -> Path:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class Disk:
+    """A recorder whose disk takes nothing until it is let go on."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+    def write(self, shard_id: int) -> None:
+        self.asked.set()
+        assert self.goes_on.wait(DEADLINE_SECONDS)
+
+
+def test_a_shard_is_read_while_its_log_is_written_and_the_next_push_waits_for_its_turn() -> None:
+    disk = Disk()
+    shard = make_shard([0.0], recorder=disk)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(push, shard, [1.0])
+        assert disk.asked.wait(DEADLINE_SECONDS)
+        try:
+            second = pool.submit(push, shard, [1.0], sequence=1)
+            # An evaluation, a checkpoint and a wait for a version.
+            assert shard.read(lambda version, values: (version, float(values[0]))) == (1, -1.0)
+            assert shard.state().version == 1
+            assert shard.when_version(5, lambda: None)()
+            assert [type(event) for event in disk.events] == [Pushed, Updated]
+        finally:
+            disk.goes_on.set()
+        assert first.result(DEADLINE_SECONDS).version_after == 1
+        assert second.result(DEADLINE_SECONDS).version_after == 2
+
+
+def test_updates_of_one_call_are_logged_with_the_parameters_that_each_of_them_made(
+    log: UpdateLog, tmp_path: Path
+) -> None:
+    """Two rounds that end with one worker: the first checksum is of parameters that the second has changed."""
+    shard = logged_shard(log, protocol="softsync:n=1", policy="none")
+    workers = roster("a", "b", "c", "d")
+    for sequence, worker_id in enumerate(("a", "b", "c"), 1):
+        push(shard, np.full(16, float(sequence)), sequence=sequence, epoch=2, worker_id=worker_id, workers=workers)
+    assert len(shard.complete(roster("a"))) > 1
+    log.end()
+    updates = [line for line in lines_of(only(tmp_path)) if line["event"] == "update"]
+    assert len({line["checksum"] for line in updates}) == len(updates) > 1
+    assert not replay(only(tmp_path)).difference
 
 
 def hardsync(shard: Shard) -> None:
@@ -245,7 +296,7 @@ def test_a_momentum_that_was_moved_before_the_log_and_in_it_is_replayed(log: Upd
 def test_the_log_of_a_model_in_parts_keeps_its_cut(log: UpdateLog, tmp_path: Path) -> None:
     shard = make_shard(np.linspace(-1, 1, 16), epoch=2, recorder=log)
     optimizer = RuleSettings.make("sgd", ({"learning_rate": 0.1},) * 2)
-    log.begin(dataclasses.replace(HEADER, model=CUT, num_servers=2, optimizer=optimizer), {0: shard})
+    log.begin(dataclasses.replace(HEADER, partition=partition(CUT, num_servers=2), optimizer=optimizer), {0: shard})
     train(shard, range(1, 4))
     log.end()
     assert ShardLog(only(tmp_path)).run.model == CUT

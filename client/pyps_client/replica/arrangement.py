@@ -124,7 +124,7 @@ def arrange(claims: Sequence[Sequence[Claim]], index: int, *, run: Model | None 
         model, param_groups = _initial_cut(claims, extents, shard_size)
         owners = list(range(len(claims)))
     else:
-        model, param_groups = run, _param_groups(run, extents, shard_size)
+        model, param_groups = run, _param_groups(run, extents)
         owners = _joined(run, claims)
     parts = tuple(part for part, owner in enumerate(owners) if owner == index)
     return Arrangement(
@@ -254,11 +254,9 @@ def _trained_by(extents: Sequence[Extent], num_processes: int) -> list[list[Exte
     return own
 
 
-def _param_groups(run: Model, extents: Sequence[Extent], shard_size: int) -> tuple[int, ...]:
+def _param_groups(run: Model, extents: Sequence[Extent]) -> tuple[int, ...]:
     """The parameter group of each of the run's groups; refuses another model than the run's."""
     claims = {extent.claim.name: extent.claim for extent in extents}
-    if run.shard_size != shard_size:
-        raise ModelMismatch(f"shard_size is {shard_size} in this model, but {run.shard_size} in the run's.")
     names = {tensor.name for tensor in run.tensors}
     missing = next((name for name in claims if name not in names), None)
     if missing is not None:

@@ -262,17 +262,22 @@ class Servers:
     Where something is given or returned server by server, it is for those of `connections`, in their order.
     """
 
-    def __init__(self, launch: Launch, *, rejoin: Rejoin, contacts: Sequence[int] | None = None) -> None:
-        """`contacts`: the servers that the caller has to do with, 0 first; by default all. No other is ever called."""
-        indices = range(len(launch.servers)) if contacts is None else contacts
+    def __init__(self, launch: Launch, *, rejoin: Rejoin) -> None:
         outage = Outage()
-        self.connections = [Connection(index, launch=launch, outage=outage) for index in indices]
+        self.connections = [Connection(index, launch=launch, outage=outage) for index in range(len(launch.servers))]
         self._rejoin = rejoin
         self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
         self._threads = Threads()
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self.connections)
+
+    def keep(self, contacts: Sequence[int]) -> None:
+        """End the connections to all servers but these."""
+        for connection in self.connections:
+            if connection.index not in contacts:
+                connection.close()
+        self.connections = [connection for connection in self.connections if connection.index in contacts]
 
     def on_all(self, operations: Sequence[Operation[T]]) -> list[T]:
         """Runs one operation a server and returns their results, in the servers' order; raises the first failure."""
@@ -328,9 +333,9 @@ class Servers:
 
 
 def contacts_of(own: Partition, whole: Partition, *, leads: bool) -> list[int]:
-    """The servers that a process of a replica has to do with: server 0 and those that hold shards of its parts.
+    """Return the servers that a process of a replica calls: server 0 and those that hold shards of its parts.
 
-    The leader, which a worker of one process is, has to do with those that hold nobody's, too: they are of the run.
+    The leader, or a worker of one process, calls those without any shards, too: they belong to the run.
     """
     return [
         index

@@ -20,7 +20,7 @@ from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import InvalidArgument, ModelMismatch, PypsError, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, PypsError, ServerUnavailable, WaitTimedOut
 from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
 
@@ -97,12 +97,6 @@ class Link:
             InvalidArgument: The servers run another protocol.
         """
         replies = self._handshake.join(self._servers.connections, None, self._closing)
-        first = replies[0]
-        if first.num_servers != len(self.launch.servers):
-            raise ModelMismatch(
-                f"the run is spread over {first.num_servers} servers, {len(self.launch.servers)} were named: name them "
-                "all, in order"
-            )
         for connection, reply in zip(self._servers, replies, strict=True):
             _require_protocol(connection.name, reply)
         self.note_epochs()

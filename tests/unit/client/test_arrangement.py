@@ -229,11 +229,6 @@ OTHER_RUNS = [
         [[claim("a", (2,), 0), claim("b", (2,), 0, group=1), claim("c", (2,), 0)]],
         "Tensors 'a' and 'b' are in one parameter group of the run's model, but in groups 0 and 1 here.",
     ),
-    (
-        Model(CUT_IN_2.tensors, 1024),
-        [[claim("w", (8, 2), 0)]],
-        f"shard_size is {DEFAULT_SHARD_SIZE} in this model, but 1024 in the run's.",
-    ),
 ]
 
 

@@ -35,6 +35,9 @@ class FullDisk:
     def record(self, event: Event) -> None:
         raise OSError("no space left on device")
 
+    def write(self, shard_id: int) -> None:
+        """Nothing was noted."""
+
 
 @pytest.mark.parametrize("provisional", [False, True])
 @pytest.mark.parametrize(

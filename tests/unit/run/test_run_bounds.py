@@ -11,6 +11,7 @@ from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.handshake import Greeting, Opening
 from pyps_wire.errors import InvalidArgument
+from pyps_wire.partition import partition
 from shards import MODEL, RunDriver, gradient, make_run
 
 BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_norm_max=3,examples_max=100"
@@ -62,7 +63,7 @@ def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:
         with pytest.raises(InvalidArgument, match=re.escape(words)):
             run.hello(replace(greeting, optimizer=settings))
         with pytest.raises(InvalidArgument, match=re.escape(words)):
-            run.begin_initialize(Opening("r", "a", 1, term, MODEL, settings, 0, 1))
+            run.begin_initialize(Opening("r", "a", 1, term, partition(MODEL, num_servers=1), settings, 0))
 
 
 def test_a_command_keeps_to_the_bounds() -> None:

@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run.handshake import Greeting, Opening
 from pyps.run_header import RunHeader
+from pyps.storage.update_log import UpdateLogError
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import Superseded
 from pyps_wire.partition import partition
-from shards import MODEL, make_run
+from replicas import CUT
+from shards import MODEL, Log, make_run
 from support import DEADLINE_SECONDS
 
 
@@ -23,11 +25,11 @@ def greeting_of(worker_id: str) -> Greeting:
 def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> None:
     run = make_run()
     term = run.hello(greeting_of("a")).term
-    opening = Opening("r", "a", 1, term, MODEL, None, 0, 1)
+    opening = Opening("r", "a", 1, term, partition(MODEL, num_servers=1), None, 0)
     first, anew = run.begin_initialize(opening), run.begin_initialize(opening)
     assert first is not None and anew is not None
     with pytest.raises(Superseded, match="'b' is not"):
-        run.begin_initialize(Opening("r", "b", 1, term, MODEL, None, 0, 1))
+        run.begin_initialize(Opening("r", "b", 1, term, partition(MODEL, num_servers=1), None, 0))
     for shard in partition(MODEL, num_servers=1).of_server(0):
         payload = memoryview(bytes(4 * shard.length))
         with pytest.raises(Superseded, match="anew"):
@@ -37,13 +39,53 @@ def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> Non
     assert run.content.shards
 
 
+class FullDisk(Log):
+    """A log whose disk is full at first."""
+
+    fails = True
+
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
+        if self.fails:
+            raise UpdateLogError("no space left on device")
+
+
+def test_a_replica_whose_first_parameters_could_not_be_taken_sends_them_again_in_the_same_turn() -> None:
+    log = FullDisk()
+    run = make_run(recorder=log)
+    plan = partition(CUT, num_servers=1)
+
+    def send(part: int, term: int) -> None:
+        opening = Opening("r", f"r/{part}", 1, term, plan, None, 0, replica="r")
+        initialization = run.begin_initialize(opening)
+        assert initialization is not None
+        for shard in plan.of_parts({part}).shards:
+            initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
+        run.commit(initialization)
+
+    term, _ = [
+        run.hello(
+            Greeting("r", f"r/{i}", 1, 1, "", False, 0, 1, CUT, None, "", "", 0, "", parts=(i,), replica="r")
+        ).term
+        for i in (0, 1)
+    ]
+    send(0, term)
+    with pytest.raises(UpdateLogError, match="no space"):
+        send(1, term)
+    assert not run.is_ready
+    assert run.incoming is None
+    log.fails = False
+    send(0, term)
+    send(1, term)
+    assert run.is_ready
+
+
 class SlowLog:
     """A recorder whose disk takes nothing until it is told to."""
 
     def __init__(self) -> None:
         self.asked, self.goes_on = threading.Event(), threading.Event()
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         self.asked.set()
         assert self.goes_on.wait(DEADLINE_SECONDS)
 
@@ -52,7 +94,7 @@ def test_others_are_answered_while_an_update_log_takes_the_first_parameters() ->
     log = SlowLog()
     run = make_run(recorder=log)
     term = run.hello(greeting_of("a")).term
-    opening = Opening("r", "a", 1, term, MODEL, None, 0, 1)
+    opening = Opening("r", "a", 1, term, partition(MODEL, num_servers=1), None, 0)
     initialization = run.begin_initialize(opening)
     assert initialization is not None
     for shard in partition(MODEL, num_servers=1).of_server(0):

@@ -41,7 +41,7 @@ class Replicas(RunDriver):
         return self.run.hello(greeting).term
 
     def initialize(self, name: str, part: int, term: int, life: int = 1) -> None:
-        opening = Opening("r", f"{name}/{part}", life, term, CUT, None, 0, 1, replica=name)
+        opening = Opening("r", f"{name}/{part}", life, term, PLAN, None, 0, replica=name)
         initialization = self.run.begin_initialize(opening)
         assert initialization is not None
         for shard in PLAN.of_parts({part}).shards:

@@ -92,7 +92,7 @@ def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(s
         buffer.wait_until_free()
         buffer.vectors[0][:] = np.arange(length) + number
         for begin in range(0, length // 2, 1000):
-            buffer.land(ShardRange(begin, 0, begin, 1000, 0))
+            buffer.land(ShardRange(begin, 0, begin, 1000))
         buffer.write()
         assert torch.equal(flat(list(model.parameters())), torch.arange(length, dtype=torch.float32) + number)
 

@@ -233,7 +233,7 @@ def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() 
 @pytest.mark.parametrize("landed", [(), (1,), (2, 0), (0, 1, 2, 3)])
 def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed) -> None:
     layout = layout_elsewhere(torch.nn.Linear(9, 10))
-    shards = [ShardRange(number, 0, 30 * number, length, 0) for number, length in enumerate((30, 30, 30, 10))]
+    shards = [ShardRange(number, 0, 30 * number, length) for number, length in enumerate((30, 30, 30, 10))]
     buffer = Parameters(layout, lent_for(layout).parameters)
     # What landed in one pull says nothing of the next.
     for numbers in (landed, ()):
@@ -250,7 +250,7 @@ def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed) ->
 def test_a_vector_that_was_read_anew_goes_to_the_device_whole() -> None:
     layout = layout_elsewhere(torch.nn.Linear(9, 10))
     buffer = Parameters(layout, lent_for(layout).parameters)
-    buffer.land(ShardRange(1, 0, 30, 30, 0))
+    buffer.land(ShardRange(1, 0, 30, 30))
     buffer.separate()
     with CopiesFromHost() as copies:
         buffer.write()
