@@ -27,10 +27,11 @@ SCRIPTS = {
 # How the page's table saves, each worker its own copy, and goes on from that: what stands in the script, then what is
 # put there first, and what the second time.
 OWN = "os.environ['PYPS_WORKER_INDEX']"
-PREPARED = f"model = accelerator.prepare(model)\naccelerator.load_state({OWN})\nremote = "
+PREPARES = "remote, model, optimizer, loader = prepare("
+LOADED = f"model = accelerator.prepare(model)\naccelerator.load_state({OWN})\n"
 CONTINUED = {
     "Accelerate": (
-        ("remote = RemoteOptimizer(", "remote = RemoteOptimizer(", f"{PREPARED}RemoteOptimizer("),
+        (PREPARES, PREPARES, LOADED + PREPARES),
         ("    print(", f"    accelerator.save_state({OWN})\n    print(", "    print("),
     ),
     "Lightning": (

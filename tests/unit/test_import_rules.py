@@ -37,6 +37,7 @@ CLIENT_FLOORS = (
 # What of the client needs torch.
 ON_TORCH = (
     "pyps_client.torch",
+    "pyps_client.integrations",
     *(f"pyps_client.replica.{module}" for module in ("processes", "dtensor", "steps")),
     *(f"pyps_client.lbfgs.{module}" for module in ("run", "gradient")),
 )
@@ -162,6 +163,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps_wire", "pyps_client")
         and not (i.is_ours or i.is_stdlib or i.is_of("numpy", "google.protobuf", "torch", *GRPC[:1]))
         and not (i.for_types and i.is_of("typing_extensions"))
+        and not (i.is_by("pyps_client.integrations") and i.lazy and i.is_of("lightning", "transformers"))
     ),
 }
 

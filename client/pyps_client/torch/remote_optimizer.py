@@ -233,6 +233,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     # Else torch makes every step one of its profiler's ranges: a third of what a step of a small model costs here.
     step.hooked = True  # type: ignore[attr-defined]
+    # Nor need a scheduler wrap it: `_step` sets what that would.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -439,8 +441,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if joins:
             self.join()
         self._rates.check(self.param_groups, follow=True)
-        # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]
+        # Schedulers, of this or of the torch optimizer, look there for the step that goes before their own.
+        self._opt_called = self._wrapped._opt_called = True  # type: ignore[attr-defined]
         loss = None
         if closure is not None:
             with torch.enable_grad():
