@@ -1,4 +1,4 @@
-"""The calls that wait for a work queue, by their wake functions: one a worker, and those of coordinators."""
+"""The lock of a work queue, and the calls that wait for it: one call a worker, and those of coordinators."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import TypeAlias
 
+from pyps.core.effects import ParkedCalls, Wake
 from pyps_wire.errors import WaitTimedOut
 
 # Calls end and are repeated: a worker that asks again this soon has waited on.
 PAUSE_SECONDS = 5.0
 
-Wake: TypeAlias = Callable[[], None]
+# Under this name the calls of coordinators are parked; no worker has it.
+_COORDINATORS = ""
 
 
 class WaitingCalls:
@@ -26,10 +27,10 @@ class WaitingCalls:
         # Guarded by lock.
         # To be called once the lock is free.
         self._due: list[Callable[[], object]] = []
-        self._wakes: dict[str, Wake] = {}
+        # By worker.
+        self._parked = ParkedCalls[str]()
         # By worker, its latest call, until that ends.
         self._latest: dict[str, Wake] = {}
-        self._watching: list[Wake] = []
         # Since when workers have waited without a longer pause, and until when.
         self._since = 0.0
         self._until: float | None = None
@@ -55,7 +56,7 @@ class WaitingCalls:
     @property
     def names(self) -> set[str]:
         """The workers that wait."""
-        return set(self._wakes)
+        return self._parked.calls.keys() - {_COORDINATORS}
 
     def announce(self, worker_id: str, call: Wake | None) -> None:
         """Make a call the worker's latest, and wake an earlier one that still waits."""
@@ -68,7 +69,7 @@ class WaitingCalls:
         """Raise WaitTimedOut for an announced call that ended, or was replaced by another of its worker."""
         if call is None or self._latest.get(worker_id) != call:
             raise WaitTimedOut(f"worker {worker_id!r} has asked again since: this call has ended")
-        self._wakes.pop(worker_id, None)
+        self._parked.take([worker_id])
 
     def wait(self, worker_id: str, wake: Wake | None, *, now: float) -> None:
         """Keep the wake function of a worker that got nothing."""
@@ -76,11 +77,11 @@ class WaitingCalls:
             self._since = now
         self._until = now
         if wake is not None:
-            self._wakes[worker_id] = wake
+            self._parked.park(worker_id, wake)
 
     def since(self, now: float) -> float | None:
         """Return since when workers have waited; None if none does."""
-        if self._wakes:
+        if self.names:
             self._until = now
         if self._until is None or now - self._until > PAUSE_SECONDS:
             return None
@@ -88,27 +89,22 @@ class WaitingCalls:
 
     def watch(self, wake: Wake) -> None:
         """Keep the wake function of a coordinator."""
-        if wake not in self._watching:
-            self._watching.append(wake)
+        self._parked.park(_COORDINATORS, wake)
 
     def forget(self, wake: Wake) -> None:
         """Drop a wake function."""
-        self._wakes = {name: other for name, other in self._wakes.items() if other != wake}
+        for name in list(self._parked.calls):
+            self._parked.forget(name, wake)
         self._latest = {name: other for name, other in self._latest.items() if other != wake}
-        self._watching = [other for other in self._watching if other != wake]
 
     def wake(self, worker_id: str) -> None:
         """Wake a worker's call."""
-        if wake := self._wakes.pop(worker_id, None):
-            self._due.append(wake)
+        self._due += self._parked.take([worker_id])
 
     def wake_workers(self) -> None:
         """Wake the calls of all workers."""
-        self._due += self._wakes.values()
-        self._wakes = {}
+        self._due += self._parked.take(self.names)
 
     def wake_all(self) -> None:
         """Wake the calls of all workers and coordinators."""
-        self.wake_workers()
-        self._due += self._watching
-        self._watching = []
+        self._due += self._parked.take_all()

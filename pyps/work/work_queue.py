@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from pyps.core.effects import Wake
 from pyps.work.answers import (
     Delivered,
     Ended,
@@ -29,7 +30,7 @@ from pyps.work.answers import (
 )
 from pyps.work.passes import Lease, WorkerProgress, WorkPass
 from pyps.work.portions import DataSpec, Division, Portion
-from pyps.work.waiting import WaitingCalls, Wake
+from pyps.work.waiting import WaitingCalls
 from pyps_wire import work_pb2 as wire
 from pyps_wire.errors import InvalidArgument, StateLost, Superseded
 

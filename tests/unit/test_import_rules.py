@@ -108,8 +108,8 @@ def imports_of(importer: str, node: ast.AST, *, lazy: bool = False, for_types: b
 
 # What the core takes from the wire.
 WIRE = ("pyps_wire.codecs", "pyps_wire.errors")
-# Errors, and messages of the work queue, which are values.
-OF_WORK = ("pyps_wire.errors", "pyps_wire.work_pb2")
+# Programs of vectors, calls that wait, errors, and messages of the work queue, which are values.
+OF_WORK = ("pyps.core.effects", "pyps.core.vectors.program", "pyps_wire.errors", "pyps_wire.work_pb2")
 # A run, and what it is told of at its beginning.
 OF_A_RUN = ("pyps.core", "pyps.run", "pyps.config", "pyps_wire.codecs", "pyps_wire.contract", "pyps_wire.partition")
 
@@ -127,10 +127,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
     ),
     "work and lbfgs import the standard library, numpy, programs, messages and errors, and no clock": lambda i: (
         i.is_by("pyps.work", "pyps.lbfgs")
-        and not (
-            (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
-            or i.is_of("numpy", "pyps.core.vectors.program", *OF_WORK, "pyps.work", "pyps.lbfgs")
-        )
+        and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", *OF_WORK, "pyps.work", "pyps.lbfgs"))
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
     "grpc stays in service, cli and the client's transport": lambda i: (
