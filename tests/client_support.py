@@ -16,7 +16,7 @@ from pyps.core.arrays import Floats
 from pyps_client import Client, Launch
 from pyps_client.push import GroupRate, Plan
 from pyps_client.run_state import RunState, Terms
-from pyps_client.transport.lent import Lent
+from pyps_client.transport.memory import Lent
 from pyps_client.vectors import Converter
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, codec_of
 from pyps_wire.common_pb2 import (

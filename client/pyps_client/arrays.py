@@ -20,8 +20,8 @@ from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
 from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection, Servers
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.blocks import place
@@ -355,11 +355,11 @@ class Observer:
             yield int(now["updates"]), now
             self._closing.wait(0.0 if figures.over else every_seconds)
 
-    def _look(self, connection: Connection, _: Channel, stop: threading.Event) -> Answer:
+    def _look(self, connection: Connection, _: GrpcChannel, stop: threading.Event) -> Answer:
         host = connection.address.rpartition(":")[0]
         return ask(f"{host}:{self._control_ports[connection.index]}", self._handshake.launch)
 
-    def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
+    def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         reply = self._handshake.rejoin(connection, channel, timeout_seconds)
         self._control_ports[connection.index] = reply.control_address.rpartition(":")[2]
 

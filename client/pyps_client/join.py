@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from pyps_client.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds, contacts_of
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_client.version import SOFTWARE
 from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_names
@@ -140,7 +140,7 @@ class Handshake:
         # All have one life: what one of them loses, all lose.
         self.sender.incarnation, key = self._peers.broadcast((self.sender.incarnation, self.launch.worker_key))
         self.sender.secret = key.encode()
-        if self.launch.way.insists and self.partition is not None:
+        if self.launch.dialer.insists and self.partition is not None:
             agreed(self._peers, partial(self._check_shareable, connections, self.partition))
         first = self._await_parameters(connections, initial)
         return agreed(self._peers, partial(self._greet_all, connections, first))
@@ -152,12 +152,12 @@ class Handshake:
             return list(range(len(self.launch.servers)))
         return contacts_of(self.partition, self.whole, leads=self._peers.index == 0)
 
-    def rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
+    def rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> HelloReply:
         """Say Hello again to a server of the joined run, which may have been restarted meanwhile."""
         return self._checked(connection, self.hello(connection, channel, timeout_seconds))
 
     def hello(
-        self, connection: Connection, channel: Channel, timeout_seconds: float, *, asks_only: bool = False
+        self, connection: Connection, channel: GrpcChannel, timeout_seconds: float, *, asks_only: bool = False
     ) -> HelloReply:
         """Say Hello once, as an observer if it `asks_only`.
 
@@ -170,6 +170,8 @@ class Handshake:
         if asks_only:
             request.role = ROLE_OBSERVER
         reply = channel.call("Hello", request, HelloReply, timeout_seconds=timeout_seconds)
+        if request.role == ROLE_WORKER:
+            connection.greeted(self.sender, reply)
         if reply.state == RUN_STATE_DRAINING:
             raise LinkLost("the server is shutting down")
         if request.role == ROLE_WORKER:
@@ -201,7 +203,7 @@ class Handshake:
             "on every server, then start the workers again."
         )
 
-    def _patiently(self, connection: Connection, attempt: Callable[[Channel, float], T]) -> T:
+    def _patiently(self, connection: Connection, attempt: Callable[[GrpcChannel, float], T]) -> T:
         """Try until the server is there; each attempt gets the channel and its own deadline."""
         wait = self._start.begin(connection.name, stop=self._stop, advice=ADVICE)
         while True:
@@ -234,8 +236,8 @@ class Handshake:
         for connection in connections:
             if plan.of_server(connection.index):
                 reply = self._asked(connection, ServerUnavailable, RunFinished)
-                if reply is not None and (reason := self.launch.way.hindrance(reply)):
-                    raise self.launch.way.refusal(connection.name, reason)
+                if reply is not None and (reason := self.launch.dialer.hindrance(reply)):
+                    raise self.launch.dialer.refusal(connection.name, reason)
 
     def _await_parameters(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None
@@ -325,7 +327,7 @@ class Handshake:
             if connection.index == 0 and self._peers.index > 0 and not turn.partition.of_server(0):
                 continue
 
-            def attempt(channel: Channel, _: float, to: Connection = connection) -> None:
+            def attempt(channel: GrpcChannel, _: float, to: Connection = connection) -> None:
                 lease.check()
                 turn.send_to(to, channel)
 
@@ -389,7 +391,7 @@ class Initialization:
         self._opening = opening
         self._values = values
 
-    def send_to(self, connection: Connection, channel: Channel) -> None:
+    def send_to(self, connection: Connection, channel: GrpcChannel) -> None:
         """Send a server its shards; server 0 comes last, since its reply makes the run ready for all."""
         num_bytes = 4 * sum(shard.length for shard in self.partition.of_server(connection.index))
         frames, seconds = self._frames(connection.index), call_seconds(num_bytes)

@@ -16,7 +16,7 @@ from pyps_client import local_server
 from pyps_client.credentials import Credentials, check_token, read_token
 from pyps_client.log import logger
 from pyps_client.places import places_of
-from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
+from pyps_client.transport import TRANSPORTS, Dialer, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import InvalidArgument
@@ -203,8 +203,8 @@ class Launch:
             )
 
     @property
-    def way(self) -> Transport:
-        """The transport itself."""
+    def dialer(self) -> Dialer:
+        """What opens the transport."""
         return named(self.transport)
 
     @property

@@ -15,13 +15,13 @@ from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
 from pyps_client.run_state import OUTDATED
-from pyps_client.transport import Channel, Link
+from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Servers, call_seconds
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, part_of
 from pyps_wire.codecs import Codec, codec_numbered
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Receipt, Role, Sender
 from pyps_wire.errors import PypsError, RunFinished, WaitTimedOut, WrongSize
-from pyps_wire.framing import split
 from pyps_wire.local_pb2 import LocalPull, LocalRequest
 from pyps_wire.parameter_server_pb2 import Parameters, ProceedReply, ProceedRequest, PullRequest
 from pyps_wire.partition import Partition, ShardRange
@@ -32,7 +32,7 @@ from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 PARK_SECONDS = 30.0
 
 # Asks server 0 for a portion.
-LeaseCall = Callable[[Channel, LeaseRequest, threading.Event], LeaseReply]
+LeaseCall = Callable[[GrpcChannel, LeaseRequest, threading.Event], LeaseReply]
 
 # A call that moves more is worth telling the allocator of.
 LARGE_BYTES = 1 << 20
@@ -176,54 +176,42 @@ class Intake:
         self._converter = converter
         self._places = {shard.shard_id: part_of(vectors, shard) for shard in held.shards.values()}
 
-    def write(self, shard_id: int, codec_number: int, payload: memoryview) -> None:
-        """Copies or converts a shard's parameters, in one pass, from where the transport left them into their place."""
-        codec, place = self._place_of(shard_id, codec_number, payload.nbytes)
-        if place.dtype == codec.dtype:
-            np.copyto(place, np.frombuffer(payload, codec.dtype))
-        elif place.dtype == np.float32:
-            self._converter.decode(payload, codec, place)
-        else:
-            raise PypsError(
-                f"{self._name} sent parameters as {codec.name}, which were not asked for: vectors are {place.dtype}."
-            )
-        if self.on_landed is not None:
-            self.on_landed(self.held.shards[shard_id])
-
-    def receive(self, shard_id: int, codec_number: int, num_bytes: int, receive: Callable[[memoryview], None]) -> None:
-        """Has a shard's parameters received into their place, or by way of another where they are to be converted."""
-        codec, place = self._place_of(shard_id, codec_number, num_bytes)
-        if place.dtype != codec.dtype:
-            buffer = np.empty(num_bytes, np.uint8).data
-            receive(buffer)
-            self.write(shard_id, codec_number, buffer)
-            return
-        try:
-            receive(place.view(np.uint8).data)
-        except BaseException:
-            # Of no version, until it comes again.
-            self.held.versions[shard_id] = -1
-            raise
-        if self.on_landed is not None:
-            self.on_landed(self.held.shards[shard_id])
-
-    def accept(self, shard_id: int, version: int) -> None:
-        """Notes the version of a shard that was written."""
-        if shard_id not in self._places:
-            raise self._unknown(shard_id)
-        self.held.versions[shard_id] = version
-
-    def _place_of(self, shard_id: int, codec_number: int, num_bytes: int) -> tuple[Codec, npt.NDArray[Any]]:
+    def write(self, shard_id: int, codec_number: int, payload: memoryview | Incoming) -> None:
+        """Copy, convert or receive a shard's parameters into their place."""
         codec = self.codec if codec_number == self.codec else codec_numbered(codec_number)
         place = self._places.get(shard_id)
         if place is None:
             raise self._unknown(shard_id)
+        num_bytes = payload.nbytes
         if num_bytes != codec.max_bytes(place.size) and not codec.fits(num_bytes, place.size):
             raise WrongSize(
                 f"{self._name} sent {num_bytes} bytes of parameters of shard {shard_id}; expected "
                 f"{codec.max_bytes(place.size)}."
             )
-        return codec, place
+        is_same = place.dtype == codec.dtype
+        if not is_same and place.dtype != np.float32:
+            raise PypsError(f"{self._name} sent parameters as {codec.name}, not as requested: {place.dtype}.")
+        if isinstance(payload, Incoming):
+            buffer = (place.view(np.uint8) if is_same else np.empty(num_bytes, np.uint8)).data
+            try:
+                payload.receive(buffer)
+            except BaseException:
+                # The place may hold a part: no version, until the shard comes again.
+                self.held.versions[shard_id] = -1
+                raise
+            payload = buffer
+        elif is_same:
+            np.copyto(place, np.frombuffer(payload, codec.dtype))
+        if not is_same:
+            self._converter.decode(payload, codec, place)
+        if self.on_landed is not None:
+            self.on_landed(self.held.shards[shard_id])
+
+    def accept(self, shard_id: int, version: int) -> None:
+        """Note the version of a shard that was written."""
+        if shard_id not in self._places:
+            raise self._unknown(shard_id)
+        self.held.versions[shard_id] = version
 
     def _unknown(self, shard_id: int) -> PypsError:
         return PypsError(f"{self._name} sent shard {shard_id}, which it does not hold.")
@@ -262,13 +250,13 @@ class LongPoll:
                 *(waited, self.wait_seconds - waited, unanswered),
             )
 
-    def proceed(self, sender: Sender, *, clock: int) -> Callable[[Channel, threading.Event], ProceedReply]:
+    def proceed(self, sender: Sender, *, clock: int) -> Callable[[GrpcChannel, threading.Event], ProceedReply]:
         """Asks server 0 whether the next step may begin: protocols that give turns, or that bound a lead.
 
         Asked again after a loss: the same clock tells the server that it is the same question.
         """
 
-        def ask(channel: Channel, stop: threading.Event) -> ProceedReply:
+        def ask(channel: GrpcChannel, stop: threading.Event) -> ProceedReply:
             held = 0
             while True:
                 seconds = self.call_seconds
@@ -308,7 +296,7 @@ class IncomingPull:
         self._waiting = set(self._held.shards)
         self._changed: set[int] = set()
 
-    def __call__(self, channel: Channel, stop: threading.Event) -> set[int]:
+    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> set[int]:
         answered = 0
         # A further round comes where the epoch changed between two tries of the first, and while versions are
         # waited for.
@@ -316,11 +304,20 @@ class IncomingPull:
             asked = sorted(self._waiting)
             request = self._request(asked)
             num_bytes = self.intake.codec.max_bytes(sum(self._held.shards[i].length for i in asked))
+            if num_bytes > LARGE_BYTES:
+                keep_large_blocks()
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
-            timeout_seconds = waited_milliseconds / 1000 + call_seconds(num_bytes)
+            shares = self.lent and not request.HasField("portion")
+            parts = Parts(
+                [(request, b"")],
+                waited_milliseconds / 1000 + call_seconds(num_bytes),
+                are_small=True,
+                request=LocalRequest(pull=LocalPull(request=request)) if shares else None,
+                waits=request.wait_milliseconds > 0,
+            )
             before = len(self._changed)
             try:
-                self._ask(channel, request, timeout_seconds, num_bytes)
+                self.connection.round(channel, "Pull", parts, self._take)
             except WaitTimedOut as unanswered:
                 self.poll.go_on(unanswered, stop=stop)
                 answered += 1
@@ -332,49 +329,15 @@ class IncomingPull:
         self._held.answered(self.min_versions)
         return self._changed
 
-    def _ask(self, channel: Channel, request: PullRequest, timeout_seconds: float, num_bytes: int) -> None:
-        link = self.connection.link_to_use() if self.lent and not request.HasField("portion") else None
-        if link is not None and link.begin(parks=request.wait_milliseconds > 0):
-            try:
-                self._ask_locally(link, request, timeout_seconds)
-            finally:
-                link.end()
-            return
-        if num_bytes > LARGE_BYTES:
-            keep_large_blocks()
-        lane = channel.lane
-        if lane is not None and lane.begin():
-            try:
-                asked = [(request.SerializeToString(), b"")]
-                lane.round("Pull", asked, self._take_parts, is_small=True, timeout_seconds=timeout_seconds)
-            finally:
-                lane.end()
-            return
-        for message in channel.read("Pull", request, timeout_seconds=timeout_seconds):
-            header, payload = split(message)
-            reply = Parameters.FromString(header)
-            if reply.HasField("lease"):
-                self.lease, self.portion = reply.lease, None
-            if reply.codec == CODEC_UNSPECIFIED:
-                continue
-            self.intake.write(reply.shard_id, reply.codec, payload)
-            self._accept(reply)
-
-    def _take_parts(self, header: bytes, num_bytes: int, receive: Callable[[memoryview], None]) -> bool:
-        reply = Parameters.FromString(header)
+    def _take(self, reply: Parameters, payload: Payload) -> bool:
         if reply.HasField("lease"):
             self.lease, self.portion = reply.lease, None
         if reply.codec != CODEC_UNSPECIFIED:
-            self.intake.receive(reply.shard_id, reply.codec, num_bytes, receive)
+            if payload is not None:
+                self.intake.write(reply.shard_id, reply.codec, payload)
             self._accept(reply)
+        # The server says which reply is the last.
         return False
-
-    def _ask_locally(self, link: Link, request: PullRequest, timeout_seconds: float) -> None:
-        reply = link.request(LocalRequest(pull=LocalPull(request=request)), timeout_seconds=timeout_seconds)
-        if reply.WhichOneof("reply") != "pulled":
-            raise PypsError(f"{self.connection.name} answered a pull with something else.")
-        for written in reply.pulled.shards:
-            self._accept(written)
 
     def _request(self, asked: Sequence[int]) -> PullRequest:
         waits = any(self.min_versions.get(shard_id, 0) > self._held.versions[shard_id] for shard_id in asked)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import chain, count, starmap
+from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,31 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.departures import Departures
+from pyps_client.group import ALONE, Group
 from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
-from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
-from pyps_client.transport import Channel, Lane, Link, Parts
+from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import Connection, call_seconds
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import Encoder, Extents, Vectors, check_vectors, dtype_of, first_non_finite, part_of, values_at
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
-from pyps_wire.errors import InvalidArgument, PypsError, WrongSize
-from pyps_wire.framing import join, split
+from pyps_wire.errors import InvalidArgument, WrongSize
 from pyps_wire.local_pb2 import LocalRequest
-from pyps_wire.parameter_server_pb2 import ExchangeReply, PushRequest
+from pyps_wire.parameter_server_pb2 import PushRequest
 from pyps_wire.partition import Partition, ShardRange
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
     from typing_extensions import Buffer
 
 T = TypeVar("T")
 # What of a shard is pushed; no ranges at all for nothing.
 Part = tuple[ShardRange, Extents | None]
 
-# Up to this size two copies cost less than to look for the payload in Python.
-COPIED_BYTES_MAX = 1 << 16
 # Messages and answers that need no further thread: a connection holds so much in each direction.
 SMALL_BYTES = 1 << 17
 
@@ -205,9 +202,10 @@ class Pushes:
         for place, connection in enumerate(self._connections):
             epoch = epochs[connection.index]
             rates = self._rates.owed(connection.index, epoch=epoch) if self._rates.rates else _NO_RATES
+            cut = self._cut(place, plan, kinds, intakes)
             pushes.append(
                 Outgoing(
-                    *(self._cut(place, plan, kinds, intakes), plan, sequence),
+                    *(cut, plan, sequence),
                     epoch=epoch,
                     clock=clock,
                     gradient_norm=norm or 0.0,
@@ -218,6 +216,8 @@ class Pushes:
                     intake=None if intakes is None else intakes[place],
                     lent_index=lent_index,
                     encoder=self._encoder,
+                    waiting=cut.waiting.copy(),
+                    vectors=vectors,
                 )
             )
         return pushes
@@ -226,7 +226,7 @@ class Pushes:
         """Notes what the servers have answered to all of a push."""
         if self._rates.rates:
             for connection, push in zip(self._connections, pushes, strict=True):
-                if push._waiting:
+                if push.waiting:
                     # It was given up amid its departures.
                     continue
                 self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
@@ -299,6 +299,8 @@ class Cut:
         length = sum(shard.length for shard, _ in parts)
         self.num_bytes = codec.max_bytes(length) + (0 if reply_codec is None else reply_codec.max_bytes(length))
         self.timeout_seconds = call_seconds(self.num_bytes)
+        if self.num_bytes > LARGE_BYTES:
+            keep_large_blocks()
         self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
 
     def of(self, parts: Sequence[Part]) -> Cut:
@@ -308,10 +310,9 @@ class Cut:
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One push, as one server gets it; after a loss it sends only those shards without a receipt again.
+    """One push to one server; after a loss it sends only the shards without a receipt again.
 
-    With an intake it is an exchange: what is newer arrives there. Numbers that lie in lent vectors stay there where
-    the server sees them too; which way it takes is chosen anew with each try.
+    With an intake it is an exchange: newer parameters arrive there.
     """
 
     cut: Cut
@@ -325,7 +326,7 @@ class Outgoing:
     epoch: int = 0
     clock: int = 0
     gradient_norm: float = 0.0
-    connection: Connection | None = None
+    connection: Connection
     intake: Intake | None = None
     # Which of the lent gradients the plan's are, where they, and the intake's vectors, are lent.
     lent_index: int | None = None
@@ -333,113 +334,57 @@ class Outgoing:
     receipts: list[Receipt] = field(init=False, default_factory=list)
     # The largest of the parameters that came.
     version: int = field(init=False, default=0)
-    _waiting: dict[int, Part] = field(init=False)
-    _vectors: Vectors = field(init=False)
+    # The shards without a receipt, and the numbers that are sent.
+    waiting: dict[int, Part]
+    vectors: Vectors
 
-    def __post_init__(self) -> None:
-        self._waiting = self.cut.waiting.copy()
-        self._vectors = self.plan.gradients
-
-    def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
-        if not self._waiting:
+    def __call__(self, channel: GrpcChannel, _: threading.Event) -> list[Receipt]:
+        if not self.waiting:
             return self.receipts
         answered = len(self.receipts)
-        cut = self.cut if answered == 0 else self.cut.of(list(self._waiting.values()))
-        departures = self.plan.departures
-        connection = self.connection if self.lent_index is not None and departures is None else None
-        link = connection.link_to_use() if connection is not None else None
         try:
-            if departures is not None:
-                self._as_they_come(channel, departures)
+            if self.plan.departures is not None:
+                self._as_they_come(channel, self.plan.departures)
                 return self.receipts
-            if link is not None and link.begin():
-                try:
-                    self._by_link(link, cut)
-                finally:
-                    link.end()
-            else:
-                if connection is not None and connection.left_to_look:
-                    cut = self._looked_through(cut)
-                lane = channel.lane
-                if lane is not None and lane.begin():
-                    try:
-                        self._by_lane(lane, cut)
-                    finally:
-                        lane.end()
-                else:
-                    self._by_calls(channel, cut)
+            cut = self.cut if answered == 0 else self.cut.of(list(self.waiting.values()))
+            self._fill(cut)
+            request = None
+            if self.lent_index is not None:
+                request = cut.request
+                request.exchange.gradients = self.lent_index
+            parts = Parts(
+                self._messages(cut), cut.timeout_seconds, are_small=cut.num_bytes <= SMALL_BYTES, request=request
+            )
+            method = "Push" if self.intake is None else "Exchange"
+            self.connection.round(channel, method, parts, self._take)
         except LinkLost as lost:
             lost.answered = len(self.receipts) - answered
             raise
-        if self._waiting:
+        if self.waiting:
             answered = len(self.receipts) - answered
-            raise LinkLost(f"{len(self._waiting)} shards were left without a receipt", answered=answered)
+            raise LinkLost(f"{len(self.waiting)} shards were left without a receipt", answered=answered)
         return self.receipts
 
-    def _by_link(self, link: Link, cut: Cut) -> None:
-        self._fill(cut)
-        cut.request.exchange.gradients = self.lent_index or 0
-        reply = link.request(cut.request, timeout_seconds=cut.timeout_seconds)
-        if reply.WhichOneof("reply") != "exchanged":
-            raise PypsError("a push was answered with something else than receipts")
-        held = None if self.intake is None else self.intake.held
-        for answer in reply.exchanged.replies:
-            receipt = answer.receipt
-            if self._take(receipt) and held is not None and answer.codec and answer.epoch == held.epoch:
-                held.versions[receipt.shard_id] = version = answer.version
-                if version > self.version:
-                    self.version = version
-
-    def _by_calls(self, channel: Channel, cut: Cut) -> None:
-        if cut.num_bytes > LARGE_BYTES:
-            keep_large_blocks()
-        self._fill(cut)
-        if self.intake is not None:
-            channel.exchange(self._frames(cut, join), self._take_reply, timeout_seconds=cut.timeout_seconds)
-        else:
-            channel.push(self._frames(cut, join), self._take_receipt, timeout_seconds=cut.timeout_seconds)
-
-    def _by_lane(self, lane: Lane, cut: Cut) -> None:
-        self._fill(cut)
-        lane.round(
-            "Push" if self.intake is None else "Exchange",
-            self._frames(cut, _apart),
-            self._take_parts,
-            is_small=cut.num_bytes <= SMALL_BYTES,
-            timeout_seconds=cut.timeout_seconds,
-        )
-
-    def _as_they_come(self, channel: Channel, departures: Departures) -> None:
-        """Sends what may leave, in rounds until all that has left is answered: no deadline runs in between."""
+    def _as_they_come(self, channel: GrpcChannel, departures: Departures) -> None:
+        """Send what may leave, in rounds until all that was sent is answered: no deadline runs in between."""
         cut = self.cut
-        if cut.num_bytes > LARGE_BYTES:
-            keep_large_blocks()
         self._fill(cut)
         messages = {shard.shard_id: message for (shard, _), message in zip(cut.parts, cut.messages, strict=True)}
-        while self._waiting:
+        while self.waiting:
             under_way: set[int] = set()
             following = partial(self._departing, departures, messages, under_way)
             first = following(begins=True)
             if first is None:
                 return
 
-            def answered(*reply: Any, take: Callable[..., bool], under_way: set[int] = under_way) -> bool:
-                take(*reply)
-                return departures.answered(under_way, self._waiting)
+            def take(reply: Any, payload: Payload, under_way: set[int] = under_way) -> bool:
+                self._take(reply, payload)
+                return departures.answered(under_way, self.waiting)
 
-            parts = chain([first], iter(following, None))
-            lane, timeout_seconds = channel.lane, cut.timeout_seconds
             lost = partial(departures.lost, under_way)
+            parts = Parts(chain([first], iter(following, None)), cut.timeout_seconds, abandon=lost)
             try:
-                if lane is not None and lane.begin():
-                    try:
-                        ways = starmap(_apart, parts), partial(answered, take=self._take_parts)
-                        lane.round("Exchange", *ways, is_small=False, timeout_seconds=timeout_seconds, lost=lost)
-                    finally:
-                        lane.end()
-                else:
-                    frames = starmap(join, parts)
-                    channel.exchange(frames, partial(answered, take=self._take_reply), timeout_seconds=timeout_seconds)
+                self.connection.round(channel, "Exchange", parts, take)
             finally:
                 lost()
 
@@ -452,12 +397,12 @@ class Outgoing:
         begins: bool = False,
     ) -> tuple[PushRequest, Buffer] | None:
         """The next message that may leave, once there is one; None where there is none in this round."""
-        shard_id = departures.next(self._waiting, under_way, begins=begins)
+        shard_id = departures.next(self.waiting, under_way, begins=begins)
         if shard_id is None:
             return None
         shard, _ = self.cut.waiting[shard_id]
         extents = _extents(departures.partition, shard, departures.present)
-        numbers = None if extents is None else values_at(part_of(self._vectors, shard), extents)
+        numbers = None if extents is None else values_at(part_of(self.vectors, shard), extents)
         with_numbers = departures.leaves(shard_id, numbers)
         if with_numbers is None:
             return None
@@ -469,17 +414,19 @@ class Outgoing:
         message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
         return message, self.encoder.payload(numbers, shard, extents or ())
 
-    def _looked_through(self, cut: Cut) -> Cut:
-        """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.
+    def _checked(self, cut: Cut) -> Cut:
+        """Return the cut, unless there is NaN or infinity: then one with a NaN for each part.
 
-        By gRPC it would look at each by itself and apply the others.
+        The server refuses them all. Of messages it checks each by itself, and would apply the others.
         """
         parts = cut.parts
-        numbers = [values_at(part_of(self._vectors, shard), extents) for shard, extents in parts if extents is not None]
+        numbers = [values_at(part_of(self.vectors, shard), extents) for shard, extents in parts if extents is not None]
         if all(first_non_finite(values, cut.codec) is None for values in numbers):
             return cut
-        self._vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self._vectors]
-        return cut.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
+        self.vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self.vectors]
+        cut = cut.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
+        self._fill(cut)
+        return cut
 
     def _fill(self, cut: Cut) -> None:
         """Makes the cut's messages this push's, but for their payloads."""
@@ -508,25 +455,27 @@ class Outgoing:
                 if momentum is not None:
                     message.momentum = momentum
 
-    def _frames(self, cut: Cut, make: Callable[[Message, Any], T]) -> Iterator[T]:
-        """The messages, each made of its numbers when the way is ready to send it: two are in memory at a time."""
+    def _messages(self, cut: Cut) -> Iterator[tuple[PushRequest, Buffer]]:
+        """Yield the messages, each made when the transport can send it: two are in memory at a time."""
+        if self.lent_index is not None and self.connection.left_unchecked:
+            cut = self._checked(cut)
         payloads = cut.payloads.get(self.lent_index) if self.lent_index is not None else None
         if payloads is None:
             payloads = self._payloads_to_keep(cut)
         for place, message in enumerate(cut.messages):
             if payloads is not None:
-                yield make(message, payloads[place])
+                yield message, payloads[place]
                 continue
             shard, extents = cut.parts[place]
             if extents is None:
-                yield make(message, b"")
+                yield message, b""
             else:
-                values = values_at(part_of(self._vectors, shard), extents)
-                yield make(message, self.encoder.payload(values, shard, extents))
+                values = values_at(part_of(self.vectors, shard), extents)
+                yield message, self.encoder.payload(values, shard, extents)
 
     def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
         """The shards' payloads, which a later push of the same lent vectors finds in the same place; None of others."""
-        vectors = self._vectors
+        vectors = self.vectors
         is_whole = all(extents == () for _, extents in cut.parts)
         if self.lent_index is None or not is_whole or vectors[0].dtype != cut.codec.dtype:
             return None
@@ -534,57 +483,27 @@ class Outgoing:
         cut.payloads[self.lent_index] = payloads
         return payloads
 
-    def _take_reply(self, message: bytes) -> bool:
-        """Takes an exchange's answer: a receipt and, where they are newer, the shard's parameters."""
-        if len(message) <= COPIED_BYTES_MAX:
-            reply = ExchangeReply.FromString(message)
-            payload = memoryview(reply.payload)
-        else:
-            header, payload = split(message)
-            reply = ExchangeReply.FromString(header)
-        # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
-        receipt, intake = reply.receipt, self.intake
-        if reply.codec and intake is not None and reply.epoch == intake.held.epoch:
-            intake.write(receipt.shard_id, reply.codec, payload)
-            intake.held.versions[receipt.shard_id] = reply.version
-            self.version = max(self.version, reply.version)
-        self._take(receipt)
-        return not self._waiting
-
-    def _take_parts(self, header: bytes, num_bytes: int, receive: Callable[[memoryview], None]) -> bool:
-        """Takes either where the parameters are still on their way."""
-        intake = self.intake
-        if intake is None:
-            return self._take_receipt(header)
-        reply = ExchangeReply.FromString(header)
-        receipt = reply.receipt
-        if reply.codec and reply.epoch == intake.held.epoch:
-            intake.receive(receipt.shard_id, reply.codec, num_bytes, receive)
-            intake.held.versions[receipt.shard_id] = reply.version
-            self.version = max(self.version, reply.version)
-        elif num_bytes:
-            receive(memoryview(bytearray(num_bytes)))
-        self._take(receipt)
-        return not self._waiting
-
-    def _take_receipt(self, message: bytes) -> bool:
-        """Takes the answer to a push alone."""
-        self._take(Receipt.FromString(message))
-        return not self._waiting
-
-    def _take(self, receipt: Receipt) -> bool:
-        """Notes an answer; False for one to another push."""
-        if receipt.sequence != self.sequence or receipt.shard_id not in self._waiting:
-            return False
-        shard, _ = self._waiting.pop(receipt.shard_id)
-        if self.cut.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
-            self.encoder.taken(shard)
-        self.receipts.append(receipt)
-        return True
-
-
-def _apart(message: Message, payload: Buffer) -> Parts:
-    return message.SerializeToString(), payload
+    def _take(self, reply: Any, payload: Payload) -> bool:
+        """Take a receipt, in an exchange with newer parameters; return whether it was the last."""
+        intake, receipt = self.intake, reply
+        if intake is not None:
+            receipt, held = reply.receipt, intake.held
+            # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
+            if reply.codec and reply.epoch == held.epoch:
+                if payload is not None:
+                    intake.write(receipt.shard_id, reply.codec, payload)
+                held.versions[receipt.shard_id] = version = reply.version
+                if version > self.version:
+                    self.version = version
+            elif isinstance(payload, Incoming) and payload.nbytes:
+                payload.receive(memoryview(bytearray(payload.nbytes)))
+        # Else it answers another push.
+        if receipt.sequence == self.sequence and receipt.shard_id in self.waiting:
+            shard, _ = self.waiting.pop(receipt.shard_id)
+            if self.cut.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
+                self.encoder.taken(shard)
+            self.receipts.append(receipt)
+        return not self.waiting
 
 
 def pushed_parts(

@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 
 from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
+from pyps_client.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.join import Handshake, Values
 from pyps_client.launch import Launch
 from pyps_client.lease import Lease
 from pyps_client.log import logger
 from pyps_client.pull import Holdings, IncomingPull, Intake, LeaseCall, LongPoll, Versions, intakes, read
 from pyps_client.push import Plan, Pushes
-from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import View, warn_of_differences
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
-from pyps_client.transport.lent import Layout, Lent, Sharing
+from pyps_client.transport.grpc import GrpcChannel
+from pyps_client.transport.memory import Layout, Lent
+from pyps_client.transport.sharing import Sharing
 from pyps_client.vectors import Converter, Encoder, Vector, Vectors
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
@@ -219,7 +220,9 @@ class Worker:
             lent_index=lent_index,
         )
         receipts: list[Receipt] = []
-        for connection, push, answers in zip(self._servers, pushes, self._servers.on_all(pushes), strict=True):
+        for connection, push, answers in zip(
+            self._servers.connections, pushes, self._servers.on_all(pushes), strict=True
+        ):
             epoch = self.view.answered(connection.index, answers, sent_at=sent_at, version=push.version)
             if epoch > connection.epoch:
                 connection.epoch = epoch
@@ -270,7 +273,7 @@ class Worker:
         connection, intake = self._servers.connections[0], self._intakes(vectors)[0]
         lent = self._sharing.are_parameters(vectors)
 
-        def lease(channel: Channel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+        def lease(channel: GrpcChannel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
             pull = IncomingPull(
                 *(self.sender, ROLE_WORKER, intake),
                 connection=connection,
@@ -373,7 +376,7 @@ class Worker:
         NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused. Where
         the link is lost before a push is sent, the push is looked through here (see Outgoing).
         """
-        return self._holder is not None and self._holder.is_local
+        return self._holder is not None and self._holder.checks_first
 
     @property
     def goes_by_calls(self) -> bool:
@@ -478,10 +481,10 @@ class Worker:
             self._servers, vectors, self._holdings, codec=self._pull_codec, converter=self._encoder.converter
         )
 
-    def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
+    def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))
 
-    def _greet_where_stale(self, connection: Connection, channel: Channel, _: threading.Event) -> None:
+    def _greet_where_stale(self, connection: Connection, channel: GrpcChannel, _: threading.Event) -> None:
         if self._sharing.is_stale(connection):
             self._rejoin(connection, channel, CALL_SECONDS)
 

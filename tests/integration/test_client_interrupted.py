@@ -153,12 +153,10 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait() -> None
     pressed = PressedSocket(fileno=near.detach())
     pressed.press = Press()
     link = SharedMemoryLink(pressed, name="server 0")
-    link.begin()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         link.request(LocalRequest(), timeout_seconds=100)
     assert time.monotonic() - began < 50
-    link.end()
     far.close()
 
 

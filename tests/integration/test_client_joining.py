@@ -41,9 +41,8 @@ from pyps_client import (
 from pyps_client.credentials import Credentials
 from pyps_client.join import Initialization
 from pyps_client.lease import Lease
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
-from pyps_client.transport.grpc import open_channel
+from pyps_client.transport.grpc import GrpcChannel, open_channel
 from pyps_wire.partition import partition
 from support import Start, StartPython, inspect, replace_file, server_port, wait_until
 
@@ -54,7 +53,7 @@ SHORT_LEASE = ("--lease-seconds", "6", "--heartbeat-seconds", "0.3")
 HALF_AN_INITIALISER = """
 import sys, time
 from client_support import make_client, small_model
-from pyps_client.transport.grpc import Channel
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.connection import Connection
 from pyps_client.join import Initialization
 
@@ -133,7 +132,7 @@ def test_an_outrun_initialiser_joins_the_others_run(start_server: Start, monkeyp
     send_to = Initialization.send_to
     others: list[object] = []
 
-    def outrun(self: Initialization, connection: Connection, channel: Channel) -> None:
+    def outrun(self: Initialization, connection: Connection, channel: GrpcChannel) -> None:
         if not others and connection.index == 0:
             others.append(None)
             # Its lease, which nobody renews, runs out; the election falls to another.

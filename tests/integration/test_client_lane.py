@@ -18,12 +18,13 @@ from pyps.service.hosting import _DATA_IDLE_MS
 from pyps_client import ServerUnavailable
 from pyps_client.pull import Intake
 from pyps_client.retry import LocalLost
+from pyps_client.transport import Greeted, Parts
 from pyps_client.transport.grpc import IDLE_SECONDS
-from pyps_client.transport.tcp import LaneChannel, TcpLane
+from pyps_client.transport.tcp import TcpLane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.errors import MalformedFrame, WrongSize
 from pyps_wire.lane import Lane
-from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer
+from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer, PushRequest
 from support import Start, inspect, wait_until
 
 # Several shards, larger than what one receive brings.
@@ -161,17 +162,17 @@ def test_after_a_refused_push_the_lane_goes_on(start_server: Start, monkeypatch:
 
 def test_a_failed_round_leaves_no_answer_to_the_next(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server, reference = start_server(), Reference(small_model())
-    receive, answers = Intake.receive, itertools.count()
+    write, answers = Intake.write, itertools.count()
 
-    def receive_some(intake: Intake, *arguments: Any) -> None:
-        receive(intake, *arguments)
+    def write_some(intake: Intake, *arguments: Any) -> None:
+        write(intake, *arguments)
         if next(answers) == 2:
             wait_until(lambda: all(shard.version for shard in inspect(server.control, "ListShards").shards), what="all")
             raise MalformedFrame("this one")
 
     with make_client(server.data, transport="tcp") as client:
         client.pull()
-        monkeypatch.setattr(Intake, "receive", receive_some)
+        monkeypatch.setattr(Intake, "write", write_some)
         gradients = gradients_like(small_model(), 0)
         with pytest.raises(MalformedFrame, match="this one"):
             client.exchange(gradients)
@@ -182,21 +183,22 @@ def test_a_failed_round_leaves_no_answer_to_the_next(start_server: Start, monkey
 def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server: Start) -> None:
     with make_client(start_server().data, transport="tcp") as client, socket.create_server(("127.0.0.1", 0)) as server:
         [connection] = client.session._servers
-        channel: Any = connection.channel
         # Nobody reads what comes, and only sending has a limit.
         end = socket.create_connection(server.getsockname())
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 1000))
-        late = TcpLane(channel, client.session.sender, LaneOffer())
+        launch = client.session.launch
+        greeted = Greeted(client.session.sender, HelloReply(), connection.address, launch.credentials, connection.route)
+        late = TcpLane(greeted)
         late._wire = Lane(end, waited=late._waited)
-        parts = [(b"", bytes(1 << 24))]
+        parts = Parts([(PushRequest(), bytes(1 << 24))], 0.01)
         with pytest.raises(LocalLost, match="no answer within the call's deadline"):
-            late.round("Push", parts, lambda *_: True, is_small=False, timeout_seconds=0.01)
+            late.round("Push", parts, lambda *_: True)
         late.close()
 
 
 def test_a_lane_closed_while_it_opens_takes_no_round(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed, taken = TcpLane._opened, list[TcpLane](), list[TcpLane]()
-    round_of = TcpLane.round
+    round_of = TcpLane._do
 
     def open_and_be_closed(lane: TcpLane, *arguments: Any) -> Any:
         wire = opened(lane, *arguments)
@@ -210,7 +212,7 @@ def test_a_lane_closed_while_it_opens_takes_no_round(start_server: Start, monkey
         round_of(lane, *arguments, **named)
 
     monkeypatch.setattr(TcpLane, "_opened", open_and_be_closed)
-    monkeypatch.setattr(TcpLane, "round", noted)
+    monkeypatch.setattr(TcpLane, "_do", noted)
     with make_client(start_server().data, transport="tcp") as client:
         client.pull()
         assert len(closed) == 1 and taken and closed[0] not in taken
@@ -221,14 +223,13 @@ def test_a_lane_no_longer_offered_is_closed_and_logged(start_server: Start, capl
     with make_client(start_server("--local-socket", "off").data) as client:
         client.pull()
         [connection] = client.session._servers
-        channel = connection.channel
-        lane = channel.lane
-        assert isinstance(channel, LaneChannel) and isinstance(lane, TcpLane) and lane._wire is not None
-        channel._hear(client.session.sender, HelloReply())
-        assert channel.lane is None and lane._wire is None
+        lane = connection.lane
+        assert isinstance(lane, TcpLane) and lane._wire is not None
+        connection.greeted(client.session.sender, HelloReply())
+        assert connection.lane is None and lane._wire is None
         client.pull()
         assert client.session.transport == "grpc"
-        client.session._rejoin(connection, channel, 20.0)
+        client.session._rejoin(connection, connection.channel, 20.0)
         client.pull()
         assert client.session.transport == "tcp"
     lane_s, grpc_s, again = re.findall(r"to and from server 0 .* by (.*)", caplog.text)
@@ -255,5 +256,5 @@ def test_a_worker_that_shares_memory_opens_no_lane(start_server: Start) -> None:
         client.exchange(gradients_like(small_model(), 0))
         assert client.session.transport == "shm"
         [connection] = client.session._servers
-        assert connection.channel.lane is None
+        assert connection.lane is None
         assert [worker.transport for worker in inspect(server.control, "ListWorkers").workers] == ["shm"]

@@ -209,7 +209,7 @@ def test_a_worker_slow_to_share_is_greeted_again(start_server: Start, monkeypatc
     launch = Launch(servers=(server.data,), worker_id="worker", transport="shm")
     with Worker(Model((Tensor("w", (3,)),)), settings, launch=launch, initial=lambda: [np.zeros(3, np.float32)]) as own:
         monkeypatch.undo()
-        monkeypatch.setattr("pyps_client.transport.lent.TICKET_SECONDS", 0.0)
+        monkeypatch.setattr("pyps_client.transport.sharing.TICKET_SECONDS", 0.0)
         own.lend()
         assert own.transport == "shm"
 

@@ -24,9 +24,9 @@ CLIENT_FLOORS = (
     *(
         tuple(f"pyps_client.{module}" for module in floor.split())
         for floor in (
-            "log version fork vectors retry credentials places local_server",
+            "log version fork vectors retry credentials places local_server group",
             "transport launch",
-            "leave replica.group run_state departures",
+            "leave run_state departures",
             "push pull join lease figures",
             "worker",
             "data arrays",
@@ -38,7 +38,7 @@ CLIENT_FLOORS = (
 ON_TORCH = (
     "pyps_client.torch",
     "pyps_client.integrations",
-    *(f"pyps_client.replica.{module}" for module in ("processes", "dtensor", "steps")),
+    *(f"pyps_client.replica.{module}" for module in ("processes", "dtensor")),
     *(f"pyps_client.lbfgs.{module}" for module in ("run", "gradient")),
 )
 
@@ -179,11 +179,11 @@ def test_rules_find_what_breaks_them():
         ("pyps.core.shard", "from time import time"),
         ("pyps.run", "def f():\n  import grpc.aio"),
         ("pyps_client", "import pyps_client.torch"),
-        ("pyps_client.replica.group", "from pyps_client.replica.processes import Replica"),
+        ("pyps_client.group", "from pyps_client.replica.processes import Replica"),
         ("pyps_client.data.samplers", "def f():\n  import torch"),
         ("pyps_wire.codecs", "import torch"),
         ("pyps_client.arrays", "from pyps import run"),
-        ("pyps_client.transport.lent", "def f():\n  from pyps_client.pull import Intake"),
+        ("pyps_client.transport.memory", "def f():\n  from pyps_client.pull import Intake"),
         ("pyps_client.push", "from pyps_client import worker"),
         ("pyps.run", "from pyps_client import Client"),
     ):

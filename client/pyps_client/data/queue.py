@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 
 from pyps_client.pull import LeaseCall, LongPoll
 from pyps_client.retry import LinkLost
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
 from pyps_wire.work_pb2 import (
     ClaimReply,
@@ -74,7 +74,7 @@ class RemoteQueue:
         """
         poll = LongPoll(self._session.launch.wait_seconds if wait else 0.0)
 
-        def operation(channel: Channel, stop: threading.Event) -> LeaseReply:
+        def operation(channel: GrpcChannel, stop: threading.Event) -> LeaseReply:
             waits = 0
             while True:
                 request = LeaseRequest(
@@ -134,12 +134,12 @@ class RemoteQueue:
         self.held = tuple(lease_id for lease_id in self.held if lease_id not in lease_ids)
 
     def _ask(self, method: str, request: Message, reply: type[Reply], *, each: bool = False) -> Reply:
-        def operation(channel: Channel, _: threading.Event) -> Reply:
+        def operation(channel: GrpcChannel, _: threading.Event) -> Reply:
             return channel.call(method, request, reply, timeout_seconds=CALL_SECONDS)
 
         return self._session.ask_first(operation, each=each)
 
 
-def _lease(channel: Channel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+def _lease(channel: GrpcChannel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
     seconds = request.wait_milliseconds / 1000
     return channel.call("Lease", request, LeaseReply, timeout_seconds=seconds + CALL_SECONDS)

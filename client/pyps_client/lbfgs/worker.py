@@ -22,8 +22,8 @@ from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
 from pyps_client.pull import LARGE_BYTES
 from pyps_client.retry import Busy, RetryPolicy, Wait
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import call_seconds
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import NUMPY, Converter, Vectors, part_of
 from pyps_client.worker import Worker
 from pyps_wire.codecs import codec_of
@@ -248,7 +248,7 @@ class Staging:
         header: StageRequest,
         shards: Sequence[ShardRange],
         vectors: Vectors,
-        channel: Channel,
+        channel: GrpcChannel,
         _: threading.Event,
     ) -> None:
         """Sends a stage to one server. After a loss all of it is sent again, in place of what came before."""

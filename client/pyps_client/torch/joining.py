@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pyps_client.group import ALONE, Group, agreed, led
 from pyps_client.join import model_of_run
 from pyps_client.launch import Launch, check_types
-from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import BUFFER_MODES, shared_buffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.overlap import steps_of
@@ -171,7 +171,7 @@ class Joining:
             "rate_changes": rates.changes,
         }
         if cut is not None and self.replica.count > 1:
-            from pyps_client.replica.steps import ReplicaSteps
+            from pyps_client.torch.replica_steps import ReplicaSteps
 
             common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
             steps: Steps = ReplicaSteps(session, joined.layout, **common)

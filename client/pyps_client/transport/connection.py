@@ -14,22 +14,23 @@ from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.places import address_of
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
-from pyps_client.transport import LINKS_LOST_MAX, Channel, Lane, Link, Told
+from pyps_client.transport import LINKS_LOST_MAX, Greeted, Parts, Route, Take, Transport
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.threads import Threads
 from pyps_client.version import SOFTWARE
-from pyps_wire.common_pb2 import ROLE_OBSERVER, RUN_STATE_DRAINING
+from pyps_wire.common_pb2 import ROLE_OBSERVER, RUN_STATE_DRAINING, Sender
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, NotInitialized, PypsError, RunFinished, ServerUnavailable, UnknownWorker
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 from pyps_wire.partition import Partition
 
 T = TypeVar("T")
-Operation = Callable[[Channel, threading.Event], T]
+Operation = Callable[[GrpcChannel, threading.Event], T]
 # Introduces a caller again to a server that was lost, on a new channel, by a call that may take so long.
-Rejoin = Callable[["Connection", Channel, float], object]
+Rejoin = Callable[["Connection", GrpcChannel, float], object]
 
-# A call with tensors may take this long, and longer by its size. A slow link that still moves is not cut:
-# what came through before the deadline counts, and the next call goes on from there.
+# A call with tensors may take this long, and longer by its size. On a slow link that still moves, the messages that
+# came through before the deadline count, and the next call goes on from there.
 CALL_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 1_000_000
 
@@ -43,42 +44,43 @@ ADVICE = "Check that `pyps serve` runs there, that this is its data port, and th
 
 
 class Connection:
-    """The way to one server. `persist` carries an operation through lost connections and restarts."""
+    """One server, and the open transports to it. `persist` carries an operation through losses and restarts."""
 
     def __init__(self, index: int, *, launch: Launch, outage: Outage | None = None) -> None:
-        """`outage`: what is told of all of the caller's servers together."""
+        """`outage`: what is logged of all of the caller's servers together."""
         self.index = index
         self.place = self.address = launch.servers[index]
         self.name = f"server {index} ({self.place})"
-        self.told = Told(self.name)
+        self.route = Route(self.name)
         # The server's epoch, as last heard.
         self.epoch = 0
         # Since when it has not answered, heartbeats included.
         self.outage = outage or Outage()
-        # Whether it was ever left to the server to look through lent gradients, all before it applies any.
-        self.left_to_look = False
+        # Whether the caller may have left it to the server to check gradients (Transport.checks_first).
+        self.left_unchecked = False
+        # For large messages, where the newest Hello offered it; a lost one stays until the next Hello.
+        self.lane: Transport | None = None
         self._launch = launch
         self._guard = ForkGuard()
         self._cut_because = ""
-        # What `transport` was when a channel was last closed.
+        # Whether a channel was there before, and whether the server answered on one.
+        self._had_channel = self._was_heard = False
+        # The transport at the end.
         self._transport = ""
         self._lock = threading.Lock()
         # Guarded by _lock.
-        self._channel: Channel | None = None
-        # The last channel's: whoever is to go by it next says Hello first.
-        self._lost_lane: Lane | None = None
-        self._was_heard = False
-        self._link: Link | None = None
+        self._channel: GrpcChannel | None = None
+        self._link: Transport | None = None
         self._closed = False
-        # Whether a local link was lost so often that it is not tried again.
+        # Whether shared memory was lost so often that it is not tried again.
         self._link_is_given_up = False
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> GrpcChannel:
         """The channel in use, made on first use. Raises ForkedClient in a forked child.
 
         InvalidArgument for files of no use at first, later LinkLost: they may be renewed at this moment. LinkLost, too,
-        while the server cannot be found: each channel looks it up anew.
+        while the server cannot be found: each channel looks it up again.
         """
         self._guard.check()
         if self._channel is None and not self._closed:
@@ -88,31 +90,30 @@ class Connection:
             if self._closed:
                 raise RunFinished("The client was closed: make a new one to go on.")
             if self._channel is None:
-                launch = self._launch
                 try:
-                    self._channel = launch.way.channel(self.address, launch.credentials, use_proxy=launch.use_proxy)
+                    self._channel = self._dial(self.address)
                 except (InvalidArgument, OSError) as error:
-                    if not self._transport:
+                    if not self._had_channel:
                         raise
                     raise LinkLost(str(error)) from None
-                self._channel.told = self.told
-                self._channel.lane = self._lost_lane
                 self._channel.was_heard = self._was_heard
             return self._channel
+
+    def _dial(self, address: str) -> GrpcChannel:
+        return GrpcChannel(address, self._launch.credentials, use_proxy=self._launch.use_proxy)
 
     def _find(self) -> None:
         try:
             address = address_of(self.place, index_at=self._index_at)
         except (InvalidArgument, ServerUnavailable) as error:
             raise LinkLost(str(error)) from None
-        if self._transport and address != self.address:
+        if self._had_channel and address != self.address:
             logger.info("%s is at %s now", self.name, address)
         self.address = address
 
     def _index_at(self, address: str) -> int | None:
-        """What the server at an address says of its own place in the run, None where it has none yet."""
-        launch = self._launch
-        channel = launch.way.channel(address, launch.credentials, use_proxy=launch.use_proxy)
+        """Return the place in the run of the server at an address; None where it has none yet."""
+        channel = self._dial(address)
         request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=SOFTWARE, role=ROLE_OBSERVER)
         try:
             reply = channel.call("Hello", request, HelloReply, timeout_seconds=FIND_SECONDS)
@@ -124,87 +125,96 @@ class Connection:
             raise ServerUnavailable("the server is shutting down")
         return reply.server_index if reply.num_servers else None
 
-    def renew(self, failed: Channel | None) -> bool:
-        """Drops a channel that failed; False where there is none, or another thread already did."""
+    def greeted(self, sender: Sender, reply: HelloReply) -> None:
+        """Open what the answer to a worker's Hello offers; its first round connects it."""
+        greeted = Greeted(sender, reply, self.address, self._launch.credentials, self.route)
+        self.lane = self._launch.dialer.lane(greeted, self.lane)
+
+    def round(self, channel: GrpcChannel, method: str, parts: Parts, take: Take) -> None:
+        """Do a round by the fastest transport that is free, as `Transport.round`."""
+        for transport in (self._link if parts.request is not None else None, self.lane, channel):
+            if transport is not None and transport.round(method, parts, take):
+                return
+
+    def renew(self, failed: GrpcChannel | None) -> bool:
+        """Drop a channel that failed; return False where there is none, or another thread already did."""
         with self._lock:
             if failed is None or self._channel is not failed:
                 return False
             self._dropped(failed)
-        failed.close()
+        _close(self.lane, failed)
         return True
 
     def cut(self, problem: str = "") -> None:
-        """Makes fail what is under way, on whichever thread, because of that; what comes next connects anew."""
+        """Let all that is under way fail, on any thread, for this reason; the next call connects again."""
         self._cut_because = problem
         with self._lock:
             channel = self._channel
             if channel is not None:
                 self._dropped(channel)
-        _close(self._link, channel)
+        _close(self._link, self.lane, channel)
 
-    def _dropped(self, channel: Channel) -> None:
-        """Notes of a channel what the next one is to know. With _lock held."""
-        self._transport, self._lost_lane, self._was_heard = channel.transport, channel.lane, channel.was_heard
+    def _dropped(self, channel: GrpcChannel) -> None:
+        """Forget a channel. With _lock held."""
+        self._had_channel, self._was_heard = True, channel.was_heard
         self._channel = None
 
     @property
-    def link(self) -> Link | None:
-        """The way through memory that this process and the server share, where it is open."""
+    def link(self) -> Transport | None:
+        """The transport through shared memory, where it is open."""
         link = self._link
         return None if link is None or link.lost else link
 
     @property
     def transport(self) -> str:
-        """The way of lent vectors, by its transport's name, known once it was used."""
-        way = self.link or self._channel
-        return self._transport if way is None else way.transport
+        """The name of the transport of the session's vectors."""
+        if self._transport:
+            return self._transport
+        lane = self.lane
+        transport = self.link or (None if lane is None or lane.lost else lane)
+        return GrpcChannel.name if transport is None else transport.name
 
     @property
     def is_local(self) -> bool:
-        """Whether lent vectors go through shared memory: the link is open, or lost and to be opened anew."""
+        """Whether vectors go through shared memory: it is open, or lost and to be opened again."""
         return self._link is not None
 
-    def link_to_use(self) -> Link | None:
-        """The way of lent vectors: None for gRPC. Raises LocalLost where the link is to be opened anew first."""
-        link = self._link
-        if link is not None and link.lost:
-            # A lost link is never passed over in silence: whoever rejoins opens it again, or detaches.
-            raise LocalLost("the local connection was lost")
-        return link
+    @property
+    def checks_first(self) -> bool:
+        """Whether the server checks all gradients of a push before it applies one (Transport.checks_first)."""
+        return self._link is not None and self._link.checks_first
 
     def detach(self) -> None:
-        """Gives up the local link: lent vectors go by gRPC."""
+        """Give up shared memory: messages serve."""
         with self._lock:
             link, self._link = self._link, None
         _close(link)
 
     def drop_lane(self) -> None:
-        """Lets gRPC do what goes by calls: beside a link that is little."""
-        channel = self.channel
-        lane, channel.lane = channel.lane, None
-        if lane is not None:
-            lane.close()
+        """Close the lane: beside shared memory messages are few."""
+        lane, self.lane = self.lane, None
+        _close(lane)
 
-    def attach(self, attached: Callable[[], Link]) -> None:
-        """Opens the local link anew. Raises LinkLost or a PypsError that says why it cannot be."""
+    def attach(self, attached: Callable[[], Transport]) -> None:
+        """Open shared memory again. Raises LinkLost or a PypsError with the reason against it."""
         if self._link_is_given_up:
             raise LocalLost("it was lost again and again")
         link = attached()
-        spare: Link | None = link
+        spare: Transport | None = link
         with self._lock:
             if not self._closed and self.link is None:
                 spare, self._link = self._link, link
         _close(spare)
 
     def close(self) -> None:
-        """Ends the connection for good; in a forked child only forgets it."""
+        """End the connection for good; a forked child only forgets it."""
         if self._guard.in_child:
             return
         with self._lock:
             self._transport = self.transport
             channel, self._channel, self._closed = self._channel, None, True
             link, self._link = self._link, None
-        _close(link, channel)
+        _close(link, self.lane, channel)
 
     def persist(self, operation: Operation[T], stop: threading.Event, *, rejoin: Rejoin, policy: RetryPolicy) -> T:
         """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
@@ -344,10 +354,10 @@ def contacts_of(own: Partition, whole: Partition, *, leads: bool) -> list[int]:
     ]
 
 
-def _close(*ways: Channel | Link | None) -> None:
-    for way in ways:
-        if way is not None:
-            way.close()
+def _close(*transports: Transport | None) -> None:
+    for transport in transports:
+        if transport is not None:
+            transport.close()
 
 
 def call_seconds(num_bytes: int) -> float:

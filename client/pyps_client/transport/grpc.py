@@ -1,4 +1,4 @@
-"""gRPC: calls, streams that stay open from one round to the next, and its errors told in ours."""
+"""gRPC: calls, streams that stay open from one round to the next, and its errors as ours."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from pyps_client import fork
 from pyps_client.credentials import Credentials
 from pyps_client.log import logger
 from pyps_client.retry import Busy, LinkLost
-from pyps_client.transport import Channel, Reply, Take, Transport
+from pyps_client.transport import REPLIES, Parts, Take, Transport
 from pyps_client.transport.threads import END_SECONDS, Future, Threads
+from pyps_wire.common_pb2 import Receipt
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
 from pyps_wire.errors import (
     METADATA_KEY,
@@ -32,15 +33,17 @@ from pyps_wire.errors import (
     ServerUnavailable,
     from_status,
 )
+from pyps_wire.framing import join, split
 
 T = TypeVar("T")
+Reply = TypeVar("Reply", bound=Message)
 Metadata = tuple[tuple[str, str], ...]
 
 # The server allows pings this often; more often it would answer "too many pings".
 KEEPALIVE_SECONDS = 60
 KEEPALIVE_TIMEOUT_SECONDS = 20
-# An idle connection, as beside a lane, ends after once to twice that, before the server ends it: of that gRPC would
-# write a line to standard error.
+# An idle connection, as beside a lane, ends after once to twice that, before the server ends it: gRPC would write a
+# line about that to standard error.
 IDLE_SECONDS = 30
 
 _NOT_GRPC = f"what answers there is not gRPC: expected a server's data port ({DATA_PORT} by default)"
@@ -50,17 +53,19 @@ LATE = "no answer within the call's deadline"
 _LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
 
 
-class Grpc(Transport):
-    """gRPC, by which all goes as calls."""
-
-    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
-        return GrpcChannel(address, credentials, use_proxy=use_proxy)
+# Up to this size two copies cost less than to look for the payload in Python.
+COPIED_BYTES_MAX = 1 << 16
 
 
-class GrpcChannel(Channel):
-    """A channel of gRPC's; a new one resolves the address again."""
+class GrpcChannel(Transport):
+    """A gRPC channel to one server; a new one resolves the address again.
 
-    transport = "grpc"
+    Calls raise the server's own error, LinkLost or Busy.
+    """
+
+    name = "grpc"
+    # Whether the server has answered, here or on a channel before: what TLS refuses then may be renewed.
+    was_heard = False
 
     def __init__(self, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
         self.address = address
@@ -75,9 +80,11 @@ class GrpcChannel(Channel):
 
     @property
     def is_outdated(self) -> bool:
+        """Whether a new channel would show another token than this one."""
         return self.credentials.newest() != self.credentials
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Call a method with one request and one reply."""
         answer: Reply = self._started(self._unary(method, request, reply), request, timeout_seconds)
         self.was_heard = True
         return answer
@@ -85,18 +92,20 @@ class GrpcChannel(Channel):
     def start(
         self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
     ) -> Callable[[], Reply]:
+        """Start such a call, and return what waits for its reply."""
         begun = self._started(self._unary(method, request, reply).future, request, timeout_seconds)
-        return lambda: self._told(begun.result)
+        return lambda: self._own_errors(begun.result)
 
-    def exchange(
-        self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
-    ) -> None:
-        # On a stream that stays open; after any failure the next round opens another.
+    def round(self, method: str, parts: Parts, take: Take) -> bool:
+        if method == "Pull":
+            self._pull(parts, take)
+            return True
+        # A stream stays open; after any failure the next round opens another.
         stream = self._streams.get(method) or self._stream(method)
-        answering = Future(partial(stream.round, frames, take))
+        answering = Future(partial(stream.round, parts, take))
         try:
             self._threads.start(answering)
-            if not answering.wait(timeout_seconds):
+            if not answering.wait(parts.timeout_seconds):
                 raise LinkLost(LATE)
             if answering.error is not None:
                 answering.value()
@@ -105,26 +114,27 @@ class GrpcChannel(Channel):
                 if self._streams.get(method) is stream:
                     del self._streams[method]
             stream.close()
-            # Nobody may write into the caller's vectors once this has left.
+            # No thread may write into the caller's vectors after the return.
             answering.wait(END_SECONDS)
             if isinstance(error, grpc.RpcError):
                 raise self._end_of_stream(error) from None
             raise
+        return True
 
-    def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
-        start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
-        answered = 0
-        call = self._started(start, request, timeout_seconds)
+    def _pull(self, parts: Parts, take: Take) -> None:
+        [(request, _)] = parts.messages
+        start: Any = self._grpc.unary_stream(METHODS["Pull"], request_serializer=type(request).SerializeToString)
+        call = self._started(start, request, parts.timeout_seconds)
         try:
             for message in call:
-                answered += 1
-                yield message
+                take(*_parsed(message, REPLIES["Pull"]))
         except grpc.RpcError as error:
-            raise self._end_of_stream(error, answered) from None
+            raise self._end_of_stream(error) from None
         finally:
             call.cancel()
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Send messages, and return the one reply."""
         start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
         return self._started(start, iter(requests), timeout_seconds)  # type: ignore[no-any-return]
 
@@ -147,24 +157,20 @@ class GrpcChannel(Channel):
     def _stream(self, method: str) -> Stream:
         with self._lock:
             start: Any = partial(self._grpc.stream_stream(METHODS[method]), metadata=self._metadata)
-            return self._streams.setdefault(method, Stream(lambda frames: self._told(partial(start, frames))))
+            stream = Stream(lambda frames: self._own_errors(partial(start, frames)), REPLIES[method])
+            return self._streams.setdefault(method, stream)
 
-    def _end_of_stream(self, error: Any, answered: int = 0) -> PypsError | LinkLost:
+    def _end_of_stream(self, error: Any) -> PypsError | LinkLost:
         verdict = self._translated(error)
-        if isinstance(verdict, LimitExceeded):
-            # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
-            verdict = Busy(str(verdict))
-        if isinstance(verdict, LinkLost):
-            verdict.answered = answered
-        return verdict
+        # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
+        return Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict
 
     def _started(self, start: Any, request: Any, timeout_seconds: float) -> Any:
-        return self._told(partial(start, request, timeout=timeout_seconds, metadata=self._metadata))
+        return self._own_errors(partial(start, request, timeout=timeout_seconds, metadata=self._metadata))
 
-    def _told(self, ask: Callable[[], T]) -> T:
-        """What comes of it, in our own errors."""
+    def _own_errors(self, call: Callable[[], T]) -> T:
         try:
-            return ask()
+            return call()
         except grpc.RpcError as error:
             raise self._translated(error) from None
         except (ValueError, grpc.FutureCancelledError):
@@ -183,7 +189,7 @@ class GrpcChannel(Channel):
 
 
 def open_channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> grpc.Channel:
-    """A channel of gRPC's: by TLS where there is a CA to know the server by. InvalidArgument for files of no use."""
+    """Open a gRPC channel, by TLS where a CA is named. Raises InvalidArgument for files of no use."""
     if not credentials.tls_ca:
         if credentials.token:
             _warn_of_token(address)
@@ -211,47 +217,58 @@ def _warn_of_token(address: str) -> None:
 
 
 def metadata_of(credentials: Credentials) -> Metadata:
-    """What each call carries."""
+    """Return what each call carries."""
     return (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
 
 
 class Stream:
-    """A call that takes messages and answers with messages, round after round, on threads beside the caller's.
+    """A call that takes messages and answers with messages, round after round, on threads of its own.
 
-    grpcio waits by Python code, in which a signal's handler that raises leaves locks behind that nobody lets go: of
-    Ctrl-C a main thread in there would never hear the end.
+    grpcio waits by Python code, in which a signal's handler that raises leaves locks behind that no thread releases:
+    a main thread in there would never return after Ctrl-C.
     """
 
-    def __init__(self, begin: Callable[[Iterator[bytes]], Any]) -> None:
+    def __init__(self, begin: Callable[[Iterator[bytes]], Any], reply: Any) -> None:
         self._begin = begin
-        self._rounds: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
-        # What was raised where a frame was to be made.
+        self._reply = reply
+        self._rounds: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+        # Raised while a message was made.
         self._failures: list[Exception] = []
         self._call: Any = None
         self._closed = False
 
-    def round(self, frames: Iterator[bytes], take: Take) -> None:
-        """Sends the frames, each made when the one before has left, and hands replies to `take` until it says so.
+    def round(self, parts: Parts, take: Take) -> None:
+        """Send messages, each made when the one before is sent, and hand replies to `take` until it returns True.
 
-        Sending and reading go on at the same time. Raises grpc.RpcError, or what making a frame raises; after any
-        exception the stream is of no use.
+        Both go on at the same time. Raises grpc.RpcError, or what making a message raises; after any exception the
+        stream is of no use.
         """
         if self._call is None:
-            self._call = self._begin(_frames_of(self._rounds, self._failures))
+            self._call = self._begin(self._frames())
             fork.kept_alive.add(self._call)
             if self._closed:
                 self.close()
-        self._rounds.put(frames)
+        self._rounds.put(parts)
         try:
-            while not take(next(self._call)):
+            while not take(*_parsed(next(self._call), self._reply)):
                 continue
         except (StopIteration, grpc.RpcError) as error:
             if self._failures:
                 raise self._failures[0] from None
             raise (LinkLost("the server ended the stream") if isinstance(error, StopIteration) else error) from None
 
+    def _frames(self) -> Iterator[bytes]:
+        while (parts := self._rounds.get()) is not None:
+            try:
+                for message, payload in parts.messages:
+                    yield join(message, payload)
+            except Exception as error:
+                # grpcio would report it in its own words. The server ends the call, as after the last frame.
+                self._failures.append(error)
+                return
+
     def close(self) -> None:
-        """Gives up the call; from any thread, also amid a round."""
+        """Cancel the call, on any thread."""
         self._closed = True
         self._rounds.put(None)
         if self._call is not None:
@@ -259,18 +276,17 @@ class Stream:
             fork.kept_alive.discard(self._call)
 
 
-def _frames_of(rounds: queue.SimpleQueue[Iterator[bytes] | None], failures: list[Exception]) -> Iterator[bytes]:
-    while (frames := rounds.get()) is not None:
-        try:
-            yield from frames
-        except Exception as error:
-            # Of which grpcio would tell in its own words. The server ends the call, as after the last frame.
-            failures.append(error)
-            return
+def _parsed(message: bytes, kind: Any) -> tuple[Any, memoryview]:
+    """Return a message without its payload, and the payload in place."""
+    if len(message) <= COPIED_BYTES_MAX:
+        reply = kind.FromString(message)
+        return reply, memoryview(reply.payload if kind is not Receipt else b"")
+    header, payload = split(message)
+    return kind.FromString(header), payload
 
 
 def _translate(error: Any, address: str) -> PypsError | LinkLost:
-    """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
+    """Return the server's own error where it gave one, and LinkLost where gRPC did."""
     status, details = error.code().name, error.details() or ""
     name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
     if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
@@ -284,7 +300,7 @@ def _translate(error: Any, address: str) -> PypsError | LinkLost:
 
 
 def _reason(status: str, details: str) -> str:
-    """gRPC's long-winded details in a few words, where the cause is a known one."""
+    """Return gRPC's details in a few words, where the cause is known."""
     known = {
         "connection refused": "connection refused, nothing listens there",
         "dns resolution failed": "the host name cannot be resolved",

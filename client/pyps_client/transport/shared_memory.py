@@ -1,4 +1,4 @@
-"""The way to a server on the worker's own machine: requests over a Unix socket, numbers in memory that both see."""
+"""Memory that a worker shares with a server on its machine; requests go over a Unix socket."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 import weakref
+from collections.abc import Iterable
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
-from pyps_client.transport import NO_OFFER, Channel, Link
-from pyps_client.transport.grpc import GrpcChannel
-from pyps_client.transport.lent import HEAD_BYTES, Lending, Memory
+from pyps_client.transport import NO_OFFER, Greeted, Parts, Take, Transport
+from pyps_client.transport.memory import HEAD_BYTES, Memory
 from pyps_client.transport.tcp import Tcp, verdict_of
-from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 
 ATTACH_SECONDS = 10.0
 PROBE_SECONDS = 10.0
+# How often a thread that waits for its turn checks whether the server holds the round under way.
+LOOK_SECONDS = 0.005
 _LENGTH = struct.Struct("<I")
 # A C program's struct timeval.
 _TIME = struct.Struct("ll")
@@ -42,18 +44,15 @@ _MAP_FIXED = 0x10
 
 
 class SharedMemory(Tcp):
-    """Memory that worker and server share, where they run on one machine; elsewhere a lane, and gRPC for all else."""
+    """Shared memory with servers on the worker's machine; elsewhere a lane."""
 
     shares = True
 
     def memory(self, num_bytes: int) -> Memory:
         return Segment(num_bytes)
 
-    def offer(self, reply: HelloReply, address: str) -> LocalTransport | None:
-        return reply.local if reply.HasField("local") else None
-
-    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> Link:
-        assert isinstance(lending.segment, Segment)
+    def attach(self, offer: LocalTransport, memory: Memory, request: LocalRequest, *, name: str) -> Transport:
+        assert isinstance(memory, Segment)
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link = SharedMemoryLink(connected, name=name)
         try:
@@ -61,14 +60,14 @@ class SharedMemory(Tcp):
             connected.connect(_path_of(offer))
             link.allow(ATTACH_SECONDS)
             # The first byte carries the descriptor; the message follows.
-            request = lending.attach_request(sender, offer.ticket).SerializeToString()
-            message = _LENGTH.pack(len(request)) + request
-            sent = socket.send_fds(connected, [message], [lending.segment.fd])
+            data = request.SerializeToString()
+            message = _LENGTH.pack(len(data)) + data
+            sent = socket.send_fds(connected, [message], [memory.fd])
             if sent < len(message):
                 # Not for nothing: an empty send to an end that has answered and closed fails, and hides its answer.
                 connected.sendall(message[sent:])
             reply = link.reply()
-            if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != lending.segment.nonce:
+            if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != memory.nonce:
                 raise LocalLost("the process behind the socket does not see this worker's memory")
         except BaseException as error:
             link.close()
@@ -98,27 +97,59 @@ class SharedMemory(Tcp):
 
 
 class OnlySharedMemory(SharedMemory):
-    """The same, for a worker that ends rather than go without; gRPC for all else."""
+    """The same, for a worker that ends rather than go without; gRPC carries all else."""
 
     insists = True
 
-    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
-        return GrpcChannel(address, credentials, use_proxy=use_proxy)
+    def lane(self, greeted: Greeted, former: Transport | None) -> Transport | None:
+        return None
 
 
-class SharedMemoryLink(Link):
-    """One attached socket."""
+class SharedMemoryLink(Transport):
+    """Requests without numbers to a server that shares the worker's memory, over one socket."""
 
-    transport = "shm"
+    name = "shm"
+    checks_first = True
 
     def __init__(self, connected: socket.socket, *, name: str) -> None:
-        super().__init__()
         self._socket = connected
-        self._name = name
+        self._server = name
         self._timeout_seconds = 0.0
+        self._turn = threading.Lock()
+        # Whether the server may hold the request under way.
+        self._waits = False
         _links.add(self)
 
+    def round(self, method: str, parts: Parts, take: Take) -> bool:
+        was_lost = self.lost
+        if was_lost:
+            # It is never passed over in silence: a Hello opens it again, or lets another transport serve.
+            raise LocalLost("the local connection was lost")
+        if not self._turn.acquire(blocking=False):
+            while not self._turn.acquire(timeout=LOOK_SECONDS):
+                if self._waits:
+                    return False
+        self._waits = parts.waits
+        try:
+            assert parts.request is not None
+            reply = self.request(parts.request, timeout_seconds=parts.timeout_seconds)
+            kind = "pulled" if method == "Pull" else "exchanged"
+            if reply.WhichOneof("reply") != kind:
+                raise PypsError(f"{self._server} answered {method} with something else.")
+            answers: Iterable[Any] = reply.pulled.shards if method == "Pull" else reply.exchanged.replies
+            for answer in answers:
+                # The numbers are in their places already.
+                take(answer.receipt if method == "Push" else answer, None)
+        finally:
+            self._waits = False
+            self._turn.release()
+            if self.lost:
+                # Checked after the release: another thread that closes the link finds it free, or has set this before.
+                self.close()
+        return True
+
     def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
+        """Send a request, within one's turn, and return its reply."""
         try:
             if timeout_seconds != self._timeout_seconds:
                 self.allow(timeout_seconds)
@@ -145,12 +176,12 @@ class SharedMemoryLink(Link):
             self._turn.release()
 
     def forget(self) -> None:
-        """In a forked child: lets go of the socket, which stays its parent's."""
+        """Close the socket in a forked child; it stays its parent's."""
         self.lost = True
         self._socket.close()
 
     def allow(self, timeout_seconds: float) -> None:
-        """Sets how long the socket may wait: by the system's own means, since Python's cost a call each time."""
+        """Set how long the socket may wait: by the system's own means, since Python's cost a call each time."""
         self._timeout_seconds = timeout_seconds
         self._socket.setblocking(True)
         for direction, seconds in (
@@ -161,7 +192,7 @@ class SharedMemoryLink(Link):
             self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
 
     def reply(self) -> LocalReply:
-        """Reads a reply; BlockingIOError when it is not whole after as long as the socket may wait.
+        """Read a reply. Raises BlockingIOError when it is not whole after as long as the socket may wait.
 
         After that, or LocalLost, or whatever else does not come from the server, the link is to be closed.
         """
@@ -189,7 +220,7 @@ class SharedMemoryLink(Link):
             raise LocalLost("the server's answer is no message of the contract") from None
         if reply.WhichOneof("reply") != "failure":
             return reply
-        raise verdict_of(reply.failure, self._name)
+        raise verdict_of(reply.failure, self._server)
 
 
 class Segment(Memory):

@@ -1,4 +1,4 @@
-"""The lane: one TCP connection to a server for large messages, beside gRPC for all else."""
+"""The lane: one TCP connection to a server for large messages; gRPC carries all else."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
-from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
-from pyps_client.transport import LINKS_LOST_MAX, NO_LANE, TICKET_SECONDS, Channel, Lane, Parts, Reply, TakeParts
-from pyps_client.transport.grpc import Grpc, GrpcChannel
+from pyps_client.transport import (
+    LINKS_LOST_MAX,
+    NO_LANE,
+    REPLIES,
+    TICKET_SECONDS,
+    Dialer,
+    Greeted,
+    Incoming,
+    Parts,
+    Take,
+    Transport,
+)
 from pyps_client.transport.threads import Future, Threads
 from pyps_wire import lane
-from pyps_wire.common_pb2 import ROLE_WORKER, Sender
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
-from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LaneOffer
+from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer
 
 A_LANE = "a lane"
 ADVICE = (
@@ -38,11 +46,29 @@ HEADER_BYTES_MAX = 1 << 22
 _TIME = struct.Struct("ll")
 
 
-class Tcp(Grpc):
-    """A lane where a server offers one that can be reached; gRPC for all else."""
+class Tcp(Dialer):
+    """A lane where a server offers one that can be reached."""
 
-    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
-        return LaneChannel(self, address, credentials, use_proxy=use_proxy)
+    def lane(self, greeted: Greeted, former: Transport | None) -> Transport | None:
+        assert former is None or isinstance(former, TcpLane)
+        route, offer = greeted.route, greeted.reply.lane
+        if not greeted.reply.HasField("lane"):
+            if self.insists:
+                raise self.refusal(greeted.address, NO_LANE)
+            if former is not None:
+                former.close()
+            if route.transport == A_LANE or not self.shares:
+                # Else it is logged once it is known whether memory is shared.
+                route.log("gRPC", NO_LANE, route.no_memory)
+            return None
+        if former is not None and not former.is_closed and not former.lost:
+            former.offered(offer)
+            return former
+        num_lost = 0 if former is None or former.lost else former.num_lost
+        lane = TcpLane(greeted, insists=self.insists, num_lost=num_lost)
+        if num_lost >= LINKS_LOST_MAX and not self.insists:
+            lane.give_up(f"the lane at port {offer.port} was lost again and again")
+        return lane
 
 
 class OnlyTcp(Tcp):
@@ -57,137 +83,84 @@ class OnlyTcp(Tcp):
         return ServerUnavailable(f"transport is 'tcp', but there is no lane to {server}: {reason}. {ADVICE}.")
 
 
-class LaneChannel(GrpcChannel):
-    """A channel of gRPC's, with a lane as the server's answer to Hello says."""
+class TcpLane(Transport):
+    """One lane, opened by its first round, with the ticket of the newest Hello; a lost one needs another Hello."""
 
-    def __init__(self, way: Tcp, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
-        super().__init__(address, credentials, use_proxy=use_proxy)
-        self._way = way
+    name = "tcp"
 
-    @property
-    def transport(self) -> str:  # type: ignore[override]
-        return "grpc" if self.lane is None else "tcp"
-
-    def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        answer = super().call(method, request, reply, timeout_seconds=timeout_seconds)
-        if isinstance(request, HelloRequest) and isinstance(answer, HelloReply) and request.role == ROLE_WORKER:
-            self._hear(request.sender, answer)
-        return answer
-
-    def close(self) -> None:
-        if self.lane is not None:
-            self.lane.close()
-        super().close()
-
-    def go_without(self, reason: str) -> None:
-        """Lets gRPC serve from now on, and says so. Raises LocalLost where the worker insists."""
-        if self._way.insists:
-            raise LocalLost(f"{reason.rstrip('.')}. {ADVICE}")
-        self.lane = None
-        self.told.tell("gRPC", reason, self.told.no_memory)
-
-    def _hear(self, sender: Sender, reply: HelloReply) -> None:
-        if not reply.HasField("lane"):
-            if self._way.insists:
-                raise self._way.refusal(self.address, NO_LANE)
-            if self.lane is not None:
-                self.lane.close()
-                self.lane = None
-            if self.told.way == A_LANE or not self._way.shares:
-                # Else who lends vectors knows first whether memory is shared.
-                self.told.tell("gRPC", NO_LANE, self.told.no_memory)
-        elif isinstance(self.lane, TcpLane) and not self.lane.is_closed:
-            self.lane.offered(reply.lane)
-        else:
-            num_lost = self.lane.num_lost if isinstance(self.lane, TcpLane) else 0
-            self.lane = TcpLane(self, sender, reply.lane, num_lost=num_lost)
-            if num_lost >= LINKS_LOST_MAX and not self._way.insists:
-                self.go_without(f"the lane at port {reply.lane.port} was lost again and again")
-
-
-class TcpLane(Lane):
-    """A lane of one channel. It is opened when it is first used, and never again without another Hello."""
-
-    def __init__(self, channel: LaneChannel, sender: Sender, offer: LaneOffer, *, num_lost: int = 0) -> None:
-        # How many lanes, this one and those before it, were lost since a message last came by one.
+    def __init__(self, greeted: Greeted, *, insists: bool = False, num_lost: int = 0) -> None:
+        # How many lanes were lost, this one and those before it, since a message last came by one.
         self.num_lost = num_lost
-        self._channel = channel
+        self._peer = greeted
         self._sender = Sender()
-        self._sender.CopyFrom(sender)
+        self._sender.CopyFrom(greeted.sender)
+        self._insists = insists
         self._turn = threading.Lock()
         self._threads = Threads()
         self._deadline = 0.0
         # While it is open.
         self._wire: lane.Lane | None = None
         self.is_closed = False
-        self.offered(offer)
+        self.offered(greeted.reply.lane)
 
     def offered(self, offer: LaneOffer) -> None:
-        """Notes what the newest Hello brought."""
+        """Keep the offer of the newest Hello."""
         self._offer, self._offered_at = offer, time.monotonic()
 
-    def begin(self) -> bool:
+    def round(self, method: str, parts: Parts, take: Take) -> bool:
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._wire is None:
-                self._open()
-                if self.is_closed:
-                    # Who closed it may have found nothing to shut yet.
-                    raise LocalLost("the lane was closed")
-        except BaseException:
-            self.end()
-            raise
-        if self._wire is None:
-            self.end()
-            return False
+            if self._wire is None and not self._open():
+                return False
+            self._do(method, parts, take)
+        finally:
+            self._turn.release()
+            if self.is_closed:
+                # Checked after the release: another thread that closes the lane finds it free, or has set this before.
+                self.close()
         return True
 
-    def end(self) -> None:
-        self._turn.release()
-        if self.is_closed:
-            # Looked at after the release: who closes the lane meanwhile finds it free, or has set this before.
-            self.close()
+    def give_up(self, reason: str) -> None:
+        """Leave rounds to gRPC from now on, and log why. Raises LocalLost where the worker insists."""
+        if self._insists:
+            raise LocalLost(f"{reason.rstrip('.')}. {ADVICE}")
+        self.lost = True
+        route = self._peer.route
+        route.log("gRPC", reason, route.no_memory)
 
-    def round(
-        self,
-        method: str,
-        messages: Iterable[Parts],
-        take: TakeParts,
-        *,
-        is_small: bool,
-        timeout_seconds: float,
-        lost: Callable[[], object] = lambda: None,
-    ) -> None:
-        wire, kind = self._wire, _KINDS[method]
+    def _do(self, method: str, parts: Parts, take: Take) -> None:
+        wire, kind, reply_of = self._wire, _KINDS[method], REPLIES[method].FromString
         assert wire is not None
-        self._deadline = time.monotonic() + timeout_seconds
+        self._deadline = time.monotonic() + parts.timeout_seconds
         sending: Future[None] | None = None
         failure: Exception | None = None
         try:
-            if is_small:
-                # Both directions fit into what the system keeps for a connection.
-                _send(wire, kind, messages)
+            if parts.are_small:
+                _send(wire, kind, parts)
             else:
-                sending = self._threads.submit(lambda: _send(wire, kind, messages))
+                sending = self._threads.submit(lambda: _send(wire, kind, parts))
             while True:
                 answer, header, payload_bytes = wire.receive(header_bytes_max=HEADER_BYTES_MAX)
                 if answer == lane.FAILURE:
-                    failure = verdict_of(LocalFailure.FromString(header), f"server {self._channel.address}")
+                    failure = verdict_of(LocalFailure.FromString(header), f"server {self._peer.address}")
                     if kind != lane.PULL:
                         raise failure
                     # The lane is sound.
                     break
-                is_last = answer == lane.END or take(header, payload_bytes, wire.receive_into)
+                if answer == lane.END:
+                    self.num_lost = 0
+                    break
+                is_last = take(reply_of(header), Incoming(payload_bytes, wire.receive_into))
                 self.num_lost = 0
                 if is_last:
                     break
         except BaseException as error:
-            # What is under way still must not be taken for the answer to what comes next.
+            # The next round must not take the rest of this one for its replies.
             self._lose(wire)
             if sending is not None:
-                # Nobody may read the numbers any more once this has left.
-                lost()
+                # No thread may read the numbers after the return.
+                parts.abandon()
                 sending.wait(OPEN_SECONDS)
                 if sending.error is not None and not isinstance(sending.error, (OSError, LinkLost)):
                     raise sending.error from None
@@ -215,28 +188,34 @@ class TcpLane(Lane):
                 wire.close()
             self._turn.release()
 
-    def _open(self) -> None:
-        """Opens it with the ticket of the last Hello; where it cannot be had, gRPC serves."""
+    def _open(self) -> bool:
+        """Open it with the ticket of the newest Hello; False where it cannot be opened."""
+        if self.lost:
+            return False
         ticket, self._offer.ticket = self._offer.ticket, b""
         if self.is_closed or not ticket or time.monotonic() > self._offered_at + TICKET_SECONDS:
             # Hello brings another.
-            raise LocalLost("the lane is to be opened anew")
-        host, port = self._channel.address.rpartition(":")[0].strip("[]"), self._offer.port
+            raise LocalLost("the lane is to be opened again")
+        host, port = self._peer.address.rpartition(":")[0].strip("[]"), self._offer.port
+        route, credentials = self._peer.route, self._peer.credentials
         try:
             self._wire = self._opened(host, port, ticket)
         except (OSError, lane.LaneClosed, DecodeError, LinkLost, PypsError) as error:
             reason = str(_lost(error)) if isinstance(error, (OSError, lane.LaneClosed)) else str(error)
-            credentials = self._channel.credentials
             if isinstance(error, ssl.SSLError):
                 reason = credentials.explained(f"{host}:{port}", error)
             elif isinstance(error, lane.LaneClosed) and not credentials.tls_ca:
                 reason += " at once, as by a server that takes TLS only: set tls_ca (PYPS_TLS_CA) if it does"
-            self._channel.go_without(f"no lane at port {port}: {reason}")
-        else:
-            self._channel.told.tell(A_LANE, self._channel.told.no_memory)
+            self.give_up(f"no lane at port {port}: {reason}")
+            return False
+        route.log(A_LANE, route.no_memory)
+        if self.is_closed:
+            # By a thread that found nothing to shut yet.
+            raise LocalLost("the lane was closed")
+        return True
 
     def _opened(self, host: str, port: int, ticket: bytes) -> lane.Lane:
-        credentials = self._channel.credentials
+        credentials = self._peer.credentials
         end = socket.create_connection((host, port), OPEN_SECONDS)
         try:
             end.setblocking(True)
@@ -253,7 +232,7 @@ class TcpLane(Lane):
             wire.send(lane.OPEN, LaneOpen(sender=self._sender, ticket=ticket).SerializeToString())
             answer, header, _ = wire.receive(header_bytes_max=HEADER_BYTES_MAX)
             if answer == lane.FAILURE:
-                raise verdict_of(LocalFailure.FromString(header), f"server {self._channel.address}")
+                raise verdict_of(LocalFailure.FromString(header), f"server {self._peer.address}")
             if answer != lane.OPEN:
                 raise LocalLost("another program answers there")
         except BaseException:
@@ -272,19 +251,19 @@ class TcpLane(Lane):
 
 
 def verdict_of(failure: LocalFailure, server: str) -> Exception:
-    """What a server's refusal is to be raised as."""
+    """Return the error of a server's refusal."""
     if failure.name == ServerUnavailable.__name__:
         return LocalLost(failure.details)
     error = from_status(failure.status, f"{failure.details} ({server})", failure.name or None)
     return Busy(str(error)) if isinstance(error, LimitExceeded) else error
 
 
-def _send(wire: lane.Lane, kind: int, messages: Iterable[Parts]) -> None:
+def _send(wire: lane.Lane, kind: int, parts: Parts) -> None:
     try:
-        for header, payload in messages:
-            wire.send(kind, header, payload)
+        for message, payload in parts.messages:
+            wire.send(kind, message.SerializeToString(), payload)
     except BaseException:
-        # Who waits for the answers is told.
+        # The thread that waits for replies ends.
         wire.shut()
         raise
 

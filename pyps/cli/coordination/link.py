@@ -16,8 +16,8 @@ from pyps_client import log
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy, Wait
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import InvalidArgument, PypsError, ServerUnavailable, WaitTimedOut
@@ -204,7 +204,7 @@ class Link:
             return reply
 
     def _operation(self, method: str, request: Message, reply: type[Reply], timeout_seconds: float) -> Operation[Reply]:
-        def call(channel: Channel, _: threading.Event) -> Reply:
+        def call(channel: GrpcChannel, _: threading.Event) -> Reply:
             answer = channel.call(method, request, reply, timeout_seconds=timeout_seconds)
             with self._traffic_lock:
                 self._traffic += Traffic.of(method, request, answer)
@@ -216,7 +216,7 @@ class Link:
         policy = RetryPolicy(self.launch.loss_wait_seconds, "loss_wait_seconds")
         return connection.persist(operation, rejoin=self._rejoin, stop=self._closing, policy=policy)
 
-    def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
+    def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         self._handshake.rejoin(connection, channel, timeout_seconds)
         if self._epochs and connection.epoch != self._epochs[connection.index]:
             raise ServerRestarted(f"{connection.name} was restored from a checkpoint")

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -10,23 +10,30 @@ import pytest
 
 from pyps_client.credentials import Credentials
 from pyps_client.retry import Busy, LinkLost
+from pyps_client.transport import Parts, Payload
 from pyps_client.transport.grpc import GrpcChannel
+from pyps_wire.common_pb2 import Receipt
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import METADATA_KEY, LimitExceeded, PypsError, UnknownWorker
+from pyps_wire.framing import split
+from pyps_wire.parameter_server_pb2 import ExchangeReply, PushRequest
 from support import PythonProcess
 
 MEBIBYTE = 1 << 20
 
 
 class EchoServer:
-    """Answers each message with itself; `b"fail NAME"` ends the call with that error, b"hush" is not answered."""
+    """Answers each payload with itself; `b"fail NAME"` ends the call with that error, b"hush" is not answered."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.hushed: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         # More threads than calls: a stream that was given up holds its own until the server notices.
         self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1)])
-        handlers = dict.fromkeys(("Exchange", "Push"), grpc.stream_stream_rpc_method_handler(self._exchange))
+        handlers = {
+            "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
+            "Push": grpc.stream_stream_rpc_method_handler(self._push),
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PARAMETER_SERVER, handlers),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
@@ -34,9 +41,14 @@ class EchoServer:
     def close(self) -> None:
         self._server.stop(None).wait()
 
+    def _push(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for message in self._exchange(messages, context):
+            yield Receipt(message=bytes(split(message)[1]).decode()).SerializeToString()
+
     def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         self.calls += 1
-        for message in messages:
+        for frame in messages:
+            message = bytes(split(frame)[1])
             if message.startswith(b"fail"):
                 error = {"UnknownWorker": UnknownWorker, "LimitExceeded": LimitExceeded}[message.split()[1].decode()]
                 context.set_trailing_metadata(((METADATA_KEY, error.__name__),))
@@ -48,7 +60,7 @@ class EchoServer:
                 context.add_callback(ended.set)
                 self.hushed.put(ended)
                 continue
-            yield message
+            yield frame
 
 
 @pytest.fixture
@@ -65,14 +77,19 @@ def channel(server: EchoServer) -> Iterator[GrpcChannel]:
     made.close()
 
 
-def echo(channel: GrpcChannel, *messages: bytes, seconds: float = 20.0, push: bool = False) -> list[bytes]:
+def parts(payloads: Iterable[bytes], seconds: float = 20.0) -> Parts:
+    return Parts(((PushRequest(), payload) for payload in payloads), seconds)
+
+
+def echo(channel: GrpcChannel, *payloads: bytes, seconds: float = 20.0, push: bool = False) -> list[bytes]:
     replies: list[bytes] = []
 
-    def take(message: bytes) -> bool:
-        replies.append(message)
-        return len(replies) == len(messages)
+    def take(reply: Receipt | ExchangeReply, payload: Payload) -> bool:
+        assert isinstance(payload, memoryview)
+        replies.append(reply.message.encode() if isinstance(reply, Receipt) else bytes(payload))
+        return len(replies) == len(payloads)
 
-    (channel.push if push else channel.exchange)(iter(messages), take, timeout_seconds=seconds)
+    assert channel.round("Push" if push else "Exchange", parts(payloads, seconds), take)
     return replies
 
 
@@ -115,12 +132,13 @@ def test_frames_are_made_when_there_is_room_for_them(channel: GrpcChannel) -> No
             made.append(number)
             yield bytes([number]) * (4 * MEBIBYTE)
 
-    def take(message: bytes) -> bool:
-        taken.append(message[0])
+    def take(_: object, payload: Payload) -> bool:
+        assert isinstance(payload, memoryview)
+        taken.append(payload[0])
         ahead.append(len(made) - len(taken))
         return len(taken) == 24
 
-    channel.exchange(frames(), take, timeout_seconds=60)
+    channel.round("Exchange", parts(frames(), 60), take)
     assert taken == list(range(24))
     assert max(ahead) < 16
 
@@ -158,11 +176,11 @@ def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel:
 
 
 def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: GrpcChannel) -> None:
-    def take(message: bytes) -> bool:
+    def take(*_: object) -> bool:
         raise PypsError("never seen such a thing")
 
     with pytest.raises(PypsError, match="never seen"):
-        channel.exchange(iter([b"strange"]), take, timeout_seconds=20)
+        channel.round("Exchange", parts([b"strange"]), take)
     assert echo(channel, b"after") == [b"after"]
     assert server.calls == 2
 
@@ -172,9 +190,8 @@ def test_a_frame_that_cannot_be_made_ends_the_round(channel: GrpcChannel) -> Non
         yield b"first"
         raise PypsError("the vectors are gone")
 
-    take: Callable[[bytes], bool] = lambda _: False  # noqa: E731
     with pytest.raises(PypsError, match="the vectors are gone"):
-        channel.exchange(frames(), take, timeout_seconds=20)
+        channel.round("Exchange", parts(frames()), lambda *_: False)
     assert echo(channel, b"after") == [b"after"]
 
 
@@ -182,7 +199,9 @@ def test_a_frame_that_cannot_be_made_ends_the_round(channel: GrpcChannel) -> Non
 INTERRUPTED = """
 import random, signal, sys
 from pyps_client.credentials import Credentials
+from pyps_client.transport import Parts
 from pyps_client.transport.grpc import GrpcChannel
+from pyps_wire.parameter_server_pb2 import PushRequest
 
 class Alarm(Exception):
     pass
@@ -199,7 +218,8 @@ while interrupted < 150:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.01))
         while True:
             replies = []
-            channel.exchange(iter([b"x", b"y"]), lambda m: replies.append(m) or len(replies) == 2, timeout_seconds=20)
+            parts = Parts([(PushRequest(), b"x"), (PushRequest(), b"y")], 20)
+            channel.round("Exchange", parts, lambda _, payload: replies.append(bytes(payload)) or len(replies) == 2)
             assert replies == [b"x", b"y"]
     except Alarm:
         interrupted += 1

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import ItemsView, Iterator
-from types import SimpleNamespace
-from typing import cast
+from collections.abc import ItemsView
+from typing import Any
 
 import numpy as np
 
 from pyps_client.launch import Launch
 from pyps_client.pull import Held, Holdings, IncomingPull, Intake, LongPoll
-from pyps_client.transport import Channel
+from pyps_client.transport import Parts, Take
 from pyps_client.transport.connection import Connection
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import (
@@ -23,7 +22,6 @@ from pyps_wire.common_pb2 import (
     Receipt,
     Sender,
 )
-from pyps_wire.framing import join
 from pyps_wire.parameter_server_pb2 import Parameters
 from pyps_wire.partition import Model, Tensor, partition
 
@@ -159,14 +157,17 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() 
     intake = Intake([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
     pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, poll=LongPoll(0.0))
 
-    def read(*_: object, **__: object) -> Iterator[bytes]:
-        # A heartbeat's.
-        connection.epoch = 2
-        for shard in PLAN.of_server(0):
-            header = Parameters(shard_id=shard.shard_id, epoch=1, version=3, codec=FLOAT32)
-            yield join(header, values[: shard.length].view(np.uint8).data)
+    class Channel:
+        def round(self, method: str, parts: Parts, take: Take) -> bool:
+            # A heartbeat's.
+            connection.epoch = 2
+            for shard in PLAN.of_server(0):
+                header = Parameters(shard_id=shard.shard_id, epoch=1, version=3, codec=FLOAT32)
+                take(header, values[: shard.length].view(np.uint8).data)
+            return True
 
-    assert pull(cast(Channel, SimpleNamespace(read=read, lane=None)), threading.Event()) == set(ON_FIRST)
+    channel: Any = Channel()
+    assert pull(channel, threading.Event()) == set(ON_FIRST)
     assert (intake.held.epoch, connection.epoch) == (1, 2)
 
 

@@ -1,6 +1,5 @@
 import math
 import threading
-from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -8,10 +7,13 @@ import numpy as np
 import pytest
 
 from pyps_client.departures import Departures
+from pyps_client.launch import Launch
 from pyps_client.pull import Held, Intake
 from pyps_client.push import Cut, GroupRate, Outgoing, Plan, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.memory import TorchConverter
+from pyps_client.transport import Parts, Take
+from pyps_client.transport.connection import Connection
 from pyps_client.vectors import NUMPY, Encoder, check_vectors
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, Codec
 from pyps_wire.common_pb2 import (
@@ -42,12 +44,20 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
     described.setdefault("learning_rates", {})
     versions = {0: 5, 1: 6}
     cut = Cut(parts, sender=Sender(), codec=codec, kinds=kinds)
-    return Outgoing(cut, Plan(vectors), 3, base_versions=versions, newest_base_versions=versions, **described)
+    return Outgoing(
+        *(cut, Plan(vectors), 3),
+        base_versions=versions,
+        newest_base_versions=versions,
+        connection=Connection(0, launch=Launch("one:1")),
+        waiting=cut.waiting.copy(),
+        vectors=vectors,
+        **described,
+    )
 
 
 def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
     push._fill(push.cut)
-    split_frames = [split(frame) for frame in push._frames(push.cut, join)]
+    split_frames = [split(join(*message)) for message in push._messages(push.cut)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
@@ -151,15 +161,14 @@ def test_vectors_are_never_converted_silently() -> None:
 class LosingChannel:
     """A channel that loses each call after one receipt."""
 
-    lane = None
-
     def __init__(self) -> None:
         self.sent: list[list[PushRequest]] = []
 
-    def push(self, frames: Iterator[bytes], take: Callable[[bytes], bool], *, timeout_seconds: float) -> None:
-        self.sent.append([PushRequest.FromString(split(frame)[0]) for frame in frames])
+    def round(self, method: str, parts: Parts, take: Take) -> bool:
+        self.sent.append([PushRequest.FromString(message.SerializeToString()) for message, _ in parts.messages])
         header = self.sent[-1][0]
-        take(Receipt(shard_id=header.shard_id, sequence=header.sequence).SerializeToString())
+        take(Receipt(shard_id=header.shard_id, sequence=header.sequence), memoryview(b""))
+        return True
 
 
 def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None:
@@ -200,7 +209,7 @@ def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it() 
         push = push_of(part, plan.gradients, codec=codec, encoder=encoder)
         first, again = frames_of(push)[0][1], frames_of(push)[0][1]
         assert bytes(first) == bytes(again)
-        push._take(Receipt(shard_id=0, sequence=3, outcome=outcome))  # type: ignore[arg-type]
+        push._take(Receipt(shard_id=0, sequence=3, outcome=outcome), None)  # type: ignore[arg-type]
         return codec.decode(first, len(first) - 4)[:4]
 
     assert sent(OUTCOME_APPLIED).tolist() == [8, 0, 0, 0]

@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyps_client import lease
-from pyps_client.credentials import Credentials
 from pyps_client.launch import Launch
 from pyps_client.lease import Heartbeat
 from pyps_client.retry import LinkLost, Outage, RetryPolicy, Wait
-from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection, Servers
-from pyps_client.transport.grpc import Grpc
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.parameter_server_pb2 import HeartbeatRequest
 from support import DEADLINE_SECONDS, server_port, wait_until
@@ -191,14 +189,14 @@ def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog: pytest.LogC
 
 
 def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Channel] = []
-    make = Grpc.channel
+    made: list[GrpcChannel] = []
+    dial = Connection._dial
 
-    def channel(self: Grpc, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
-        made.append(make(self, address, credentials, use_proxy=use_proxy))
+    def dialled(self: Connection, address: str) -> GrpcChannel:
+        made.append(dial(self, address))
         return made[-1]
 
-    monkeypatch.setattr(Grpc, "channel", channel)
+    monkeypatch.setattr(Connection, "_dial", dialled)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",), transport="grpc")
     beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
     beats.keep(Connection(0, launch=launch), 0.01)

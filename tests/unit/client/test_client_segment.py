@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pyps_client.launch import Launch
-from pyps_client.transport.lent import ALIGNMENT_BYTES, Layout, Lending, Sharing
+from pyps_client.transport.memory import ALIGNMENT_BYTES, Layout, Lending
 from pyps_client.transport.shared_memory import Segment
+from pyps_client.transport.sharing import Sharing
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.partition import Model, Tensor, partition
@@ -63,15 +64,16 @@ def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lend
 
 def test_the_request_to_attach_says_where_the_numbers_are() -> None:
     lending = Lending(LAYOUT, Segment(LAYOUT.num_bytes))
-    assert lending.segment is not None
+    segment = lending.memory
+    assert isinstance(segment, Segment)
     lending.lent.gradients[1][0][:] = 0x3F80
     lending.lent.parameters[2][:] = 0.5
 
     attach = lending.attach_request(Sender(worker_id="a"), b"ticket").attach
 
-    whole = os.pread(lending.segment.fd, lending.segment.num_bytes, 0)
+    whole = os.pread(segment.fd, segment.num_bytes, 0)
     assert attach.segment_bytes == len(whole)
-    assert int.from_bytes(whole[:8], "little") == lending.segment.nonce
+    assert int.from_bytes(whole[:8], "little") == segment.nonce
     gradient = np.frombuffer(whole, np.uint16, 1000, attach.gradients[1].offsets[0])
     assert set(gradient.tolist()) == {0x3F80}
     assert np.frombuffer(whole, np.float32, 7, attach.parameters.offsets[2]).tolist() == [0.5] * 7

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyps_client.retry import Busy, LocalLost
-from pyps_client.transport.lent import Layout, Lending
+from pyps_client.transport import Parts
+from pyps_client.transport.memory import Layout, Lending
 from pyps_client.transport.shared_memory import Segment, SharedMemory, SharedMemoryLink
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import Sender
@@ -46,11 +47,19 @@ def refusal(status: str, name: str) -> LocalReply:
 
 
 def ask(link: SharedMemoryLink, seconds: float = 20.0) -> LocalReply:
-    assert link.begin()
+    replies: list[LocalReply] = []
+    request = link.request
+
+    def heard(request_of: LocalRequest, *, timeout_seconds: float) -> LocalReply:
+        replies.append(request(request_of, timeout_seconds=timeout_seconds))
+        return replies[0]
+
+    link.request = heard  # type: ignore[method-assign]
     try:
-        return link.request(PULL, timeout_seconds=seconds)
+        assert link.round("Pull", Parts((), seconds, request=PULL), lambda *_: False)
     finally:
-        link.end()
+        link.request = request  # type: ignore[method-assign]
+    return replies[0]
 
 
 def test_requests_are_framed_and_replies_may_come_in_pieces(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
@@ -132,7 +141,7 @@ def test_closing_ends_a_request_under_way(ends: tuple[SharedMemoryLink, socket.s
 
 
 def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
-    link, _ = ends
+    link, far = ends
 
     class ClosedMeanwhile:
         """The turn, at whose release another thread has just tried to close the link."""
@@ -148,29 +157,36 @@ def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends: tuple[SharedMemoryLi
                 link.close()
             self._turn.release()
 
+    far.sendall(framed(PULLED))
     link._turn = ClosedMeanwhile(link._turn)  # type: ignore[assignment, arg-type]
-    assert link.begin()
-    link.end()
+    ask(link)
     assert link._socket.fileno() == -1
 
 
 def test_a_held_request_turns_others_away_a_quick_one_does_not(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
-    link, _ = ends
-    assert link.begin(parks=True)
-    assert not link.begin()
-    link.end()
+    link, far = ends
 
-    assert link.begin()
-    with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(link.begin)
-        link.end()
+    def pull(*, waits: bool) -> bool:
+        return link.round("Pull", Parts((), 20.0, request=PULL, waits=waits), lambda *_: False)
+
+    with ThreadPoolExecutor(2) as pool:
+        for waits in (True, False):
+            first = pool.submit(pull, waits=waits)
+            assert far.recv(1 << 16)
+            second = pool.submit(pull, waits=False)
+            if waits:
+                assert not second.result(20)
+            far.sendall(framed(PULLED))
+            assert first.result(20)
+        assert far.recv(1 << 16)
+        far.sendall(framed(PULLED))
         assert second.result(20)
-    link.end()
 
 
 def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
     layout = Layout(Model((Tensor("a", (10,)),)), FLOAT32, FLOAT32, 1)
-    lending = Lending(layout, Segment(layout.num_bytes))
+    segment = Segment(layout.num_bytes)
+    request = Lending(layout, segment).attach_request(Sender(), b"t")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("")
     listener.listen()
@@ -187,8 +203,8 @@ def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
     thread = threading.Thread(target=liar)
     thread.start()
     with pytest.raises(LocalLost, match="does not see this worker's memory"):
-        SharedMemory().attach(offer, lending, Sender(), name="server 0")
+        SharedMemory().attach(offer, segment, request, name="server 0")
     thread.join(20)
     listener.close()
     with pytest.raises(LocalLost, match="refused"):
-        SharedMemory().attach(offer, lending, Sender(), name="server 0")
+        SharedMemory().attach(offer, segment, request, name="server 0")

@@ -38,9 +38,6 @@ for found in pkgutil.walk_packages(pyps_client.__path__, "pyps_client."):
         importlib.import_module(found.name)
 assert not ONLY_LINUX & sys.modules.keys()
 
-from pyps_client.transport.lent import Memory
-Memory(4096)
-
 model = torch.nn.Linear(3, 1, bias=False)
 optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), launch=Launch(sys.argv[1], run_id="r"))
 for _ in range(3):

@@ -1,0 +1,137 @@
+"""Sharing a session's vectors with the servers on its machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
+
+from pyps_client.launch import Launch
+from pyps_client.retry import LinkLost, LocalLost
+from pyps_client.transport import NO_LANE, NO_OFFER, TICKET_SECONDS
+from pyps_client.transport.connection import Connection
+from pyps_client.transport.memory import Layout, Lending
+from pyps_client.vectors import Vectors
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.contract import GRADIENT_BUFFERS_MAX
+from pyps_wire.errors import InvalidArgument, PypsError
+from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
+from pyps_wire.partition import Partition
+
+
+class Sharing:
+    """One session's vectors, and the servers that share their memory. The others take messages; the log has why."""
+
+    def __init__(self, launch: Launch, partition: Partition, connections: Sequence[Connection], sender: Sender) -> None:
+        self._launch = launch
+        # To servers that hold shards.
+        self._connections = [connection for connection in connections if partition.of_server(connection.index)]
+        self._sender = sender
+        self._lending: Lending | None = None
+        # By server index, of the newest Hello.
+        self._offers: dict[int, LocalTransport | None] = {}
+        self._offered_at: dict[int, float] = {}
+
+    def lend(self, layout: Layout) -> Lending:
+        """Make the vectors, in memory shared with each server that offers it; once a session."""
+        if self._lending is not None:
+            raise InvalidArgument(
+                "This session has lent its vectors already: keep what lend() returned, or make another."
+            )
+        if not 1 <= layout.gradient_buffers <= GRADIENT_BUFFERS_MAX:
+            raise InvalidArgument(
+                f"gradient_buffers is {layout.gradient_buffers}; expected 1 to {GRADIENT_BUFFERS_MAX} of them."
+            )
+        lending = self._shared(layout)
+        if lending is not None:
+            attached = [self._attach(connection, lending) for connection in self._connections]
+        if lending is None or not any(attached):
+            lending = Lending(layout)
+        self._lending = lending
+        return lending
+
+    def greeted(self, connection: Connection, reply: HelloReply) -> None:
+        """Keep a server's offer; a server that was lost shares the same memory again."""
+        self._offers[connection.index] = reply.local if self._launch.dialer.shares and reply.HasField("local") else None
+        self._offered_at[connection.index] = time.monotonic()
+        lending = self._lending
+        if lending is not None and lending.memory is not None and connection in self._connections:
+            self._attach(connection, lending)
+
+    def is_stale(self, connection: Connection) -> bool:
+        """Return whether another Hello is needed before memory is shared, since tickets are valid for seconds."""
+        aged = time.monotonic() > self._offered_at[connection.index] + TICKET_SECONDS
+        return aged and self._offers[connection.index] is not None
+
+    def gradients(self, vectors: Vectors) -> int | None:
+        """Return the index of these gradients among the session's; None for others."""
+        if self._lending is not None:
+            for index, lent in enumerate(self._lending.lent.gradients):
+                if _same(vectors, lent):
+                    return index
+        return None
+
+    def are_parameters(self, vectors: Vectors) -> bool:
+        """Return whether these are the session's parameters."""
+        return self._lending is not None and _same(vectors, self._lending.lent.parameters)
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport of the session's vectors, or "mixed"."""
+        names = {connection.transport for connection in self._connections}
+        return "mixed" if len(names) > 1 else names.pop()
+
+    def _shared(self, layout: Layout) -> Lending | None:
+        """Return vectors in memory to share; None where no server would share it, or the system has none."""
+        if not self._launch.dialer.shares:
+            return None
+        offered = [connection for connection in self._connections if self._offers.get(connection.index)]
+        reason = NO_OFFER
+        if offered:
+            try:
+                for codec in layout.codecs:
+                    codec.require_divisible()
+                return Lending(layout, self._launch.dialer.memory(layout.num_bytes))
+            except InvalidArgument as refused:
+                reason = str(refused)
+            except OSError as error:
+                reason = f"{layout.num_bytes} bytes of memory to share cannot be had ({error})"
+        for connection in self._connections:
+            self._refuse(connection, reason if connection in offered else NO_OFFER)
+        return None
+
+    def _attach(self, connection: Connection, lending: Lending) -> bool:
+        """Share the memory with a server; return False where messages are to serve."""
+        if connection.link is not None:
+            connection.drop_lane()
+            return True
+        try:
+            offer = self._offers.get(connection.index)
+            if offer is None:
+                raise LocalLost(NO_OFFER)
+            assert lending.memory is not None
+            request = lending.attach_request(self._sender, offer.ticket)
+            attach = partial(self._launch.dialer.attach, offer, lending.memory, request, name=connection.name)
+            connection.attach(attach)
+        except (LinkLost, PypsError) as problem:
+            self._refuse(connection, str(problem))
+            return False
+        connection.drop_lane()
+        connection.left_unchecked = len(self._connections) == 1
+        connection.route.log("shared memory")
+        return True
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        """Let messages serve from now on; raise where the launch forbids it."""
+        if self._launch.dialer.insists:
+            raise self._launch.dialer.refusal(connection.name, reason)
+        connection.detach()
+        connection.route.no_memory = f"no memory is shared ({reason.rstrip('.')})"
+        # A lane logs it once it is open.
+        if connection.lane is None:
+            connection.route.log("gRPC", NO_LANE, connection.route.no_memory)
+
+
+def _same(vectors: Vectors, lent: Vectors) -> bool:
+    return vectors is lent or (len(vectors) == len(lent) and all(map(is_, vectors, lent)))
