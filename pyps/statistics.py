@@ -50,7 +50,6 @@ class Tally:
     histogram: dict[int, int] = field(default_factory=dict)
 
     def add(self, receipt: Receipt, *, payload_bytes: int) -> None:
-        """Count one answered push."""
         self.bytes_in += payload_bytes
         if receipt.duplicate:
             self.pushes_duplicate += 1
@@ -97,7 +96,6 @@ class Tally:
         return 1.0 - self.rate_scale_mean
 
     def include(self, other: Tally) -> None:
-        """Add another tally's counts."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.staleness_max = max(self.staleness_max, other.staleness_max)
@@ -225,7 +223,6 @@ class Statistics:
             self._last_update = now
 
     def blocked(self, worker_id: str, seconds: float) -> None:
-        """Count the end of a wait for other workers."""
         with self._lock:
             for tally in (self._of_no_shard, self._worker(worker_id)[0]):
                 tally.blocked_seconds += seconds
@@ -271,7 +268,6 @@ class Statistics:
         return list(islice(wanted, limit))
 
     def apply_seconds(self) -> ApplySeconds:
-        """Return the times that pushes took in their shards."""
         with self._lock:
             *counts, above = self._apply_counts
             return ApplySeconds(APPLY_SECONDS_BOUNDS, tuple(counts), above, self._apply_sum)

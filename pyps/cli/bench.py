@@ -75,7 +75,6 @@ class Rounds:
     seconds: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures for scripts."""
         ordered, num_rounds = sorted(self.seconds), len(self.seconds)
         rounds_per_second = num_rounds / sum(ordered)
         return {

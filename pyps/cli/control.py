@@ -88,7 +88,6 @@ class Control:
         return reply
 
     def data_address(self) -> str:
-        """Return the server's data address."""
         try:
             self.hello()
         except ProtocolMismatch:
@@ -244,7 +243,6 @@ def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_se
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
-    """Print what is wrong in one sentence, and exit."""
     typer.echo(f"pyps: {message}", err=True)
     raise typer.Exit(status)
 
@@ -294,7 +292,6 @@ def configure(
 
 
 def require_all(servers: str, token_file: Path | None) -> None:
-    """Exit when the run has servers that were not named."""
     statuses = [status for _, status in call_each(servers, token_file, "GetStatus", pb.GetStatusRequest())]
     if hint := not_asked(statuses):
         total = max(status.num_servers for status in statuses)

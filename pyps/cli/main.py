@@ -50,7 +50,6 @@ class CommandGroup(TyperGroup):
     """Imports a subcommand when it is called, so that a server does not load what only the demo needs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of COMMANDS."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

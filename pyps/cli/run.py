@@ -225,12 +225,10 @@ class Kept:
 
     @property
     def folders(self) -> list[Path]:
-        """The servers' folders."""
         return [self.folder / f"server-{index}" for index in range(self.num_servers)] if self.folder else []
 
     @cached_property
     def found(self) -> list[Checkpoint]:
-        """The newest checkpoints at the start."""
         return self._newest()
 
     def _newest(self) -> list[Checkpoint]:
@@ -330,5 +328,4 @@ class PrefixedOutput:
             sys.stdout.flush()
 
     def announce(self, text: str) -> None:
-        """Print a line of the launcher."""
         self.line("pyps", text)

@@ -44,7 +44,6 @@ class Answer:
     work: work_wire.WorkProgress
 
     def to_json(self) -> dict[str, Any]:
-        """Return the answer as JSON, with grpcurl's names."""
         return {
             "address": self.address,
             "status": _plain(self.status),
@@ -166,7 +165,6 @@ def lines(answers: Sequence[Answer]) -> Iterable[str]:
 
 
 def servers_table(answers: Sequence[Answer]) -> Table:
-    """Return a table with a column for each server."""
     table = Table(title="servers")
     table.add_column("control")
     for answer in answers:
@@ -296,7 +294,6 @@ def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
 
 
 def waits_for(known: Sequence[pb.WorkerInfo]) -> list[str]:
-    """Return the workers that a worker waits for now."""
     return sorted({name for worker in known for name in worker.waits_for})
 
 

@@ -32,9 +32,9 @@ class Simulation:
         seed: int = 0,
         recorder: RunRecorder | None = None,
     ) -> None:
-        """Each of the parameters becomes a shard; the settings are those of its update rule."""
+        """Make a shard of each of the parameters, with an update rule of these settings."""
         self.events: list[Event] = []
-        # Pushes that have been answered, and those among them that were not refused.
+        # Answered pushes, and the accepted ones among them.
         self.num_pushes = self.num_taken = 0
         self._scheduler = Scheduler()
         self.server = VirtualServer(
@@ -44,7 +44,7 @@ class Simulation:
             server or ServerPlan(),
             num_workers=len(workers),
             scheduler=self._scheduler,
-            tell=self._note,
+            report=self._note,
             recorder=recorder,
         )
         self.workers = [
@@ -65,26 +65,24 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """The virtual time, in seconds."""
         return self._scheduler.now
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Do something at a time: pauses a shard, replaces the behaviour."""
+        """Have an action called at a time, for example one that pauses a shard."""
         self._scheduler.at(time, action)
 
     def run(self, *, seconds: float = float("inf"), pushes: int | None = None) -> None:
-        """Go on until that time, until so many pushes were taken, or until nobody has anything to do."""
+        """Run until that time, until so many pushes are accepted, or until no action is left."""
         while self._scheduler.next_time <= seconds and (pushes is None or self.num_taken < pushes):
             if not self._scheduler.step():
                 return
 
     def receipts(self, shard_id: int | None = None) -> list[Receipt]:
-        """Return the answers to all pushes, or to those of a shard, in the order of time."""
+        """Return the receipts of all pushes, or of a shard's, in the order of time."""
         receipts = (event.receipt for event in self.events if event.receipt is not None)
         return [receipt for receipt in receipts if shard_id is None or receipt.shard_id == shard_id]
 
     def trace(self) -> str:
-        """Return all events, one a line."""
         return "".join(f"{event}\n" for event in self.events)
 
     def _note(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""A worker in virtual time: it does what the client does, with a given time for each computation."""
+"""A worker in virtual time: it does what the client does, and a plan gives the time of each computation."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ SHORTEST = 0.05
 
 
 def fixed(seconds: float) -> Timing:
-    """Every step takes the same time."""
+    """Return the same time for every step."""
     return lambda step, random: seconds
 
 
 def scripted(seconds: Sequence[float]) -> Timing:
-    """Steps take these times in turn; from the last on they repeat it."""
+    """Return these times in turn, and the last one for all further steps."""
     return lambda step, random: seconds[min(step, len(seconds) - 1)]
 
 
 def normal(mean: float = 1.0, *, variation: float) -> Timing:
-    """Times spread about the mean with that coefficient of variation."""
+    """Return normally distributed times with that coefficient of variation."""
     return lambda step, random: mean * max(SHORTEST, 1 + variation * float(random.standard_normal()))
 
 
 def lognormal(mean: float = 1.0, *, sigma: float) -> Timing:
-    """Times whose logarithm is normal with deviation `sigma`: now and then a step takes long."""
+    """Return times whose logarithm is normal with deviation `sigma`: some steps take long."""
     return lambda step, random: mean * float(np.exp(sigma * random.standard_normal() - sigma * sigma / 2))
 
 
 def exponential(mean: float = 1.0) -> Timing:
-    """Times without memory, as on machines with many other tenants."""
+    """Return exponentially distributed times, as on machines that many jobs share."""
     return lambda step, random: mean * float(random.exponential())
 
 
 class Step(NamedTuple):
-    """What a worker computes on."""
+    """The input of a worker's computation."""
 
     worker_id: str
     # The worker's own count of steps, from 0.
     number: int
-    # By shard: what was pulled, and its version. Copies, the caller's to keep.
+    # By shard: the pulled parameters, as copies, and their versions.
     parameters: Mapping[int, Floats]
     versions: Mapping[int, int]
     # The worker's own random numbers.
@@ -61,11 +61,11 @@ class Step(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What came of a step."""
+    """The result of a step."""
 
-    # By shard; a shard that is left out had no gradient.
+    # By shard; a missing shard has no gradient.
     gradients: Mapping[int, Floats]
-    # The examples behind them, and the minibatches that they are the sum of.
+    # The examples and the minibatches in their sum.
     examples: int = 1
     minibatches: int = 1
 
@@ -75,23 +75,23 @@ Compute = Callable[[Step], Computed]
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """When a worker comes, how quick it is, and how it ends."""
+    """When a worker joins, how fast it is, and how it ends."""
 
     worker_id: str
     timing: Timing = field(default_factory=lambda: fixed(1.0))
     joins_at: float = 0.0
-    # It leaves in good order after so many steps; None goes on for ever.
+    # It finishes after so many steps; None for no end.
     steps: int | None = None
-    # It stops without a word: whatever it does then is lost, and its lease runs out later.
+    # It stops without Leave: its step is lost, and its lease runs out later.
     dies_at: float = float("inf")
     # A later life of the same worker has a larger one.
     incarnation: int = 1
-    # The shards it works on, in the order in which it sends them; None for all.
+    # The shards that it trains, in the order in which it sends them; None for all.
     shards: tuple[int, ...] | None = None
 
 
 class VirtualWorker:
-    """One worker's life: join, then proceed, pull, compute, push, over and over."""
+    """One life of a worker: it joins, then proceeds, pulls, computes and pushes in a loop."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class VirtualWorker:
         self.blocked_seconds = 0.0
         self._compute = compute
         self._server, self._scheduler, self._random = server, scheduler, random
-        self._shards = plan.shards if plan.shards is not None else server.shard_ids
+        self._shards = plan.shards if plan.shards is not None else tuple(server.shards)
         self._joined = self._gone = False
         self._sequence = 0
         self._asked_at = 0.0
         # By shard: the version and parameters pulled, and the version to wait for before the next pull.
         self._held: dict[int, tuple[int, Floats]] = {}
         self._min_versions = dict.fromkeys(self._shards, 0)
-        # Shards whose answer is still to come.
+        # Shards without an answer yet.
         self._outstanding: set[int] = set()
         self._at(plan.joins_at, self._join)
         if plan.dies_at < float("inf"):
@@ -127,7 +127,7 @@ class VirtualWorker:
         return self._joined and not self._gone
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
-        """Act at that time, if the worker is there to act."""
+        """Have the action called at that time, unless the worker is gone by then."""
         self._scheduler.at(time, lambda: None if self._gone else action(), worker_id=self.worker_id)
 
     def _join(self) -> None:
@@ -137,7 +137,7 @@ class VirtualWorker:
 
     def _proceed(self) -> None:
         self._asked_at = self._scheduler.now
-        if self._server.asks:
+        if self._server.run.rounds.steps.asks:
             self._ask()
         else:
             self._pull()
@@ -185,7 +185,7 @@ class VirtualWorker:
             incarnation=self.plan.incarnation,
             sequence=self._sequence,
             base_version=self._held[shard_id][0],
-            epoch=self._server.epoch,
+            epoch=self._server.run.content.epoch,
             codec=FLOAT32,
             payload=b"" if values is None else np.asarray(values, np.float32).tobytes(),
             kind=PayloadKind.NOTHING if values is None else PayloadKind.GRADIENT,

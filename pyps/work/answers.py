@@ -23,7 +23,6 @@ class Leased:
 
     @property
     def lease_id(self) -> int:
-        """The number of this lease."""
         return self.portion.lease_id
 
 

@@ -107,7 +107,6 @@ class WorkPass:
 
     @property
     def num_done(self) -> int:
-        """Delivered portions."""
         return self.division.num_portions - len(self.pending) - len(self.running)
 
     @property
@@ -137,7 +136,6 @@ class WorkPass:
         return min(candidates)[2] if candidates else None
 
     def give(self, lease: Lease) -> None:
-        """Add a lease of a portion."""
         if not lease.copy:
             self.pending.remove(lease.portion_id)
         self.running.setdefault(lease.portion_id, []).append(lease)
@@ -153,7 +151,6 @@ class WorkPass:
             self.pending.add(lease.portion_id)
 
     def stage(self, leases: Sequence[Lease], *, stage_id: int, loss_sum: float) -> None:
-        """Record the stage of portions that are delivered together."""
         for lease in leases:
             del self.claimed[lease.portion_id]
             self.stage_of[lease.portion_id] = stage_id
@@ -170,7 +167,6 @@ class WorkPass:
         return PendingPortions([*self.pending.runs, *((portion, portion + 1) for portion in self.running)]).runs
 
     def outcome(self) -> AwaitPassReply:
-        """Return the result of a pass with stages."""
         if not self.done:
             return AwaitPassReply(complete=False)
         loss_sum = 0.0

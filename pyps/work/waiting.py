@@ -55,7 +55,6 @@ class WaitingCalls:
 
     @property
     def names(self) -> set[str]:
-        """The workers that wait."""
         return self._parked.calls.keys() - {_COORDINATORS}
 
     def announce(self, worker_id: str, call: Wake | None) -> None:
@@ -92,19 +91,15 @@ class WaitingCalls:
         self._parked.park(_COORDINATORS, wake)
 
     def forget(self, wake: Wake) -> None:
-        """Drop a wake function."""
         for name in list(self._parked.calls):
             self._parked.forget(name, wake)
         self._latest = {name: other for name, other in self._latest.items() if other != wake}
 
     def wake(self, worker_id: str) -> None:
-        """Wake a worker's call."""
         self._due += self._parked.take([worker_id])
 
     def wake_workers(self) -> None:
-        """Wake the calls of all workers."""
         self._due += self._parked.take(self.names)
 
     def wake_all(self) -> None:
-        """Wake the calls of all workers and coordinators."""
         self._due += self._parked.take_all()

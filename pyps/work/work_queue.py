@@ -356,7 +356,6 @@ class WorkQueue:
             return outcome
 
     def end(self, *, coordinator_epoch: int, message: str) -> None:
-        """End the work; every worker that asks learns it."""
         self._require_coordinated()
         with self._calls.settled():
             self._require_latest(coordinator_epoch)
@@ -557,7 +556,6 @@ class WorkQueue:
         return WorkPass(number, Division.by_size(spec.num_examples, portion_examples), batch_size=batch_size)
 
     def _begin(self, *passes: WorkPass) -> None:
-        """Replace the current passes."""
         self._passes, self.pass_ = list(passes), passes[0].number
         self._departed.clear()
         oldest = self.pass_ - PASSES_REMEMBERED + 1

@@ -174,7 +174,6 @@ class RemoteMachine:
         return combine_answers(instructions, answers) if answers else []
 
     def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
-        """Execute a program on one server."""
         request = self._request(server, instructions, commits_iteration, state)
         timeout = CALL_SECONDS + len(instructions) * self._num_parameters_max / PARAMETERS_PER_SECOND_MIN
         self._link.ask(server, "Execute", request, machine_pb.ExecuteReply, timeout_seconds=timeout)
@@ -274,8 +273,6 @@ class RemoteObjective:
 
 @dataclass
 class _Mark:
-    """The figures at the last line of output."""
-
     at: float
     traffic: Traffic
     work: WorkProgress
@@ -301,7 +298,6 @@ class Output:
         self._mark = _Mark(time.monotonic(), self._traffic(), work)
 
     def passing(self, work: WorkProgress) -> None:
-        """Draw the progress of a pass."""
         self._work = work
         now = time.monotonic()
         if self._as_json or not sys.stdout.isatty() or now - self._drawn_at < DRAW_SECONDS:
@@ -310,7 +306,6 @@ class Output:
         self._draw(f"pass {getattr(work, 'pass')}: {work.done} of {work.num_portions} portions")
 
     def iteration(self, report: IterationReport) -> None:
-        """Print the line of an iteration."""
         mark, work = self._mark, self._work
         traffic = self._traffic() - mark.traffic
         now = time.monotonic()
@@ -336,7 +331,6 @@ class Output:
         )
 
     def ended(self, summary: Summary) -> None:
-        """Print the summary."""
         traffic = self._traffic()
         if self._as_json:
             typer.echo(json.dumps({"summary": asdict(summary), "traffic": asdict(traffic)}))

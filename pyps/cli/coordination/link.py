@@ -41,7 +41,6 @@ class Traffic:
 
     @classmethod
     def of(cls, method: str, request: Message, reply: Message) -> Traffic:
-        """Return the traffic of one call."""
         one = (1, request.ByteSize() + reply.ByteSize())
         return cls(*one) if method == "Execute" else cls(0, 0, *one)
 
@@ -107,7 +106,6 @@ class Link:
 
     @property
     def sender(self) -> Sender:
-        """The coordinator's identity in messages."""
         return self._handshake.sender
 
     @property
@@ -116,7 +114,6 @@ class Link:
 
     @property
     def traffic(self) -> Traffic:
-        """All traffic so far."""
         return self._traffic
 
     def name(self, server: int) -> str:
@@ -124,7 +121,6 @@ class Link:
         return self._servers.connections[server].name
 
     def address(self, server: int) -> str:
-        """Return the last address of a server."""
         return self._servers.connections[server].address
 
     def ask_all(
@@ -152,7 +148,6 @@ class Link:
         *,
         timeout_seconds: float = CALL_SECONDS,
     ) -> Reply:
-        """Send one server a request."""
         operation = self._operation(method, request, reply, timeout_seconds)
         return self._checked_for_restarts(lambda: self._persist(self._servers.connections[server], operation))
 
@@ -175,7 +170,6 @@ class Link:
         return status.workers_alive
 
     def close(self) -> None:
-        """Close the connections."""
         self._closing.set()
         self._servers.close()
 

@@ -96,7 +96,6 @@ class CoordinationSettings:
         return min(num_portions, math.ceil(num_portions / self.portions_per_stage) + num_workers)
 
     def as_flags(self) -> tuple[str, ...]:
-        """Return the settings as flags of `pyps coordinate`."""
         return tuple(
             text for name, value in asdict(self).items() for text in (f"--{name.replace('_', '-')}", str(value))
         )

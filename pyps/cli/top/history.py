@@ -121,7 +121,6 @@ BANDS = ("0", "1", "2", "3-4", "5-8", "9-16", "17-32", "33+")
 
 
 def band_of(staleness: int) -> int:
-    """Return the band of a staleness."""
     return min((staleness - 1).bit_length() + 1, len(BANDS) - 1) if staleness else 0
 
 
@@ -151,7 +150,6 @@ class Server:
     bands: Counter[int] = field(default_factory=Counter)
 
     def take(self, answer: Answer | str) -> None:
-        """Take the next answer or error."""
         self.rates, self.paces = {}, {}
         if isinstance(answer, str):
             self.silent_since = self.silent_since if self.error else time.monotonic()
@@ -178,7 +176,6 @@ class History:
         self.losses: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=POINTS_MAX))
 
     def take(self, address: str, answer: Answer | str) -> None:
-        """Take the next answer or error of a server."""
         server, now = self.servers[address], time.time()
         if isinstance(answer, str):
             happened = [] if server.error else [(now, f"no answer: {answer}")]
@@ -207,12 +204,10 @@ class History:
 
     @property
     def answers(self) -> list[Answer]:
-        """Return the newest answers of the servers that answer."""
         return [server.answer for server in self.servers.values() if server.answer and not server.error]
 
     @property
     def silent(self) -> list[Server]:
-        """Return the servers that do not answer."""
         return [server for server in self.servers.values() if server.error]
 
     def pace(self, worker_id: str) -> float:
