@@ -1,4 +1,4 @@
-"""A server's settings: one frozen dataclass, filled from flags, the environment and a TOML file."""
+"""A server's settings: a frozen dataclass, filled from flags, the environment and a TOML file."""
 
 # ruff: noqa: RUF009 - `setting` makes a dataclasses.field, which is what a default may be.
 
@@ -26,7 +26,7 @@ from pyps_wire.contract import CONTROL_PORT, DATA_PORT, LANE_PORT, METRICS_PORT
 from pyps_wire.errors import InvalidArgument, PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
-# What workers, commands and kernels read; a server finds them too where one shell starts everything.
+# Read by workers, commands and kernels; a server that inherits them must not warn of them.
 OTHER_VARIABLES = (
     "PYPS_CONTROL",
     "PYPS_GRADIENT_CODEC",
@@ -54,7 +54,7 @@ _OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|
 
 
 class ConfigError(PypsError):
-    """A setting that cannot be used; the text says where it came from and what was expected."""
+    """A setting cannot be used; the text says where it is set and what was expected."""
 
 
 def setting(
@@ -65,7 +65,7 @@ def setting(
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field of the configuration: its default, its meaning in one line, and the values it takes."""
+    """Return a field of the configuration."""
     bounds = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
     return dataclasses.field(default=default, metadata=bounds)
 
@@ -74,10 +74,10 @@ def setting(
 class ServerConfig:
     """The settings of a server, which never change after its start."""
 
-    # The settings that somebody chose, be it their defaults. No setting itself.
+    # The names of the settings that are given; no setting itself.
     given: ClassVar[frozenset[str]] = frozenset()
 
-    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback TLS and a token are needed.")
+    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback servers need TLS and a token.")
     port: int = setting(DATA_PORT, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
     control_port: int = setting(
         CONTROL_PORT, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535
@@ -85,14 +85,14 @@ class ServerConfig:
     metrics_port: int = setting(METRICS_PORT, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     lane_port: str = setting(
         "auto",
-        f"Port of the lane, for large messages beside gRPC: a number (0 takes a free one), off, or auto: {LANE_PORT}, "
-        "a free one where that is taken or --port is 0.",
+        f"Port of the lane, for large messages: a number (0 takes a free one), off, or auto: {LANE_PORT}, or a "
+        "free one if that is taken or --port is 0.",
     )
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
     protocol: str = setting(
         "async", f"How pushes become updates, as {', '.join(map(spec.example, protocols.PROTOCOLS.values()))}."
     )
-    warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial; more by release_every=50.")
+    warmup: str = setting("", "A protocol for the first updates, as updates=200,protocol=serial,release_every=50.")
     staleness: str = setting(
         "auto",
         f"What staleness costs a gradient, as {', '.join(map(spec.example, staleness.POLICIES.values()))}; "
@@ -102,18 +102,18 @@ class ServerConfig:
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
     )
     schedule: str = setting("constant", "How the learning rate changes, as step:every=1000,factor=0.5.")
-    epoch_examples: int = setting(0, "Examples in an epoch, for what counts in epochs.", minimum=0)
+    epoch_examples: int = setting(0, "Examples in an epoch, for settings in epochs.", minimum=0)
     batch_growth: str = setting("", "How the workers' minibatch grows, as start=8,maximum=64,every=2 (epochs).")
     clip_norm: float = setting(
         0.0, "Largest norm of a push; a longer one is scaled down, 0 takes all.", minimum=0.0, maximum=1e30
     )
     bounds: str = setting(
         "",
-        "How far workers may set rates and their like, as learning_rate_min=0.001,learning_rate_max=0.5,"
-        "momentum_max=0.95,delta_norm_max=10,examples_max=1000; what is not named is free.",
+        "Bounds of what workers may set or push, as learning_rate_min=0.001,learning_rate_max=0.5,"
+        "momentum_max=0.95,delta_norm_max=10,examples_max=1000.",
     )
     stall_seconds: float = setting(
-        300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
+        300.0, "After this time without a push others wait for a worker no longer.", minimum=0.1
     )
     epochs_ahead: int = setting(
         1, "Epochs of shared data that free workers may begin before the present one is complete.", minimum=0
@@ -125,20 +125,21 @@ class ServerConfig:
         False, "No worker begins before all expected ones have joined, or --stall-seconds are over."
     )
     local_socket: str = setting(
-        "auto", "Where workers of this machine may share their memory: auto, off, or a folder that they see too."
+        "auto", "Socket through which workers of this machine share memory: auto, off, or a folder that they see too."
     )
-    token_file: Path | None = setting(None, "File with the token that callers must show, or several, one a line.")
-    observer_token_file: Path | None = setting(None, "The same for callers who may read all, and change nothing.")
+    token_file: Path | None = setting(None, "File with the token that callers must show, or with several, one a line.")
+    observer_token_file: Path | None = setting(None, "The same for callers who may only read.")
     operator_token_file: Path | None = setting(
-        None, "The same for who may save, set, stop and reset; without it, callers on the server's own machine."
+        None,
+        "The same for callers who may save, set, stop and reset; without it callers on its machine may.",
     )
-    tls_cert: Path | None = setting(None, "PEM file with the server's certificate; all its ports take TLS only then.")
+    tls_cert: Path | None = setting(None, "PEM file with the server's certificate; with it all ports take TLS only.")
     tls_key: Path | None = setting(None, "PEM file with the key of that certificate.")
     tls_client_ca: Path | None = setting(
-        None, "PEM file with the CA that signed callers' certificates; without one of these nobody gets in."
+        None, "PEM file with the CA of callers' certificates, without which callers are refused then."
     )
     insecure: bool = setting(False, "Listen beyond loopback without TLS, or without a token.")
-    max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10, maximum=10**9)
+    max_message_bytes: int = setting(16 * 2**20, "Largest message, in and out.", minimum=64 * 2**10, maximum=10**9)
     max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1, maximum=10**15)
     max_workers: int = setting(256, "Live workers at once.", minimum=1, maximum=100_000)
     max_in_flight_bytes: int = setting(2**30, "Bytes of pushes and pulls held at once.", minimum=2**20, maximum=10**15)
@@ -149,13 +150,13 @@ class ServerConfig:
         4 * 2**30, "Bytes of a coordinator's vectors and of staged gradients.", minimum=2**10, maximum=10**15
     )
     heartbeat_seconds: float = setting(5.0, "How often workers send a heartbeat.", minimum=0.05)
-    lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
+    lease_seconds: float = setting(30.0, "Silence after which a worker is lost.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
     exit_when: str = setting(
         "never",
-        "When to exit: never; gone: once all workers that joined are; finished: once they have, not when one failed, "
-        "and a signal before is no success; idle=SECONDS: when none has been there for so long, whether or not any "
-        "joined; or two of these, as gone,idle=300.",
+        "When to exit: never; gone: once all workers that joined are gone; finished: once all have finished and none "
+        "failed, and a signal before is a failure; idle=SECONDS: after so long without any worker; or two of these, as "
+        "gone,idle=300.",
     )
     checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
     checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
@@ -171,27 +172,25 @@ class ServerConfig:
     ready_file: Path | None = setting(None, "File to write, as JSON, once the server serves.")
     drain_seconds: float = setting(20.0, "Longest time between SIGTERM and the exit.", minimum=0.0)
     threads: int = setting(
-        0, "Threads that run kernels, beside one a lane; 0 takes one a core.", minimum=0, maximum=1024
+        0, "Threads that run kernels, besides one a lane; 0 takes one a core.", minimum=0, maximum=1024
     )
 
     @property
     def stop_condition(self) -> StopCondition | None:
-        """`stop_after` in parts, None when the run goes on until it is stopped."""
         return StopCondition.parse(self.stop_after) if self.stop_after else None
 
     @property
     def exit_condition(self) -> ExitCondition:
-        """`exit_when` in parts."""
         return ExitCondition.parse(self.exit_when)
 
     @property
     def brought_policy(self) -> str:
-        """The staleness policy that the protocol's name brings, since none was chosen; empty otherwise."""
+        """The staleness policy that the protocol brings, if none is given; else ""."""
         return protocols.brought_policy(self.protocol) if self.staleness == "auto" else ""
 
     @property
     def behaviour(self) -> Behaviour:
-        """What happens to gradients, from `protocol`, `staleness` and their like; InvalidArgument where malformed."""
+        """Protocol, staleness policy and their like; InvalidArgument if one is malformed."""
         return Behaviour.parse(
             protocol=self.protocol,
             warmup=self.warmup,
@@ -205,14 +204,14 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class StopCondition:
-    """After how much of what a run is finished."""
+    """The amount after which a run is finished."""
 
     unit: str
     limit: float
 
     @classmethod
     def parse(cls, text: str) -> StopCondition:
-        """Reads updates=N, examples=N or seconds=N; ValueError tells what is expected."""
+        """Parse updates=N, examples=N or seconds=N."""
         unit, _, number = text.partition("=")
         try:
             limit = float(number) if unit == "seconds" else int(number)
@@ -227,14 +226,14 @@ class StopCondition:
 class ExitCondition:
     """When a server ends by itself."""
 
-    # How all workers have to be: gone or finished; never, where it does not end with them.
+    # The state of all workers at which it ends: gone, finished or never.
     workers: str = "never"
-    # How long none of them may be there.
+    # The time without any worker after which it ends.
     idle_seconds: float = math.inf
 
     @classmethod
     def parse(cls, text: str) -> ExitCondition:
-        """Reads never, gone or finished, and idle=SECONDS alone or after one of these two; ValueError for the rest."""
+        """Parse never, gone or finished, or idle=SECONDS, alone or after gone or finished."""
         words = text.split(",")
         workers = words.pop(0) if words[0] in ("never", "gone", "finished") else "never"
         kind, _, number = ",".join(words).partition("=")
@@ -250,12 +249,12 @@ class ExitCondition:
 
 
 def flag_name(field_name: str) -> str:
-    """The flag of a field: checkpoint_dir is --checkpoint-dir."""
+    """Return the flag of a field: --checkpoint-dir for checkpoint_dir."""
     return "--" + field_name.replace("_", "-")
 
 
 def variable_name(field_name: str) -> str:
-    """The environment variable of a field: checkpoint_dir is PYPS_CHECKPOINT_DIR."""
+    """Return the environment variable of a field: PYPS_CHECKPOINT_DIR for checkpoint_dir."""
     return ENVIRONMENT_PREFIX + field_name.upper()
 
 
@@ -266,9 +265,13 @@ def resolve(
     *,
     warn: Callable[[str], None],
 ) -> ServerConfig:
-    """The configuration that flags, environment, TOML file and defaults make, the first that speaks winning.
+    """Return the configuration; flags go before the environment, a TOML file and defaults.
 
-    Raises ConfigError for a value that cannot be used; `warn` gets a line for one that is ignored.
+    Args:
+        warn: Takes a line for each value that is ignored.
+
+    Raises:
+        ConfigError: A value cannot be used.
     """
     table = _read_toml(toml_path) if toml_path is not None else {}
     for name in unknown_variables(environment):
@@ -332,7 +335,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parse(raw: Any, kind: Any, field: dataclasses.Field[Any], origin: str) -> Any:
-    """`raw` as a value of the field's type, within its bounds."""
+    """Return `raw` as a value of the field's type; refuse one out of bounds."""
     optional = isinstance(kind, types.UnionType)
     kind = typing.get_args(kind)[0] if optional else kind
     expected, parse = _KINDS[kind]
@@ -352,7 +355,7 @@ def _parse(raw: Any, kind: Any, field: dataclasses.Field[Any], origin: str) -> A
 
 
 def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
-    """Refuses values that are well formed and still cannot be used."""
+    """Refuse values that are well formed but cannot be used together."""
 
     def origin(name: str) -> str:
         return origins.get(name, f"the default of {name}")
@@ -365,8 +368,8 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
     coordinated = config.behaviour.aggregation.coordinated
     if coordinated and config.stop_after and not config.stop_after.startswith("seconds="):
         raise ConfigError(
-            f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "
-            "be counted: give the coordinator --iterations, or stop after seconds=N"
+            f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster there are no pushes to "
+            "count: give the coordinator --iterations, or stop after seconds=N"
         )
     for name, needed, what in (
         ("start_together", "expected_workers", "the number of workers that start"),
@@ -401,14 +404,14 @@ def _bool(raw: Any) -> bool:
 
 
 def _of(raw: Any, *kinds: type) -> Any:
-    """The value, where its type is one of these: Python would convert more of what a TOML file may hold."""
+    """Return a value of one of these types: Python would convert other values of a TOML file too."""
     if type(raw) not in kinds:
         raise TypeError
     return raw
 
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# What is expected, and what reads it or raises ValueError or TypeError.
+# Of each type what is expected, and a parser that raises ValueError or TypeError.
 _KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     bool: ("true or false", _bool),
     int: ("a whole number", lambda raw: int(_of(raw, str, int))),
@@ -416,7 +419,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     str: ("a text", lambda raw: _of(raw, str)),
     Path: ("a path", lambda raw: Path(_of(raw, str)).expanduser()),
 }
-# Texts with a grammar of their own: what reads each, and complains of it by InvalidArgument or ValueError.
+# Parsers of texts with their own grammar, which raise InvalidArgument or ValueError.
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "lane_port": lambda config: _check_lane_port(config.lane_port),
     "stop_after": lambda config: config.stop_condition,
@@ -445,6 +448,5 @@ def _check_bounds(config: ServerConfig) -> None:
 
 
 def _check_protocol(protocol: Aggregation, config: ServerConfig) -> None:
-    """Refuses a protocol that cannot work with the workers that the job will have."""
     if config.expected_workers:
         protocol.check(config.expected_workers)
