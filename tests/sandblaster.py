@@ -29,9 +29,9 @@ from pyps.lbfgs.machine import (
 )
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
+from pyps_wire import work_pb2 as work
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.contract import VECTOR_MACHINE, stub_of
-from pyps_wire.work_pb2 import GetWorkRequest
+from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
 from shards import make_shard, pull
 from support import (
     DEADLINE_SECONDS,
@@ -300,11 +300,16 @@ def instruction(operation: str, **fields: object) -> wire.Instruction:
 class WireCoordinator:
     """A coordinator of one server, over a worker's connection."""
 
-    def __init__(self, worker: WireWorker, *, run_id: str = "run-1") -> None:
+    def __init__(self, worker: WireWorker, *, run_id: str = "run-1", epoch: int = 0) -> None:
         self.stub = stub_of(VECTOR_MACHINE, worker.channel)
+        self.queue = stub_of(WORK_QUEUE, worker.channel)
         self.sender = common.Sender(run_id=run_id, secret=secret_of("coordinator"))
-        self.epoch = 0
+        self.epoch = epoch
         self.op_seq = 0
+
+    @property
+    def known(self) -> dict[str, Any]:
+        return {"sender": self.sender, "coordinator_epoch": self.epoch}
 
     def attach(self, coordinator_epoch: int = 0, **plan: int) -> wire.AttachReply:
         request = wire.AttachRequest(sender=self.sender, coordinator_epoch=coordinator_epoch, **{**WIRE_PLAN, **plan})
@@ -314,18 +319,27 @@ class WireCoordinator:
 
     def request(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteRequest:
         return wire.ExecuteRequest(
-            sender=self.sender,
-            coordinator_epoch=self.epoch,
-            op_seq=self.op_seq + 1,
-            instructions=instructions,
-            commits_iteration=commits,
-            state=state,
+            **self.known, op_seq=self.op_seq + 1, instructions=instructions, commits_iteration=commits, state=state
         )
 
     def execute(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteReply:
         reply = self.stub.Execute(self.request(*instructions, commits=commits, state=state), timeout=DEADLINE_SECONDS)
         self.op_seq += 1
         return reply
+
+    def begin(self, pass_: int, *, num_portions: int = 2, **fields: object) -> work.BeginPassReply:
+        settings = {"pass": pass_, "num_portions": num_portions, "copies_max": 2, "portions_per_stage": 1} | fields
+        return self.queue.BeginPass(work.BeginPassRequest(**self.known, **settings), timeout=DEADLINE_SECONDS)
+
+    def wait(self, pass_: int, seconds: float = 0.0) -> work.AwaitPassReply:
+        return self.waiting(pass_, seconds).result()
+
+    def waiting(self, pass_: int, seconds: float = 50.0) -> Any:
+        wait = {"wait_milliseconds": round(seconds * 1000), "pass": pass_}
+        return self.queue.AwaitPass.future(work.AwaitPassRequest(**self.known, **wait), timeout=DEADLINE_SECONDS)
+
+    def end(self, message: str) -> None:
+        self.queue.EndWork(work.EndWorkRequest(**self.known, message=message), timeout=DEADLINE_SECONDS)
 
 
 # A job of processes.
@@ -385,7 +399,7 @@ class SandblasterJob:
         )
 
     def work(self) -> Any:
-        return inspect(self.servers[0].control, "GetWork", GetWorkRequest())
+        return inspect(self.servers[0].control, "GetWork", work.GetWorkRequest())
 
     def wait_for_data(self) -> None:
         wait_until(lambda: self.work().HasField("data"), END_SECONDS, "a data set's opening")

@@ -71,7 +71,10 @@ class WireWorker:
         token: str | None = None,
         server_index: int = 0,
         num_servers: int = 1,
+        parts: Sequence[int] = (),
+        replica: str = "",
     ):
+        """`parts`: those of the model that it holds, all without; `replica`: the one of which it is a process."""
         self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = stub_of(PARAMETER_SERVER, self.channel)
         self.model = model
@@ -82,6 +85,8 @@ class WireWorker:
         )
         self.metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
         self.server_index, self.num_servers = server_index, num_servers
+        self.parts, self.replica = list(parts), replica
+        self.own = self.plan.of_parts(parts) if parts else self.plan
         self.epoch = 0
         self._sequences = itertools.count(1)
 
@@ -102,7 +107,7 @@ class WireWorker:
             model=self.model.to_proto(),
             optimizer=self.optimizer,
         )
-        for name, value in fields.items():
+        for name, value in {"parts": self.parts, "replica": self.replica, **fields}.items():
             if isinstance(value, int | str):
                 setattr(request, name, value)
             elif isinstance(value, list | tuple):
@@ -123,8 +128,9 @@ class WireWorker:
             num_servers=self.num_servers,
             shard_lengths=self.plan.lengths,
             placement=self.plan.placement.servers,
+            replica=self.replica,
         )
-        for shard in self.plan.of_server(self.server_index):
+        for shard in self.own.of_server(self.server_index):
             yield wire.InitializeRequest(
                 sender=self.sender,
                 term=term,
@@ -170,15 +176,15 @@ class WireWorker:
         return list(self.stub.Push(iter(requests), timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
     def push_step(
-        self, values: float, base_versions: Mapping[int, int] | None = None, **fields: object
+        self, values: float, base_versions: Mapping[int, int] | int = 0, **fields: object
     ) -> list[common.Receipt]:
-        """One push of all of this server's shards, under one sequence number."""
-        sequence, shards = next(self._sequences), self.plan.of_server(self.server_index)
+        """One push of all of its shards on this server, under one sequence number."""
+        sequence, shards = next(self._sequences), self.own.of_server(self.server_index)
         requests = [
             self.push_request(
                 values,
                 shard.shard_id,
-                (base_versions or {}).get(shard.shard_id, 0),
+                base_versions if isinstance(base_versions, int) else base_versions.get(shard.shard_id, 0),
                 sequence=sequence,
                 num_shards=len(shards),
                 **fields,
@@ -407,10 +413,7 @@ class Layout:
 
 
 class LocalWorker(WireWorker):
-    """A worker with memory of its own; Hello and its like go over gRPC, rounds through the local socket.
-
-    One with `parts` holds those of the model alone.
-    """
+    """A worker with memory of its own; Hello and its like go over gRPC, rounds through the local socket."""
 
     def __init__(
         self,
@@ -419,13 +422,9 @@ class LocalWorker(WireWorker):
         *,
         gradients: int = 1,
         codec: int = 0,
-        parts: Sequence[int] = (),
-        replica: str = "",
         **options: Any,
     ):
         super().__init__(address, worker_id, **options)
-        self.parts, self.replica = list(parts), replica
-        self.own = self.plan.of_parts(parts) if parts else self.plan
         self.layout = Layout(self.own.model, gradients=gradients, codec=codec or common.CODEC_FLOAT32)
         self.offer = wire.LocalTransport()
         self.descriptor = make_segment(self.layout.num_bytes)
@@ -443,7 +442,7 @@ class LocalWorker(WireWorker):
         os.close(self.descriptor)
 
     def hello(self, **fields: object) -> wire.HelloReply:
-        reply = super().hello(**{"parts": self.parts, "replica": self.replica, **fields})
+        reply = super().hello(**fields)
         self.offer = reply.local
         return reply
 

@@ -4,9 +4,9 @@ import contextlib
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -23,12 +23,9 @@ from pyps_client import Launch, Observer, SandblasterResult
 from pyps_client.lbfgs import worker as coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
-from pyps_wire.common_pb2 import Sender
-from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
-from sandblaster import instruction
+from sandblaster import WireCoordinator, instruction
 from support import (
-    DEADLINE_SECONDS,
     ServerThread,
     Start,
     StartPython,
@@ -37,11 +34,9 @@ from support import (
     wait_until,
 )
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
-from wire_worker import CHANNEL_OPTIONS, secret_of
+from wire_worker import CHANNEL_OPTIONS
 
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
-
-
 # Room for the passes of a small data set.
 PLAN = {"history_pairs": 1, "vectors": 5, "stages": 64, "num_portions": 64}
 
@@ -54,13 +49,9 @@ class Conductor:
 
     def __init__(self, servers: Sequence[ServerThread]) -> None:
         self.servers = addresses(servers)
-        secret = secret_of("conductor")
-        self.sender = Sender(run_id="blast", worker_id="conductor", incarnation=time.time_ns(), secret=secret)
         self._channels = [grpc.insecure_channel(server.data, options=CHANNEL_OPTIONS) for server in servers]
-        self.queue = stub_of(WORK_QUEUE, self._channels[0])
-        self._machines = [stub_of(VECTOR_MACHINE, channel) for channel in self._channels]
-        self._op_seq = 0
-        self.epoch = 0
+        self._of_servers = [WireCoordinator(SimpleNamespace(channel=each), run_id="blast") for each in self._channels]
+        self.queue = self._of_servers[0]
         self.pass_ = 0
 
     def opened(self) -> bool:
@@ -70,30 +61,21 @@ class Conductor:
             return False
 
     def attach(self) -> None:
-        for stub in self._machines:
-            plan = machine.AttachRequest(sender=self.sender, coordinator_epoch=self.epoch, **PLAN)
-            self.epoch = stub.Attach(plan, timeout=DEADLINE_SECONDS).coordinator_epoch
-        self._op_seq = 0
+        for each in self._of_servers:
+            each.attach(self.queue.epoch, **PLAN)
         self.execute(instruction("ALLOC", target="g"))
 
     def execute(self, *instructions: machine.Instruction) -> None:
-        self._op_seq += 1
-        for stub in self._machines:
-            request = machine.ExecuteRequest(**self._known(), op_seq=self._op_seq, instructions=instructions)
-            stub.Execute(request, timeout=DEADLINE_SECONDS)
+        for each in self._of_servers:
+            each.execute(*instructions)
 
     def begin(self, *, portions: int, copies: int = 1, per_stage: int = 1) -> None:
         self.pass_ += 1
         self.execute(instruction("BEGIN_PASS", count=self.pass_))
-        described = {"num_portions": portions, "copies_max": copies, "portions_per_stage": per_stage}
-        request = work.BeginPassRequest(**self._known(), **described, **{"pass": self.pass_})
-        self.queue.BeginPass(request, timeout=DEADLINE_SECONDS)
+        self.queue.begin(self.pass_, num_portions=portions, copies_max=copies, portions_per_stage=per_stage)
 
     def state(self, *, wait_seconds: float = 0.0) -> work.AwaitPassReply:
-        wait = {"wait_milliseconds": round(wait_seconds * 1000), "pass": self.pass_}
-        request = work.AwaitPassRequest(**self._known(), **wait)
-        reply: work.AwaitPassReply = self.queue.AwaitPass(request, timeout=DEADLINE_SECONDS + wait_seconds)
-        return reply
+        return self.queue.wait(self.pass_, wait_seconds)
 
     def outcome(self) -> work.AwaitPassReply:
         def complete() -> work.AwaitPassReply | None:
@@ -117,19 +99,15 @@ class Conductor:
         self.execute(instruction("MOVE", left="parameters", right="g", scalar=-length))
 
     def parameters(self) -> dict[str, Floats]:
-        with Observer(launch=Launch(self.servers, run_id=self.sender.run_id)) as observer:
+        with Observer(launch=Launch(self.servers, run_id="blast")) as observer:
             return observer.snapshot()
 
     def end(self) -> None:
-        request = work.EndWorkRequest(**self._known(), message="enough")
-        self.queue.EndWork(request, timeout=DEADLINE_SECONDS)
+        self.queue.end("enough")
 
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-
-    def _known(self) -> dict[str, Any]:
-        return {"sender": self.sender, "coordinator_epoch": self.epoch}
 
 
 class Job:
@@ -158,7 +136,7 @@ class Job:
                 launch=launch,
             )
             self._workers.append(worker)
-        if self._workers and self.conductor.epoch == 0:
+        if self._workers and self.conductor.queue.epoch == 0:
             wait_until(self._opened, what="a data set's opening")
             self.conductor.attach()
 

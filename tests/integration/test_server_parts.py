@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import partition
 from replicas import CUT
-from support import DEADLINE_SECONDS, AnyServer, ServerProcess, configure, events_of, inspect, status_of
+from support import AnyServer, ServerProcess, configure, events_of, inspect, status_of
 from wire_worker import WireWorker, at_once, refusal_of, values_of
 
 HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
@@ -18,12 +18,12 @@ FAILED = wire.LeaveRequest.CAUSE_FAILED
 
 
 @contextlib.contextmanager
-def two_replicas(server: ServerProcess) -> Iterator[list[list[WireProcess]]]:
+def two_replicas(server: ServerProcess) -> Iterator[list[list[WireWorker]]]:
     """Two replicas of two processes, members of a run that serves."""
     with contextlib.ExitStack() as stack:
         replicas = [replica(stack, server, name) for name in ("r", "s")]
-        for processes in replicas:
-            join(processes)
+        for process in (*replicas[0], *replicas[1]):
+            process.join()
         yield replicas
 
 
@@ -39,18 +39,18 @@ def versions_of(server: ServerProcess) -> list[int]:
 def test_a_process_that_fails_takes_its_replica_out_of_the_rounds_of_all_parts(start_server):
     server = start_server(*HARDSYNC, "--expected-workers", "2")
     with two_replicas(server) as ((r0, r1), (s0, s1)):
-        at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
+        at_once([partial(process.push_step, 1.0) for process in (r0, r1, s0, s1)])
         assert versions_of(server) == [1] * 5
         for process in (r0, r1):
-            process.push_own(1.0, base_version=1)
-        s0.push_own(1.0, base_version=1)
+            process.push_step(1.0, base_versions=1)
+        s0.push_step(1.0, base_versions=1)
         s1.leave(FAILED)
         # Part 1 does without s, whose process for part 0 had pushed already.
         assert versions_of(server) == [2] * 5
-        assert outcomes(r0.push_own(1.0, base_version=2)) == [("APPLIED", 1)] * 3
+        assert outcomes(r0.push_step(1.0, base_versions=2)) == [("APPLIED", 1)] * 3
         [event] = events_of(server, "replica")
         assert event == "replica s is out: its process s/1 failed: taken along s/0"
-        for call in (s0.heartbeat, s0.hello, partial(s0.push_own, 1.0)):
+        for call in (s0.heartbeat, s0.hello, partial(s0.push_step, 1.0)):
             status, error, message = refusal_of(call)
             assert (status, error) == ("ABORTED", "ReplicaLost")
             assert "its process 's/1' failed" in message
@@ -149,74 +149,20 @@ def test_each_process_sends_the_learning_rates_of_its_own_shards(start_server):
     server = start_server()
     with two_replicas(server) as ((r0, r1), (s0, _)):
         for process, rate in ((r0, 0.5), (r1, 0.25)):
-            assert {receipt.rate for receipt in process.push_own(1.0, learning_rate=rate)} == {rate}
-        _, error, message = refusal_of(s0.push_own, 1.0, learning_rate=0.1)
+            assert {receipt.rate for receipt in process.push_step(1.0, learning_rate=rate)} == {rate}
+        _, error, message = refusal_of(s0.push_step, 1.0, learning_rate=0.1)
         assert error == "ScheduleOwned"
         assert "worker 'r' owns the schedule" in message
         # The owner is gone with its replica.
         r1.leave(FAILED)
-        assert {receipt.rate for receipt in s0.push_own(1.0, learning_rate=0.1)} == {0.1}
+        assert {receipt.rate for receipt in s0.push_step(1.0, learning_rate=0.1)} == {0.1}
 
 
-class WireProcess(WireWorker):
-    """The process of a replica that holds one part of the cut model; its index is the part's."""
-
-    def __init__(self, address: str, replica: str, part: int):
-        super().__init__(address, f"{replica}/{part}", model=CUT)
-        self.replica, self.part = replica, part
-        self.own = [shard for shard in self.plan.of_server(0) if self.plan.part_of(shard.shard_id) == part]
-
-    def hello(self, **fields: object) -> wire.HelloReply:
-        request = self.greeting(**fields)
-        reply: wire.HelloReply = self.stub.Hello(request, timeout=DEADLINE_SECONDS)
-        self.epoch = reply.epoch
-        return reply
-
-    def greeting(self, **fields: object) -> wire.HelloRequest:
-        request = wire.HelloRequest(
-            sender=self.sender,
-            protocol_version=1,
-            software="test",
-            role=common.ROLE_WORKER,
-            num_servers=1,
-            model=self.model.to_proto(),
-            optimizer=self.optimizer,
-            fingerprint=self.plan.fingerprint,
-            replica=self.replica,
-        )
-        request.parts.append(self.part)
-        for name, value in fields.items():
-            if name == "parts":
-                request.parts[:] = value  # type: ignore[call-overload]
-            else:
-                setattr(request, name, value)
-        return request
-
-    def initialize_messages(self, term: int, value: float = 0.0) -> Iterator[wire.InitializeRequest]:
-        own = {shard.shard_id for shard in self.own}
-        for number, message in enumerate(super().initialize_messages(term, value)):
-            if number == 0:
-                message.replica = self.replica
-                yield message
-            elif message.shard_id in own:
-                yield message
-
-    def push_own(self, value: float, base_version: int = 0, **fields: object) -> list[common.Receipt]:
-        sequence = next(self._sequences)
-        return self.push(
-            *(self.push_request(value, shard.shard_id, base_version, sequence=sequence, **fields) for shard in self.own)
-        )
-
-
-def replica(stack: contextlib.ExitStack, server: AnyServer, name: str) -> list[WireProcess]:
+def replica(stack: contextlib.ExitStack, server: AnyServer, name: str) -> list[WireWorker]:
     """A life of a replica: its process of part 0, which leads, and that of part 1."""
-    leader, other = (stack.enter_context(WireProcess(server.data, name, part)) for part in (0, 1))
+    leader, other = (
+        stack.enter_context(WireWorker(server.data, f"{name}/{part}", model=CUT, parts=[part], replica=name))
+        for part in (0, 1)
+    )
     other.sender.incarnation = leader.sender.incarnation
     return [leader, other]
-
-
-def join(processes: Sequence[WireProcess], value: float = 0.0) -> None:
-    for process in processes:
-        reply = process.hello()
-        if reply.initialize:
-            process.initialize(reply.term, value)

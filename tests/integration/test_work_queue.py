@@ -9,13 +9,12 @@ import urllib.request
 from functools import partial
 
 from client_support import Clock
-from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
 from pyps_wire.contract import WORK_QUEUE, stub_of
 from sandblaster import WireCoordinator
 from support import DEADLINE_SECONDS, inspect, shell, status_of, wait_for_event, wait_until
-from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of, secret_of
+from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
 TRAIN = wire.DataSpec(name="train", num_examples=20, portion_examples=4)
 COORDINATED = wire.DataSpec(name="train", num_examples=20, coordinated=True)
@@ -137,13 +136,13 @@ def test_strangers_are_refused(start_server):
     server = start_server()
     with WireWorker(server.data, "a") as worker:
         assert refusal_of(Portions(worker).open)[1] == "NotInitialized"
-        assert refusal_of(Coordinator(worker).wait, 1)[1] == "NotInitialized"
+        assert refusal_of(WireCoordinator(worker, epoch=1).wait, 1)[1] == "NotInitialized"
         worker.join()
         with WireWorker(server.data, "stranger") as stranger:
             assert refusal_of(Portions(stranger).open)[1] == "UnknownWorker"
         with WireWorker(server.data, "a", run_id="other") as other:
             assert refusal_of(Portions(other).open)[1] == "RunMismatch"
-            assert refusal_of(Coordinator(other).wait, 0)[1] == "RunMismatch"
+            assert refusal_of(WireCoordinator(other, run_id="other", epoch=1).wait, 0)[1] == "RunMismatch"
 
 
 def test_another_server_than_the_first_says_where_to_ask(start_server):
@@ -159,7 +158,7 @@ def test_another_server_than_the_first_says_where_to_ask(start_server):
 def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
     server = start_server("--protocol", "sandblaster")
     with opened(server, 2, COORDINATED) as [a, b]:
-        coordinator = Coordinator.attached(a.worker)
+        coordinator = attached(a.worker)
         asked = a.waiting()
         [wait] = wait_for_waits(server, 1)
         assert wait == "w0 waits for a portion, for the coordinator"
@@ -193,7 +192,7 @@ def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
 def test_a_coordinator_waits_for_workers_that_open_a_data_set(start_server):
     server = start_server()
     with crew(server, 1) as [worker]:
-        coordinator = Coordinator(worker)
+        coordinator = WireCoordinator(worker, epoch=1)
         assert not coordinator.wait(0, 0.1).progress.HasField("data")
         call = coordinator.waiting(0)
         assert wait_for_waits(server, 1)[0].startswith("the coordinator waits for workers that open a data set")
@@ -204,7 +203,7 @@ def test_a_coordinator_waits_for_workers_that_open_a_data_set(start_server):
 def test_waits_end_with_the_run_and_with_its_reset(start_server):
     server = start_server("--protocol", "sandblaster")
     with opened(server, 1, COORDINATED) as [a]:
-        coordinator = Coordinator.attached(a.worker)
+        coordinator = attached(a.worker)
         coordinator.begin(1, copies_max=1)
         calls = [a.waiting(), coordinator.waiting(1)]
         a.held = [calls[0].result(60).portion.lease_id]
@@ -290,45 +289,10 @@ class Portions:
         assert reply.outcome == wire.LeaseReply.OUTCOME_PASS_DONE
 
 
-class Coordinator:
-    """The calls of a coordinator, which is an observer."""
-
-    def __init__(self, worker: WireWorker, *, epoch: int = 1) -> None:
-        self.stub = stub_of(WORK_QUEUE, worker.channel)
-        self.sender = common.Sender(run_id=worker.sender.run_id, secret=secret_of("coordinator"))
-        self.epoch = epoch
-
-    @classmethod
-    def attached(cls, worker: WireWorker) -> Coordinator:
-        return cls(worker, epoch=WireCoordinator(worker).attach().coordinator_epoch)
-
-    def begin(self, pass_: int, *, num_portions: int = 2, **fields: object) -> wire.BeginPassReply:
-        request = wire.BeginPassRequest(
-            sender=self.sender,
-            coordinator_epoch=self.epoch,
-            num_portions=num_portions,
-            **{"pass": pass_, "copies_max": 2, "portions_per_stage": 1} | fields,
-        )
-        return self.stub.BeginPass(request, timeout=DEADLINE_SECONDS)
-
-    def wait(self, pass_: int, seconds: float = 0.0) -> wire.AwaitPassReply:
-        request = wire.AwaitPassRequest(
-            sender=self.sender,
-            coordinator_epoch=self.epoch,
-            wait_milliseconds=round(seconds * 1000),
-            **{"pass": pass_},
-        )
-        return self.stub.AwaitPass(request, timeout=DEADLINE_SECONDS)
-
-    def waiting(self, pass_: int):
-        request = wire.AwaitPassRequest(
-            sender=self.sender, coordinator_epoch=self.epoch, wait_milliseconds=50_000, **{"pass": pass_}
-        )
-        return self.stub.AwaitPass.future(request, timeout=DEADLINE_SECONDS)
-
-    def end(self, message: str) -> None:
-        request = wire.EndWorkRequest(sender=self.sender, coordinator_epoch=self.epoch, message=message)
-        self.stub.EndWork(request, timeout=DEADLINE_SECONDS)
+def attached(worker: WireWorker) -> WireCoordinator:
+    coordinator = WireCoordinator(worker)
+    coordinator.attach()
+    return coordinator
 
 
 @contextlib.contextmanager
