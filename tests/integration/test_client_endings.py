@@ -160,17 +160,6 @@ def test_a_worker_says_how_it_ended(
         assert "ValueError: out of data" in line
 
 
-def test_a_worker_without_server_ends(start_server_process: Start, start_python: StartPython, tmp_path: Path) -> None:
-    server, flag = start_server_process(), tmp_path / "gone"
-    until_gone = f"import pathlib, time\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)"
-    worker = start_python("-c", f"{WORKER}\n{until_gone}", server.data, "1")
-    worker.wait_for_output("done")
-    server.kill()
-    flag.touch()
-
-    assert worker.wait() == 0, worker.output()
-
-
 @pytest.mark.parametrize(("overlap", "every"), [("off", 2), ("step", 1)])
 def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_long_as_amid_training(
     start_server: Start, monkeypatch: pytest.MonkeyPatch, overlap: str, every: int

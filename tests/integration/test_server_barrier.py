@@ -8,10 +8,9 @@ import psutil
 
 from client_support import Clock
 from pyps_wire import common_pb2 as common
-from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
 from support import events_of, inspect, status_of, wait_for_event, wait_until
-from wire_worker import QUICK_LEASES, WireWorker, at_once, beating, crew, parked_pull, refusal_of, values_of
+from wire_worker import QUICK_LEASES, WireWorker, at_once, beating, crew, parked_pull, values_of
 
 HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 
@@ -33,51 +32,6 @@ def test_a_worker_that_dies_inside_a_round_holds_the_others_up_for_its_lease_at_
     assert expired.startswith("worker's lease ran out: worker doomed")
     [message] = events_of(server, "round")
     assert message.startswith("rounds were completed without a worker that others waited for: worker doomed")
-
-
-def test_a_receipt_and_a_wait_name_those_waited_for(start_server):
-    server = start_server(*HARDSYNC)
-    with crew(server, 3) as [first, second, third]:
-        # A worker counts from its first push: the first round is made by the first.
-        first.push(first.push_request(0.0))
-        for worker in (second, third):
-            assert worker.push(worker.push_request(0.0))[0].reason == common.REASON_STALE
-        [receipt] = first.push(first.push_request(1.0, base_version=1))
-        assert (receipt.outcome, receipt.min_version) == (common.OUTCOME_PENDING, 2)
-        assert list(receipt.waiting_for) == ["w1", "w2"]
-        call = parked_pull(first, 2)
-        [wait] = wait_until(lambda: status_of(server).waiting_for, 20, "the wait")
-        assert wait == "w0 waits for version 2 of shard 0, which is at 1; its round waits for w1, w2"
-        want = wire.PullRequest.Want(shard_id=0, held_version=1, min_version=2)
-        text = refusal_of(first.pull, [want], wait_seconds=0.2)[2]
-        assert "its round waits for w1, w2" in text
-        second.push(second.push_request(2.0, base_version=1))
-        [repeated] = second.push(second.push_request(2.0, base_version=1))
-        assert (repeated.reason, repeated.min_version) == (common.REASON_REPEATED, 2)
-        [last] = third.push(third.push_request(3.0, base_version=1))
-        assert (last.outcome, last.version_after) == (common.OUTCOME_APPLIED, 2)
-        [shard] = call
-        assert set(values_of(shard)) == {-2.0}
-
-
-def test_gradients_that_wait_beyond_the_budget_are_refused_by_the_setting_s_name(start_server):
-    payload_bytes = 4 * 37
-    server = start_server(
-        *HARDSYNC, "--expected-workers", "9", "--max-pending-bytes", str(max(2**10, 7 * payload_bytes))
-    )
-    with crew(server, 9) as workers:
-        for worker in workers[:7]:
-            assert worker.push(worker.push_request(1.0))[0].outcome == common.OUTCOME_PENDING
-        status, name, text = refusal_of(workers[7].push, workers[7].push_request(1.0))
-        assert (status, name) == ("RESOURCE_EXHAUSTED", "LimitExceeded")
-        for word in (f"{payload_bytes} bytes more", str(7 * payload_bytes), "--max-pending-bytes"):
-            assert word in text
-        assert status_of(server).pending_gradients == 7
-        # What they took is free again once they are an update.
-        workers[8].leave()
-        workers[7].leave()
-        wait_until(lambda: status_of(server).version_max == 1, 20, "the round of the seven")
-        assert workers[0].push(workers[0].push_request(1.0, base_version=1))[0].outcome == common.OUTCOME_PENDING
 
 
 def test_the_gradient_that_completes_a_round_needs_no_room(start_server):

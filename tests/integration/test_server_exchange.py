@@ -132,32 +132,6 @@ def test_parameters_come_only_where_they_are_newer_than_those_held(start_server)
         assert (other.receipt.reason, other.version, other.epoch) == (common.REASON_EPOCH, 1, 0)
 
 
-def test_a_duplicate_gets_its_first_receipt_and_the_newest_parameters(start_server):
-    with WireWorker(start_server().data) as worker:
-        worker.join(value=5.0)
-        exchange, request = Exchange(worker), worker.push_request(1.0, held_version=0)
-        first = exchange.ask(request)
-        exchange.ask(worker.push_request(1.0, base_version=1))
-        again = exchange.ask(request)
-        assert (again.receipt.duplicate, again.receipt.version_after, again.version) == (True, 1, 2)
-        assert set(values_of(again)) == {3.0}
-        again.receipt.duplicate = False
-        assert again.receipt == first.receipt
-
-
-def test_who_waits_for_a_round_gets_no_parameters_and_who_completes_it_does(start_server):
-    server = start_server(*HARDSYNC, "--expected-workers", "2")
-    with crew(server, 2) as [early, late]:
-        [pending] = early.stub.Exchange(iter([early.push_request(1.0)]), timeout=20)
-        assert (pending.receipt.outcome, pending.receipt.min_version) == (common.OUTCOME_PENDING, 1)
-        assert (pending.codec, pending.version, pending.payload) == (common.CODEC_UNSPECIFIED, 0, b"")
-        [completed] = late.stub.Exchange(iter([late.push_request(3.0)]), timeout=20)
-        assert (completed.receipt.outcome, completed.version) == (common.OUTCOME_APPLIED, 1)
-        assert set(values_of(completed)) == {-2.0}
-        want = wire.PullRequest.Want(shard_id=0, held_version=0, min_version=1)
-        assert [set(values_of(shard)) for shard in early.pull([want], wait_seconds=20)] == [{-2.0}]
-
-
 @pytest.mark.parametrize("model", [TWO_SMALL, LARGE], ids=["small", "large"])
 def test_under_one_mutex_a_reply_brings_one_state_of_the_whole_model(start_server, model):
     server = start_server("--protocol", "asgd:mutex=whole", "--staleness", "none")

@@ -1,15 +1,12 @@
 """Hello and Initialize on a real server: who may join a run, and who sends the first parameters."""
 
 import itertools
-import threading
 import time
 
-from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import DEADLINE_SECONDS
-from wire_worker import QUICK_LEASES, SMALL, WireWorker, refusal_of, sgd, values_of
+from wire_worker import SMALL, WireWorker, refusal_of, sgd, values_of
 
 
 def test_a_life_of_the_future_is_refused(start_server):
@@ -22,61 +19,6 @@ def test_a_life_of_the_future_is_refused(start_server):
         assert "days ahead of this server's clock" in text
         worker.sender.incarnation = time.time_ns()
         assert worker.hello().initialize
-
-
-def test_racing_workers_elect_exactly_one_and_all_see_its_parameters(start_server):
-    server = start_server()
-    workers = [WireWorker(server.data, f"w{index}") for index in range(8)]
-    barrier, elected = threading.Barrier(len(workers)), []
-
-    def race(index: int) -> None:
-        barrier.wait(20)
-        reply = workers[index].hello()
-        if reply.initialize:
-            elected.append(index)
-            workers[index].initialize(reply.term, value=float(index))
-
-    threads = [threading.Thread(target=race, args=(index,)) for index in range(len(workers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(elected) == 1
-    for worker in workers:
-        assert worker.hello().state == common.RUN_STATE_READY
-        assert set(values_of(worker.pull()[0])) == {float(elected[0])}
-        worker.channel.close()
-
-
-def test_another_worker_takes_over_when_the_initialiser_dies_midway(start_server):
-    clock = Clock()
-    server = start_server(*QUICK_LEASES, clock=clock)
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
-        term = first.hello().term
-        # One message, then silence: the stream never ends by itself.
-        silence = threading.Event()
-
-        def messages():
-            yield next(first.initialize_messages(term))
-            silence.wait(DEADLINE_SECONDS)
-
-        dying = first.stub.Initialize.future(messages(), timeout=DEADLINE_SECONDS)
-        reply = second.hello()
-        assert not reply.initialize
-
-        def elected() -> bool:
-            nonlocal reply
-            reply = second.hello()
-            return reply.initialize
-
-        clock.pass_until(elected, server)
-        assert reply.term == term + 1
-        second.initialize(reply.term, value=2.0)
-        silence.set()
-        dying.cancel()
-        status, name, text = refusal_of(first.initialize, term, value=1.0)
-        assert (status, name) == ("ABORTED", "Superseded"), text
-        assert set(values_of(second.pull()[0])) == {2.0}
 
 
 def test_a_truncated_initialisation_leaves_the_server_empty(start_server):
@@ -179,19 +121,6 @@ def test_a_server_told_its_run_takes_no_other(start_server):
         assert name == "RunMismatch"
         assert "'mine'" in text
         assert none.hello().run_id == "mine"
-
-
-def test_the_server_s_own_optimizer_stands_over_the_worker_s(start_server):
-    server = start_server("--optimizer", "adagrad:learning_rate=0.05")
-    nothing = common.OptimizerSettings()
-    with (
-        WireWorker(server.data, "a", optimizer=sgd()) as first,
-        WireWorker(server.data, "b", optimizer=nothing) as second,
-    ):
-        _, name, text = refusal_of(first.hello)
-        assert name == "OptimizerMismatch"
-        assert "--optimizer" in text
-        assert second.join().optimizer.rule == "adagrad"
 
 
 def test_a_push_of_an_unknown_worker_asks_for_hello(start_server):

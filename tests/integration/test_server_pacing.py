@@ -105,20 +105,3 @@ def test_servers_beside_the_first_never_ask(start_server):
         worker.hello()
         worker.initialize(1)
         assert not worker.hello().ask_to_proceed
-
-
-def test_protocols_without_turns_answer_at_once(start_server):
-    for protocol in ("async", "hardsync", "ssp:s=0,strict_bsp=true"):
-        with crew(start_server("--protocol", protocol), 1) as [worker]:
-            assert not worker.hello().ask_to_proceed, protocol
-            assert not worker.proceed(0).ask_to_proceed, protocol
-
-
-def test_a_finished_run_keeps_nobody_waiting_for_its_turn(start_server):
-    server = start_server("--protocol", "serial", "--stop-after", "updates=1")
-    with crew(server, 2) as [first, second]:
-        first.proceed(0)
-        call = asking(second, 0)
-        wait_until(lambda: waits(server), 20, "the wait")
-        first.push(first.push_request(1.0))
-        call.result(20)
