@@ -29,7 +29,6 @@ PAGE = PAGES["model-parallel"]
 
 # Pages with longer lines; choose.md and performance.md have tables of results.
 LONG_LINES = {
-    "ARCHITECTURE",
     "CHANGELOG",
     "choose",
     "model-parallel",
