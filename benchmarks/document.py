@@ -83,10 +83,13 @@ def renewed(page: str, results: Results) -> str:
 
     def piece(match: re.Match[str]) -> str:
         sentences = PIECES[match[1]](results)
-        wrapped = textwrap.fill(sentences, width=160, break_long_words=False, break_on_hyphens=False)
-        return f"{match[1]} -->\n{wrapped}\n"
+        return f"{match[1]} -->\n{_wrapped(sentences)}\n"
 
     return _RENEWED.sub(piece, page)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, width=160, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def machine(results: Results) -> str:
@@ -99,7 +102,7 @@ def machine(results: Results) -> str:
         versions |= result.get("peer_versions", {})
     if versions:
         told = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items())
-        lines.append(f"* Peers: {told}")
+        lines.append(_wrapped(f"* Peers: {told}", indent="  "))
     if runs := _runs(results):
         lines.append(f"* Runs of a cell: {runs}")
     if dates:

@@ -67,8 +67,8 @@ def _ps_lite(results: Results) -> Target:
     ours, theirs, here = figures.median(found, SHARED_MEMORY), figures.PS_LITE_SMALL, figures.ps_lite(found, "small", 1)
     told = f" ({ours:,.0f})" if ours else ""
     if ours and here:
-        told += f"; {ours / here:.2f} x the {here:,.0f} that its recorded ratio to torch RPC makes here"
-    what = f"{SHARED_MEMORY}, small model, 1 worker: ps-lite, as estimated when the target was set, {theirs:,}"
+        told += f"; {ours / here:.2f} x the estimate below, {here:,.0f}"
+    what = f"{SHARED_MEMORY}, small model, 1 worker: ps-lite, estimated before, {theirs:,}"
     return _ratio(what, ours / theirs if ours else None, least=1.0, told=told)
 
 
@@ -79,7 +79,7 @@ def _server_cpu(results: Results) -> Target:
     if (ours := told.pop(LANE)) is None:
         return Target(what, wanted)
     beside = "".join(f", {name} {value:.2f}" for name, value in told.items() if value is not None)
-    recorded = f"ps-lite {figures.PS_LITE_SERVER_CPU_S_PER_GB:.2f} as recorded"
+    recorded = f"ps-lite {figures.PS_LITE_SERVER_CPU_S_PER_GB:.2f}"
     return Target(what, wanted, f"{ours:.2f}{beside}, {recorded}", ours <= 0.40)
 
 
