@@ -5,15 +5,13 @@ A batch goes through the model to its loss, the loss's gradient to the portion's
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
-import torch.utils.data
+from torch.utils.data import DataLoader
 
 from pyps_client.data.samplers import length_of
 from pyps_client.retry import SIGNAL_SECONDS
@@ -51,7 +49,7 @@ class PortionGradient:
     """
 
     def __init__(self, layout: Layout, gathered: Gradients, loss_of: Callable[[Any], Any]) -> None:
-        """`gathered` is where portions are summed, and sent from. `loss_of(batch)` is the mean loss of a batch."""
+        """`gathered`: the memory of the sum, which is sent. `loss_of(batch)`: the mean loss of a batch."""
         self._layout = layout
         self._gathered = gathered
         self._loss_of = loss_of
@@ -66,7 +64,7 @@ class PortionGradient:
         }
 
     def begin_pass(self, *, keep_apart: bool) -> None:
-        """Says whether the sum must rest while the next portion is computed."""
+        """Start a pass; with `keep_apart` the sum stays as it is while the next portion is computed."""
         self._keeps_apart = keep_apart
         if keep_apart:
             self._gathered.take_back()
@@ -96,19 +94,19 @@ class PortionGradient:
         return loss_sum
 
     def keep(self) -> None:
-        """Adds the gradient that was computed last to the sum over portions."""
+        """Add the newest gradient to the sum over portions."""
         gradients = self._own()
         self._gathered.add([self._wide.get(index, gradient) for index, gradient in enumerate(gradients)], versions={})
 
     def sealed(self) -> Vectors | None:
-        """The sum over portions as it travels, good until `clear`; None where it is not finite, or not in that form."""
+        """Return the sum as it travels, valid until `clear`; None where it is not finite, or not in that form."""
         if not self._gathered.seal():
             return None
         self._gathered.ready()
         return self._gathered.vectors
 
     def why_not_sealed(self) -> str:
-        """Says why `sealed` gave None, and what to do."""
+        """Return why `sealed` returned None, and what to do."""
         if not self._gathered.are_finite():
             return "the gradient is not finite. If every step's is not, look at the loss and at the data."
         narrow = self._gathered.wire_dtype
@@ -119,16 +117,14 @@ class PortionGradient:
         )
 
     def clear(self) -> None:
-        """Makes the sum over portions empty."""
         self._gathered.clear()
 
     def release(self) -> None:
-        """Leaves the model without gradients."""
         for parameter in self._layout.parameters:
             parameter.grad = None
 
     def _own(self) -> list[torch.Tensor]:
-        """The model's own gradients, one a tensor: of zero for one that the loss does not use."""
+        """Return the model's gradients, one a tensor; zeros where the loss does not use it."""
         gradients = []
         for parameter in self._layout.parameters:
             if parameter.grad is None:
@@ -154,7 +150,7 @@ class PortionGradient:
 
 
 def _checked(loss: Any) -> torch.Tensor:
-    """The loss, if a gradient can be had of it."""
+    """Return the loss; raise InvalidArgument where it has no gradient."""
     if not isinstance(loss, torch.Tensor):
         raise InvalidArgument(
             f"The loss is a {type(loss).__name__}; expected a torch tensor with one number, the mean over the batch's "
@@ -174,83 +170,66 @@ def _checked(loss: Any) -> torch.Tensor:
 
 
 class PortionLoader:
-    """Reads a data set batch by batch, in order, and on into the portion that is likely to come next.
+    """Reads a data set by torch's loader, in order, and on into the portion that is likely to come next.
 
-    One thread reads, so that a data set need not stand several; it is a daemon and does not hold up the program's end.
+    One thread reads, so that a data set need not stand several.
     """
 
     def __init__(
         self, dataset: MapDataset, *, batch_size: int, collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        """`collate` makes a batch of a list of examples; by default as torch's DataLoader does."""
+        """`collate` makes a batch of a list of examples; torch's by default."""
         self._dataset = dataset
         self._batch_size = batch_size
-        self._collate = collate or torch.utils.data.default_collate
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], range] | None] = queue.SimpleQueue()
-        # What was asked for, by its examples.
-        self._asked: dict[range, Future[Any]] = {}
-        threading.Thread(target=self._load, name="pyps-portion-loader", daemon=True).start()
+        self._collate = collate
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyps-portion-loader")
+        # By the batch's examples.
+        self._ahead: dict[range, Future[Any]] = {}
 
     def batches(self, portion: Portion, upcoming: Portion | None = None) -> Iterator[tuple[Any, int]]:
-        """The portion's batches, each with its number of examples; the last may have fewer.
+        """Yield the portion's batches, each with its number of examples; the last may have fewer.
 
-        What goes wrong in the data set is raised here.
+        Raises the data set's own errors.
         """
         own = self._ranges(portion)
         order = own + (self._ranges(upcoming) if upcoming is not None else [])
         self._forget_others(order)
         for place, examples in enumerate(own):
             for wanted in order[place : place + 1 + BATCHES_AHEAD]:
-                self._ask(wanted)
-            batch = self._asked.pop(examples)
+                if wanted not in self._ahead:
+                    self._ahead[wanted] = self._thread.submit(self._read, wanted)
+            batch = self._ahead.pop(examples)
             while not batch.done():
                 wait([batch], SIGNAL_SECONDS)
             yield batch.result(), len(examples)
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it reads now."""
-        self._forget_others([])
-        self._tasks.put(None)
+        """End the thread, after the batch that it reads now."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _ranges(self, portion: Portion) -> list[range]:
         begins = range(portion.start, portion.stop, self._batch_size)
         return [range(begin, min(begin + self._batch_size, portion.stop)) for begin in begins]
 
-    def _ask(self, examples: range) -> None:
-        if examples not in self._asked:
-            future: Future[Any] = Future()
-            self._asked[examples] = future
-            self._tasks.put((future, examples))
-
     def _forget_others(self, wanted: Sequence[range]) -> None:
-        """Drops what was loaded on a hint that came to nothing."""
-        for examples in self._asked.keys() - set(wanted):
-            self._asked.pop(examples).cancel()
+        """Drop batches of a wrong hint."""
+        for examples in self._ahead.keys() - set(wanted):
+            self._ahead.pop(examples).cancel()
 
-    def _load(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, examples = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                batch = self._collate(self._examples(examples))
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(batch)
-            # Nothing is kept of a batch while waiting for the next.
-            task = future = batch = None  # type: ignore[assignment]
-
-    def _examples(self, indices: range) -> list[Any]:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            # As torch's loader prefers it.
-            return list(fetch_many(list(indices)))
-        return [self._dataset[index] for index in indices]
+    def _read(self, examples: range) -> Any:
+        # With a generator of its own it draws nothing from the program's.
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,  # type: ignore[arg-type]
+            batch_sampler=[list(examples)],
+            collate_fn=self._collate,
+            generator=torch.Generator(),
+        )
+        [batch] = loader
+        return batch
 
 
 def checked_length(dataset: Any) -> int:
-    """The number of examples, if portions of them can be read."""
+    """Return the number of examples; raise InvalidArgument where portions cannot be read."""
     length = length_of(dataset)
     if not hasattr(dataset, "__getitem__"):
         raise InvalidArgument(
@@ -261,7 +240,7 @@ def checked_length(dataset: Any) -> int:
 
 
 class PortionComputation(PortionGradient):
-    """A worker's portions, computed by torch in memory that its session lends."""
+    """Computes a worker's portions by torch, in the session's memory."""
 
     def __init__(self, session: Worker, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
         self._session = session
@@ -298,11 +277,11 @@ class PortionComputation(PortionGradient):
         self._written.note()
 
     def compute(self, portion: Portion, upcoming: Portion | None) -> float:
-        """Computes a portion; returns the sum of its examples' losses. `upcoming` is likely the next, to be loaded."""
+        """Compute a portion and return the sum of its examples' losses. `upcoming`: likely the next, to be loaded."""
         return self.compute_batches(self._loader.batches(portion, upcoming))
 
     def close(self) -> None:
-        """Ends the use of what the session lent; the model keeps its parameters."""
+        """Stop using the session's memory; the model keeps its parameters."""
         self.release()
         if not self._private:
             self._parameters.separate()
@@ -315,7 +294,7 @@ def loss_function(
     loss: Callable[..., Any] | None,
     loss_of: Callable[[Any, Any], Any] | None,
 ) -> Callable[[Any], Any]:
-    """What computes a batch's loss, from either of the two that a user may give."""
+    """Return a function of a batch's loss, from either of the two forms that a user may give."""
     if (loss is None) == (loss_of is None):
         given = "neither" if loss is None else "both"
         raise InvalidArgument(
@@ -344,12 +323,12 @@ def loss_function(
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where the model takes its input: the device of its first parameter."""
+    """Return the device of the model's first parameter."""
     return next(model.parameters()).device
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device."""
+    """Return the batch with all its tensors on the device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):

@@ -64,7 +64,7 @@ def test_the_next_portion_is_read_during_this_one(dataset: Squares, loader: Port
 def test_what_was_read_on_a_wrong_hint_is_dropped(dataset: Squares, loader: PortionLoader) -> None:
     numbers(loader.batches(Portion(start=0, stop=4), Portion(start=20, stop=28)))
     assert numbers(loader.batches(Portion(start=30, stop=34))) == [[900, 961, 1024, 1089]]
-    assert not loader._asked
+    assert not loader._ahead
 
 
 def test_an_error_of_the_data_set_is_raised_where_the_batch_is_used(loader: PortionLoader) -> None:
