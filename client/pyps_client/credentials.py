@@ -48,19 +48,19 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, token: str = "") -> Credentials:
-        """With this token, and with the certificates that PYPS_ variables name."""
+        """Return this token, with the certificates of the PYPS_ variables."""
         names = ("tls_ca", "tls_cert", "tls_key")
         return cls(token=token, **{name: os.environ.get(f"PYPS_{name.upper()}", "").strip() for name in names})
 
     def newest(self) -> Credentials:
-        """With the token that its file holds now, or as they are where there is none to be had."""
+        """Return the same with the token that its file holds now, if it can be read."""
         try:
             return replace(self, token=read_token(self.token_file)) if self.token_file else self
         except InvalidArgument:
             return self
 
     def context(self) -> ssl.SSLContext:
-        """For connections that are none of gRPC's, by the same rules. Raises InvalidArgument for a file of no use."""
+        """Return the TLS context of connections beside gRPC's. Raises InvalidArgument for a file of no use."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         what = ""
         try:
@@ -123,7 +123,7 @@ class Credentials:
 
 
 def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:
-    """The first line of a file, or else PYPS_TOKEN; empty for none. Raises InvalidArgument for what cannot be sent."""
+    """Return the first line of a file, or PYPS_TOKEN, or "". Raises InvalidArgument for a token that cannot be sent."""
     if token_file is None:
         token = (os.environ if environment is None else environment).get("PYPS_TOKEN", "").strip()
         source = "PYPS_TOKEN"
@@ -141,7 +141,7 @@ def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[s
 
 
 def check_token(token: str, source: str) -> None:
-    """Refuses a token that cannot be sent, with the name of where it came from."""
+    """Raise InvalidArgument for a token that cannot be sent."""
     if not (token.isascii() and token.isprintable()):
         raise InvalidArgument(f"{source} does not hold one line of printable ASCII characters")
 

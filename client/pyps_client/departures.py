@@ -50,19 +50,19 @@ class Departures:
         self.spoiled = False
 
     def complete(self, shard_id: int) -> None:
-        """Says that all of the shard's gradients are computed."""
+        """Mark a shard whose gradients are all computed."""
         with self._changed:
             self._complete.append(shard_id)
             self._changed.notify_all()
 
     def seal(self) -> None:
-        """Says that all gradients are computed that will be."""
+        """Mark all gradients as computed: none follows."""
         with self._changed:
             self._sealed = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Lets nothing leave any more."""
+        """Let no further shard be sent."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -89,7 +89,7 @@ class Departures:
         return shard_id
 
     def leaves(self, shard_id: int, numbers: npt.NDArray[Any] | None) -> bool | None:
-        """Notes that a shard leaves, with its numbers or without any; None where nothing of the push is to."""
+        """Note that a shard is sent; return whether with numbers, None where nothing of the push is to be sent."""
         fits = numbers is None or self._fits(numbers)
         with self._changed:
             if not fits:
@@ -106,13 +106,12 @@ class Departures:
             return with_numbers
 
     def lost(self, under_way: set[int]) -> None:
-        """Ends a round: nothing of it is under way any more."""
         with self._changed:
             under_way.clear()
             self._changed.notify_all()
 
     def answered(self, under_way: set[int], waiting: Collection[int]) -> bool:
-        """Takes those that wait no longer out of those under way; True where that was all."""
+        """Remove answered shards from those under way; return whether none is left."""
         with self._changed:
             self.num_answered += len(under_way.difference(waiting) & self._with_numbers)
             under_way.intersection_update(waiting)

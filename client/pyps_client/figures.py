@@ -17,14 +17,14 @@ CALL_SECONDS = 20.0
 
 
 class Answer(NamedTuple):
-    """What one server says of its part of the run."""
+    """One server's answer."""
 
     status: Status
     workers: ListWorkersReply
 
 
 def ask(address: str, launch: Launch) -> Answer:
-    """A server's answer, at its control port. Raises LinkLost, or a PypsError that says why there is none."""
+    """Return a server's answer, from its control port. Raises LinkLost or a PypsError."""
     channel = GrpcChannel(address, launch.credentials, use_proxy=launch.use_proxy)
     try:
         status = channel.call("GetStatus", GetStatusRequest(), Status, timeout_seconds=CALL_SECONDS)
@@ -35,7 +35,7 @@ def ask(address: str, launch: Launch) -> Answer:
 
 
 class Figures:
-    """Makes figures of answers; speeds and means are of the time since those before."""
+    """Makes figures of answers; speeds and means are since the answers before."""
 
     def __init__(self) -> None:
         # Sums so far, and when they were told.
@@ -44,7 +44,7 @@ class Figures:
         self.over = False
 
     def of(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """The figures now, by their names; those since the look before are not in the first."""
+        """Return the figures by name; the first time without speeds and means."""
         told = [answer.status for answer in answers]
         self.over = any(status.state != RUN_STATE_READY for status in told)
         sums = defaultdict(float, at=time.monotonic())

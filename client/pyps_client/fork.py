@@ -20,7 +20,7 @@ kept_alive: set[object] = set()
 
 
 def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
-    """Has these called around each fork of this process; where the system cannot fork there is nothing to do."""
+    """Call these around each fork of this process; nothing where the system cannot fork."""
     if hasattr(os, "register_at_fork"):
         hooks = {"before": before, "after_in_child": after_in_child}
         os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
@@ -39,7 +39,7 @@ at_fork(after_in_child=_begin_child)
 
 
 class ForkGuard:
-    """Remembers the process that made it."""
+    """Knows the process that made it."""
 
     def __init__(self) -> None:
         global _guarded
@@ -48,11 +48,10 @@ class ForkGuard:
 
     @property
     def in_child(self) -> bool:
-        """True in a process forked after this guard was made."""
+        """Whether this process was forked after the guard was made."""
         return self.generation != generation
 
     def check(self) -> None:
-        """Raises ForkedClient in a forked child."""
         if self.generation != generation:
             raise ForkedClient(
                 f"This pyps client was made before process {os.getpid()} was forked and works only in the parent. Make "

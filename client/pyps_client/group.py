@@ -34,15 +34,15 @@ class Group:
     replicated: frozenset[str] = frozenset()
 
     def broadcast(self, word: T) -> T:
-        """The leader's word, on all processes."""
+        """Return the leader's word on all processes."""
         return word
 
     def all_gather(self, word: T) -> list[T]:
-        """Everybody's word, by index. Nobody goes on before all have come."""
+        """Return all words, by index, once all processes have called it."""
         return [word]
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Sums of numbers over the processes, in float64, the same on all."""
+        """Return sums of numbers over the processes, in float64, the same on all."""
         return [float(number) for number in numbers]
 
 
@@ -50,7 +50,7 @@ ALONE = Group()
 
 
 class Failure(NamedTuple):
-    """An error as one process tells it to the others."""
+    """An error of one process, as a message to the others."""
 
     status: str
     message: str
@@ -58,7 +58,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, peers: Group) -> Failure:
-        """What the others are told; of an error that is not ours, that the process that met it is lost."""
+        """Return the message; an error that is not ours means that its process is lost."""
         if not isinstance(error, PypsError):
             words = f"{type(error).__name__}: {error}"
             error = ReplicaLost(f"process {peers.index} of {peers.name} failed ({words}): a replica ends as a whole")
@@ -66,7 +66,7 @@ class Failure(NamedTuple):
 
 
 def led(peers: Group, action: Callable[[], T]) -> T:
-    """Runs an action on the leader alone; all processes get its result, or its error."""
+    """Run an action on the leader alone; all processes get its result, or its error."""
     if peers.index == 0:
         try:
             result = action()
@@ -83,7 +83,7 @@ def led(peers: Group, action: Callable[[], T]) -> T:
 
 
 def agreed(peers: Group, action: Callable[[], T]) -> T:
-    """Runs an action on every process and waits for all; where it failed on some, all raise the first one's error."""
+    """Run an action on all processes and wait for all; where it failed on some, all raise the first one's error."""
     result: T | None = None
     own: Exception | None = None
     try:

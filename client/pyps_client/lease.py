@@ -45,7 +45,7 @@ class Lease:
     def __init__(
         self, sender: Sender, *, launch: Launch, peers: Group, request: Callable[[], HeartbeatRequest], heard: Heard
     ) -> None:
-        """`request` and `heard` as for Heartbeat; `sender` may still learn the run's name."""
+        """`request` and `heard` as for Heartbeat."""
         self._sender = sender
         self._peers = peers
         self._lost = LostReplica()
@@ -58,22 +58,22 @@ class Lease:
         self.check = self._lost.check
 
     def greeted(self, connection: Connection, reply: HelloReply) -> None:
-        """Notes a server's answer to a Hello; on any thread."""
+        """Start heartbeats after a server's answer to a Hello; on any thread."""
         self._met.setdefault(connection.index, connection)
         self._heartbeat.keep(connection, reply.heartbeat_seconds or INTERVAL_SECONDS)
 
     def watch(self) -> None:
-        """Sees to it that a process among others leaves at SIGTERM even amid a collective call."""
+        """Let a process of a replica leave at SIGTERM even amid a collective call."""
         if self._peers.count > 1:
             leave.watch(self)
 
     def settle(self) -> None:
-        """Leaves the process alone: it ends by itself."""
+        """Do not end the process any more: it ends by itself."""
         self._lost.known.set()
         leave.watched.discard(self)
 
     def leave(self, cause: str, message: str) -> None:
-        """Ends the heartbeats and says Leave wherever a Hello was answered, once; without insisting: leases run out."""
+        """End the heartbeats and say Leave to the servers, once; no retries, since leases run out."""
         request = LeaveRequest(sender=self._sender, cause=f"CAUSE_{cause.upper()}", message=message)
         with self._leaving:
             if self._left:
@@ -99,12 +99,12 @@ class Lease:
                     logger.debug("leaving %s: %s", name, error)
 
     def terminate(self, error: BaseException) -> None:
-        """Leaves and ends the process, whose main thread does not come back."""
+        """Leave, and end the process, whose main thread does not come back."""
         self.leave(*leave.cause_of(error))
         leave.end_process(f"ended by {error} amid a call that did not return", leave.STATUS)
 
     def _refused(self, error: PypsError) -> None:
-        """Acts on a heartbeat's refusal: the thread that trains may not meet it by itself, nor ever come back."""
+        """Act on a heartbeat's refusal: the thread that trains may never meet it."""
         if self._peers.name and isinstance(error, ReplicaLost | Superseded) and self._lost.note(error):
             self.leave(*leave.cause_of(error))
 
@@ -138,7 +138,7 @@ class Heartbeat:
         self._ways: dict[int, Connection] = {}
 
     def keep(self, connection: Connection, interval_seconds: float) -> None:
-        """Gives a server heartbeats from now on, and `heard` its connection. A second call for it does nothing."""
+        """Start heartbeats to a server; `heard` gets this connection. A second call for it does nothing."""
         with self._lock:
             if self._ended.is_set() or connection.index in self._ways:
                 return
@@ -160,7 +160,7 @@ class Heartbeat:
             way.cut()
 
     def end(self) -> None:
-        """Stops the threads; calls under way are given up."""
+        """Stop the threads and their calls."""
         with self._lock:
             self._ended.set()
             ways = list(self._ways.values())
@@ -231,7 +231,7 @@ class LostReplica:
         self._error: PypsError | None = None
 
     def note(self, error: PypsError) -> bool:
-        """Notes the end, as told by a server. Only the first time counts: then True."""
+        """Note the end; return whether this is the first note."""
         with self._lock:
             if self._error is not None:
                 return False
@@ -240,7 +240,6 @@ class LostReplica:
         return True
 
     def check(self) -> None:
-        """Raises what was noted."""
         error = self._error
         if error is None:
             return

@@ -77,12 +77,11 @@ def expect(worker: Any, *, of: object = None) -> None:
 
 
 def forget(worker: Any) -> None:
-    """Ends `expect`."""
     _open.discard(worker)
 
 
 def wait_for_leaving() -> None:
-    """Waits until all have left whose holders are gone; whatever is lost, this takes seconds."""
+    """Wait until all workers whose holders are gone have left, for seconds at most."""
     for leaving in list(_leaving):
         if (done := leaving()) is not None:
             while not done.acquire(timeout=SIGNAL_SECONDS):
@@ -91,7 +90,7 @@ def wait_for_leaving() -> None:
 
 
 def cause_of(error: BaseException | None) -> tuple[str, str]:
-    """How a worker that ends with this exception (or none) tells it: cause and message."""
+    """Return the cause and message of a worker that ends with this exception, or none."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished", ""
     error = translated(error)
@@ -99,31 +98,30 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def leave_all(error: BaseException | None = None) -> None:
-    """Has all leave now, as at the end of a program, by this error if there was one: the process goes on."""
+    """Let all workers leave now, by this error if there is one; the process goes on."""
     if error is not None:
         _remember(error)
     _close_all()
 
 
 def check_cause(cause: str) -> None:
-    """Refuses another cause than a worker may tell."""
     if cause not in ("finished", "failed"):
         raise InvalidArgument(f"cause is {cause!r}; expected 'finished' or 'failed'.")
 
 
 def translate_with(translator: Translator) -> None:
-    """Has errors that nobody catches told as those of ours that the translator says they are; None for others."""
+    """Report uncaught errors as those that the translator returns for them."""
     if translator not in _translators:
         _translators.append(translator)
 
 
 def translated(error: BaseException) -> BaseException:
-    """The error as one of ours, where a translator knows it; else the error itself."""
+    """Return the error as one of pyps where a translator knows it, else itself."""
     return next((own for translate in _translators if (own := translate(error)) is not None), error)
 
 
 def end_process(words: str, status: int) -> None:
-    """Ends the process at once, with a line on stderr; nothing is closed: what is open may be the main thread's."""
+    """End the process at once, with a line on stderr; nothing is closed, as it may be the main thread's."""
     try:
         last_words = threading.Thread(target=_say, args=(words,), name="pyps-last-words", daemon=True)
         last_words.start()
@@ -153,19 +151,18 @@ def install_process_hooks() -> None:
 
 
 def install_where_asked() -> None:
-    """Installs the hooks where the environment asks for them."""
     if os.environ.get(VARIABLE, "").strip() not in ("", "0"):
         install_process_hooks()
 
 
 def keep_large_blocks() -> None:
-    """Tells the allocator of large messages, where the process is ours to set up."""
+    """Let the allocator keep large blocks, in a process that has the hooks."""
     if _hooks_installed:
         allocator.keep_large_blocks()
 
 
 class Terminated(SystemExit):
-    """Ends a program that got SIGTERM, with the status that shells give for it."""
+    """Ends a program after SIGTERM, with the status of shells."""
 
     def __init__(self) -> None:
         super().__init__(STATUS)
@@ -243,7 +240,7 @@ def _close(worker: Any) -> None:
 
 
 def _hook_exceptions() -> None:
-    """Wraps the interpreter's hook for uncaught exceptions, which still gets those of others, and sys.exit."""
+    """Wrap sys.excepthook, which still gets errors of others, and sys.exit."""
     previous, leave_program = sys.excepthook, sys.exit
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -268,7 +265,7 @@ def _remember(error: BaseException) -> None:
 
 
 def _last_error() -> BaseException | None:
-    """What ended the program, if an exception did."""
+    """Return the exception that ended the program, if any."""
     if _error is None and not hasattr(sys, "ps1"):
         # Python's own word, without the hook; to somebody at a prompt the program goes on after it.
         return getattr(sys, "last_value", None)
@@ -295,7 +292,7 @@ def _told(error: PypsError, trace: TracebackType | None) -> str:
 
 
 def _is_library(file: str) -> bool:
-    """True for the standard library and installed packages, torch's wrapper around `step` among them."""
+    """Return whether it is of the standard library or installed; torch's wrapper around `step` is."""
     if file.startswith(("<frozen ", sysconfig.get_path("stdlib") + os.sep)):
         return True
     return not _LIBRARIES.isdisjoint(Path(file).parts)
@@ -327,7 +324,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child, such as a data loader's, has nothing to leave."""
+    """Forget what a forked child, as a data loader's, has not to leave."""
     global _pipe
     _leaving.clear()
     if _pipe is not None:

@@ -8,7 +8,7 @@ logger = logging.getLogger("pyps.client")
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints for programs that never configured logging, and keeps quiet in those that did."""
+    """Prints for programs that never configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and not logging.getLogger("pyps").handlers:
@@ -16,7 +16,6 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def prepare() -> None:
-    """Gives the logger its handler and level, once."""
     if not logger.handlers:
         handler = _Stderr()
         handler.setFormatter(logging.Formatter("pyps: %(message)s"))

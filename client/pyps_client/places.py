@@ -24,7 +24,7 @@ _OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]{1,4})")
 
 
 def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
-    """The places of all servers that one text names, in their order. Raises InvalidArgument for what names none."""
+    """Return the places that one text names, in order. Raises InvalidArgument."""
     if match := _OF_SEVERAL.fullmatch(servers):
         if servers.startswith(FILE):
             return [servers]
@@ -69,7 +69,7 @@ def address_of(
 
 
 def parse_address(address: str, default_port: int) -> str:
-    """The address as host:port. Raises InvalidArgument for what is none."""
+    """Return the address as host:port. Raises InvalidArgument."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise InvalidArgument(
@@ -89,7 +89,7 @@ def parse_address(address: str, default_port: int) -> str:
 
 
 def _read(place: str, port: int) -> list[str]:
-    """The addresses in a file, one a line; empty lines and what follows a # count for nothing."""
+    """Return the addresses in a file, one a line; empty lines and comments (#) are ignored."""
     path = Path(place.removeprefix(FILE))
     try:
         # What is no file never ends, or never begins.

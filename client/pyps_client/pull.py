@@ -48,7 +48,6 @@ class Versions(dict[int, int]):
     epochs: tuple[int, ...] = ()
 
     def copy(self) -> Versions:
-        """The same, to be changed."""
         copied = Versions(self)
         copied.epochs = self.epochs
         return copied
@@ -69,7 +68,7 @@ class Held:
         self._wanted: dict[int, int] = {}
 
     def enter(self, epoch: int) -> None:
-        """Forgets versions of an earlier epoch: the server counts anew from its checkpoint."""
+        """Forget versions of another epoch: after a restore the server counts again from its checkpoint."""
         with self._lock:
             if epoch != self.epoch:
                 self.epoch = epoch
@@ -77,20 +76,20 @@ class Held:
                 self._wanted = {}
 
     def want(self, shard_id: int, version: int, *, epoch: int) -> None:
-        """Notes a version to wait for before the next gradient is computed."""
+        """Note a version to wait for before the next gradient."""
         with self._lock:
             if version > 0 and epoch == self.epoch:
                 self._wanted[shard_id] = max(version, self._wanted.get(shard_id, 0))
 
     @property
     def wanted(self) -> dict[int, int]:
-        """Shard id to the version to wait for, where it has not come yet."""
+        """Shard id -> version to wait for, where it has not come yet."""
         with self._lock:
             wanted = self._wanted.items()
             return {shard_id: version for shard_id, version in wanted if self.versions[shard_id] < version}
 
     def answered(self, waited_for: Mapping[int, int]) -> None:
-        """Ends waits that the server has answered: they came, or never will, since the run is over."""
+        """End waits that the server has answered: the versions came, or the run is over."""
         with self._lock:
             for shard_id, version in waited_for.items():
                 if self._wanted.get(shard_id, version + 1) <= version:
@@ -115,7 +114,7 @@ class Holdings:
 
     @property
     def versions(self) -> Versions:
-        """A copy of the versions held, with their servers' epochs."""
+        """A copy of the held versions, with the servers' epochs."""
         versions, epochs = Versions(), []
         for held in self.of_server:
             with held._lock:
@@ -126,11 +125,10 @@ class Holdings:
 
     @property
     def largest_version(self) -> int:
-        """The largest version held; 0 of nothing."""
         return max((max(held.versions.values(), default=0) for held in self.of_server), default=0)
 
     def note(self, receipts: Sequence[Receipt]) -> None:
-        """Notes what the receipts of one push ask to be waited for."""
+        """Note the versions that the receipts of one push ask to wait for."""
         late: list[int] = []
         for receipt in receipts:
             version = receipt.min_version
@@ -144,7 +142,7 @@ class Holdings:
         self.late = frozenset(late)
 
     def pull_needed(self, connections: Iterable[Connection]) -> bool:
-        """Whether something of what is held would be refused: of another epoch, or waited for."""
+        """Return whether gradients of a held version would be refused: it is of another epoch, or too old."""
         for connection in connections:
             held = self.of_server[connection.index]
             # A server without a shard sends nothing that could bring its epoch here.
@@ -153,21 +151,21 @@ class Holdings:
         return False
 
     def awaited(self, server_index: int) -> Mapping[int, int]:
-        """Shard id to the version that a pull from that server is to wait for."""
+        """Return shard id -> version that a pull from that server waits for."""
         return {} if self.late else self.of_server[server_index].wanted
 
     def settled(self, server_index: int) -> Set[int]:
-        """Shards of that server whose rounds have this worker's gradient, where it makes good another."""
+        """Return the server's shards whose rounds have this worker's gradient, while it repairs a late one."""
         return self.of_server[server_index].wanted.keys() - self.late if self.late else frozenset()
 
 
 class Intake:
-    """The way of one server's parameters into a caller's vectors, one a group."""
+    """Writes one server's parameters into a caller's vectors, one a group."""
 
     def __init__(
         self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: Codec, name: str, converter: Converter = NUMPY
     ) -> None:
-        """`codec`: how the parameters travel. The vectors take them so, or as float32. `name`: the server's."""
+        """`codec`: of the payloads; the vectors are of its type, or float32. `name`: the server's."""
         self.held = held
         self.codec = codec
         # Is told of each shard that has come whole in a message, on whatever thread took it.
@@ -218,7 +216,7 @@ class Intake:
 
 
 class LongPoll:
-    """One wait for other workers, over one server or several, up to its deadline: a call held until it is time."""
+    """One wait for other workers, up to its deadline: calls that servers hold until it is time."""
 
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
@@ -227,11 +225,11 @@ class LongPoll:
 
     @property
     def call_seconds(self) -> float:
-        """For how long the next call may be held. 0 past the deadline: what is there then still counts."""
+        """How long the next call may be held. 0 past the deadline: the versions that are there then still count."""
         return min(max(self._began + self.wait_seconds - time.monotonic(), 0.0), PARK_SECONDS)
 
     def go_on(self, unanswered: WaitTimedOut, *, stop: threading.Event) -> None:
-        """Notes a call that was held in vain. Raises WaitTimedOut past the deadline, RunFinished when stopped."""
+        """Note a call that was held in vain. Raises WaitTimedOut past the deadline, RunFinished when stopped."""
         now = time.monotonic()
         waited = now - self._began
         if stop.is_set():
@@ -275,7 +273,7 @@ class LongPoll:
 
 @dataclass(eq=False)
 class IncomingPull:
-    """What one server has that is newer. Asked again after a loss, it asks only for what did not come yet."""
+    """Pulls newer parameters from one server; after a loss only those that did not come yet."""
 
     sender: Sender
     role: Role
@@ -358,7 +356,6 @@ class IncomingPull:
         return request
 
     def _accept(self, reply: Parameters) -> None:
-        """Notes one shard that was written into its place."""
         if reply.epoch != self._held.epoch:
             self._held.enter(reply.epoch)
             # A heartbeat may have told of a later restore meanwhile.

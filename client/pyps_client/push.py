@@ -42,7 +42,7 @@ SMALL_BYTES = 1 << 17
 
 
 class GroupRate(NamedTuple):
-    """What is set of a parameter group; without a momentum the servers' stays."""
+    """Settings of a parameter group; None keeps the servers' momentum."""
 
     learning_rate: float
     momentum: float | None = None
@@ -55,7 +55,7 @@ _NO_RATES: Mapping[int, GroupRate] = MappingProxyType({})
 
 @dataclass(slots=True)
 class Plan:
-    """One push of a worker, and where newer parameters go. All that it names rests until the exchange returns."""
+    """One push of a worker, and where newer parameters go. Its vectors must not change until the exchange returns."""
 
     # One a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says; or float32.
     gradients: Vectors
@@ -102,7 +102,6 @@ class LearningRates:
         self._taken: list[tuple[int, Mapping[int, GroupRate]]] = [(-1, _NO_RATES)] * num_servers
 
     def change(self, rates: Mapping[int, GroupRate]) -> None:
-        """Sets the learning rates of some groups."""
         changed = dict(self.rates)
         for group, (rate, momentum, provisional) in rates.items():
             if not 0 <= group < self._num_groups:
@@ -125,7 +124,7 @@ class LearningRates:
         return self._provisional if taken_in == epoch and taken is self.rates else self.rates
 
     def answered(self, server_index: int, *, epoch: int, receipts: Sequence[Receipt]) -> None:
-        """Notes what a push of that epoch, which carried all that was owed, came to."""
+        """Note the receipts of a push of that epoch, which carried all owed rates."""
         for receipt in receipts:
             if receipt.outcome == OUTCOME_REJECTED:
                 return
@@ -133,7 +132,7 @@ class LearningRates:
 
 
 class Pushes:
-    """Numbers, checks and cuts pushes, and keeps what they have in common. For one thread at a time."""
+    """Numbers and checks pushes, and slices them for the servers. For one thread at a time."""
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class Pushes:
         return pushes
 
     def answered(self, pushes: Iterable[Outgoing]) -> None:
-        """Notes what the servers have answered to all of a push."""
+        """Note the servers' answers to all of a push."""
         if self._rates.rates:
             for connection, push in zip(self._connections, pushes, strict=True):
                 if push.waiting:
@@ -232,7 +231,7 @@ class Pushes:
                 self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
 
     def norm(self, plan: Plan) -> float:
-        """The norm of a push of all processes of the replica, all of which call it."""
+        """Return the norm of a push of all processes of the replica, all of which call it."""
         self._encoder.begin(plan)
         kinds = plan.kinds or self._gradients_only
         parts = chain.from_iterable(
@@ -264,7 +263,7 @@ class Pushes:
 
 
 class Cut:
-    """One server's shards that are pushed, what of each, and their messages, which each push fills in anew."""
+    """One server's part of a push: its shards, what of each, and the messages, which each push fills again."""
 
     def __init__(
         self,
@@ -275,7 +274,7 @@ class Cut:
         kinds: Sequence[int],
         reply_codec: Codec | None = None,
     ) -> None:
-        """`kinds`: a PayloadKind a parameter group. `reply_codec`: how parameters are to come, in an exchange."""
+        """`kinds`: a PayloadKind a parameter group. `reply_codec`: of the parameters, in an exchange."""
         self.parts = parts
         self.codec = codec
         self.waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
@@ -304,7 +303,7 @@ class Cut:
         self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
 
     def of(self, parts: Sequence[Part]) -> Cut:
-        """Other parts of the same push."""
+        """Return other parts of the same push."""
         return Cut(parts, **self._settings)  # type: ignore[arg-type]
 
 
@@ -396,7 +395,7 @@ class Outgoing:
         *,
         begins: bool = False,
     ) -> tuple[PushRequest, Buffer] | None:
-        """The next message that may leave, once there is one; None where there is none in this round."""
+        """Return the next message that may be sent; None where there is none in this round."""
         shard_id = departures.next(self.waiting, under_way, begins=begins)
         if shard_id is None:
             return None
@@ -429,7 +428,7 @@ class Outgoing:
         return cut
 
     def _fill(self, cut: Cut) -> None:
-        """Makes the cut's messages this push's, but for their payloads."""
+        """Write the headers of this push's messages."""
         plan, intake, rates = self.plan, self.intake, self.learning_rates
         held = intake.held.versions if intake is not None and intake.held.epoch == self.epoch else None
         for (shard, _), message in zip(cut.parts, cut.messages, strict=True):
@@ -474,7 +473,7 @@ class Outgoing:
                 yield message, self.encoder.payload(values, shard, extents)
 
     def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
-        """The shards' payloads, which a later push of the same lent vectors finds in the same place; None of others."""
+        """Return the payloads of lent vectors, which later pushes find in the same place; None of others."""
         vectors = self.vectors
         is_whole = all(extents == () for _, extents in cut.parts)
         if self.lent_index is None or not is_whole or vectors[0].dtype != cut.codec.dtype:
@@ -509,7 +508,7 @@ class Outgoing:
 def pushed_parts(
     partition: Partition, server_index: int, left_out: Container[int] = (), *, present: Sequence[bool] | None
 ) -> tuple[Part, ...]:
-    """A server's shards but for some, each with its ranges present."""
+    """Return a server's shards but for some, each with its present ranges."""
     shards = [shard for shard in partition.of_server(server_index) if shard.shard_id not in left_out]
     if present is None or all(present):
         return tuple((shard, ()) for shard in shards)
@@ -523,7 +522,7 @@ def norm_of(
     kinds: Sequence[int],
     encoder: Encoder,
 ) -> float:
-    """The Euclidean norm of a push's gradients as they travel; deltas do not count. Summed in float64."""
+    """Return the Euclidean norm of a push's gradients as they travel, without deltas. Summed in float64."""
     total = 0.0
     for shard, extents in parts:
         if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
@@ -535,7 +534,7 @@ def norm_of(
 
 
 def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[int, int]) -> None:
-    """Refuses a gradient that was computed on nothing."""
+    """Raise InvalidArgument for a gradient without base versions."""
     for shard in partition.shards:
         if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
             raise InvalidArgument(
@@ -544,7 +543,7 @@ def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[i
 
 
 def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents | None:
-    """The ranges of a shard whose tensors are present, neighbours joined."""
+    """Return the ranges of a shard whose tensors are present, neighbours joined."""
     extents: list[tuple[int, int]] = []
     for piece in partition.pieces(shard.shard_id):
         if not present[piece.tensor_index]:

@@ -26,7 +26,7 @@ AGAIN_SECONDS_MAX = 300.0
 
 
 class LinkLost(Exception):
-    """A call that ended without the server's verdict: worth another try. Never leaves this package."""
+    """A call without the server's verdict: worth another try. Never leaves this package."""
 
     def __init__(self, reason: str, *, answered: int = 0) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class LinkLost(Exception):
 
 
 class LocalLost(LinkLost):
-    """The loss of a local link, or of a lane: the gRPC connection beside it may be sound."""
+    """The loss of shared memory or of a lane; the gRPC connection may be sound."""
 
 
 class Busy(LinkLost):
@@ -58,11 +58,11 @@ class RetryPolicy:
     hurries: bool = False
 
     def hurry(self, seconds: float) -> None:
-        """Brings the deadline forward, of waits under way too, and counts it from the first failure; on any thread."""
+        """Bring the deadline forward, of waits under way too, and count it from the first failure; on any thread."""
         self.wait_seconds, self.hurries = min(self.wait_seconds, seconds), True
 
     def begin(self, what: str, *, stop: threading.Event, advice: str = "", outage: Outage | None = None) -> Wait:
-        """Starts one wait for `what` ("server 0 (127.0.0.1:7610)"); `outage` is what others know of it."""
+        """Start one wait for `what` ("server 0 (127.0.0.1:7610)"); `outage` is what others know of it."""
         return Wait(self, what, stop=stop, advice=advice, outage=outage or Outage())
 
 
@@ -92,12 +92,12 @@ class Wait:
         return min(max(self.remaining_seconds, 1.0), self._policy.call_seconds_max)
 
     def restart(self) -> None:
-        """Counts from now again, after progress was made."""
+        """Count from now again, after progress."""
         self._started = self._loss.since = time.monotonic()
         self._pause_seconds = self._policy.pause_first_seconds
 
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
-        """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
+        """Sleep before the next try. Raises `error` past the deadline, RunFinished when stopped."""
         # Some are sentences, which go into others.
         problem = problem.rstrip(".")
         self._outage.note(self._what, problem, at=time.monotonic())
@@ -117,12 +117,11 @@ class Wait:
             raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")
 
     def end(self) -> None:
-        """Notes success, aloud where the outage was."""
+        """Note success, with a log line if the outage had one."""
         self.give_up()
         self._outage.heard(self._what)
 
     def give_up(self) -> None:
-        """Ends the wait, if it has not ended."""
         if not self._ended:
             self._ended = True
             self._outage.leave(self._loss)
@@ -130,7 +129,7 @@ class Wait:
 
 @dataclass
 class Loss:
-    """Something that does not answer: since when, why, and how many threads wait for it."""
+    """A server that does not answer: since when, why, and how many threads wait for it."""
 
     since: float
     problem: str = "no answer"
@@ -138,7 +137,7 @@ class Loss:
 
 
 class Outage:
-    """Which of a caller's servers do not answer, by name, and since when; on any thread."""
+    """The caller's servers that do not answer, by name; on any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -151,26 +150,25 @@ class Outage:
         self._told_at = -math.inf
 
     def note(self, name: str, problem: str, *, at: float) -> float:
-        """Notes an attempt that failed at `at`; returns when the first one did."""
+        """Note a failed attempt, and return when the first one failed."""
         with self._lock:
             loss = self.lost.setdefault(name, Loss(at))
             loss.since, loss.problem = min(loss.since, at), problem.rstrip(".")
             return loss.since
 
     def enter(self, name: str, *, at: float) -> Loss:
-        """Notes that a thread waits since `at`: until it leaves, only its own success counts."""
+        """Note that a thread waits since `at`: until it leaves, only its own success counts."""
         with self._lock:
             loss = self.lost.setdefault(name, Loss(at))
             loss.num_waits += 1
             return loss
 
     def leave(self, loss: Loss) -> None:
-        """Ends `enter`."""
         with self._lock:
             loss.num_waits -= 1
 
     def heard(self, name: str) -> None:
-        """Notes an answer, and tells where all are back that were told to be lost."""
+        """Note an answer, and log when all servers that were logged as lost are back."""
         with self._lock:
             loss = self.lost.get(name)
             if loss is None or loss.num_waits:

@@ -89,7 +89,7 @@ class View:
         self._rates_of: dict[int, tuple[int, int]] = {}
 
     def greeted(self, server_index: int, reply: HelloReply) -> None:
-        """Notes what a handshake tells."""
+        """Take over the answer to a Hello."""
         with self._lock:
             heard = self._heard
             terms = heard.terms
@@ -180,7 +180,7 @@ class View:
             self._hear(heard._replace(terms=terms, finished=heard.finished or is_over, global_step=step))
 
     def granted(self, *, ask_to_proceed: bool) -> None:
-        """Notes what the leave to begin a step tells, on all processes of a replica."""
+        """Take over the answer to `proceed`, on all processes of a replica."""
         with self._lock:
             self._answered_at = time.monotonic()
             terms = self._heard.terms
@@ -189,14 +189,14 @@ class View:
                 self.state = self.state._replace(terms=self.state.terms._replace(ask_to_proceed=ask_to_proceed))
 
     def pulled(self, version: int) -> None:
-        """Notes the largest version that a pull has brought: all that processes of a replica agreed to wait for."""
+        """Note the largest pulled version: all that processes of a replica agreed to wait for."""
         with self._lock:
             self._hear(self._heard._replace(global_step=max(self._heard.global_step, version)))
             if self.state.pull_agreed:
                 self.state = self.state._replace(pull_agreed=False)
 
     def meet(self, *, pull_needed: bool) -> None:
-        """Brings all processes of the replica to one view; all call it at the same place. Nothing for one alone."""
+        """Bring all processes of the replica to one state; all call it at the same place. Nothing for one alone."""
         if self._peers.count == 1:
             return
         heard, leads = self._heard, float(self._peers.index == 0)
@@ -225,7 +225,7 @@ class View:
             self.state = self.state._replace(num_workers=heard.num_workers, next_rates=heard.next_rates)
 
     def _changed(self, terms: Terms, ask_to_proceed: bool, batch_size: int) -> Terms:
-        """Terms with what receipts tell too, told by something else."""
+        """Return terms with settings that receipts carry too, from another message."""
         if (ask_to_proceed, batch_size) == (terms.ask_to_proceed, terms.batch_size):
             return terms
         self._changed_at = time.monotonic()
@@ -240,7 +240,7 @@ _ADVICE = {
 
 
 class Refusals:
-    """Pushed shards that were refused or dropped, by reason. Used by the thread that pushes."""
+    """Counts refused shards, by reason. Used by the thread that pushes."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -251,7 +251,7 @@ class Refusals:
         return dict(self._counts)
 
     def note(self, receipts: Iterable[Receipt]) -> None:
-        """Counts what was refused, with one line in the log at the first of each reason."""
+        """Count refused shards; log the first of each reason."""
         for receipt in receipts:
             if receipt.outcome != OUTCOME_REJECTED or receipt.reason in (REASON_EPOCH, REASON_FINISHED):
                 continue

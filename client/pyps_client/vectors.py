@@ -24,7 +24,7 @@ SKIPS_MAX = 10
 
 
 def dtype_of(codec: Codec, *, converted: bool) -> np.dtype[Any]:
-    """The type of vectors that travel so: float32 where they are converted on the way, as without words they are."""
+    """Return the type of vectors in this codec: float32 where they are converted, or where it has no words."""
     return FLOAT32.dtype if converted or codec.dtype is None else codec.dtype
 
 
@@ -36,7 +36,7 @@ def check_vectors(
     what: str,
     writable: bool = False,
 ) -> None:
-    """Refuses vectors that do not fit the model's groups; nothing is converted silently."""
+    """Raise WrongSize for vectors that do not fit the model's groups; nothing is converted silently."""
     if len(vectors) != model.num_groups:
         raise WrongSize(
             f"{what}: {len(vectors)} vectors were given for {model.num_groups} parameter groups; give one each."
@@ -53,30 +53,28 @@ def check_vectors(
 
 
 def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArray[Any]:
-    """The shard's slice of its group's vector, not copied."""
+    """Return the shard's slice of its group's vector, not copied."""
     return vectors[shard.group][shard.offset : shard.offset + shard.length]
 
 
 def values_at(values: npt.NDArray[Any], extents: Extents) -> npt.NDArray[Any]:
-    """The values in these ranges, end to end; not copied where they are all."""
+    """Return the values in these ranges, end to end; not copied where they are all."""
     if not extents:
         return values
     return np.concatenate([values[start : start + length] for start, length in extents])
 
 
 class Converter:
-    """Makes of float32 what travels, and back, with what every client has. Several threads may call it at once."""
+    """Converts float32 to payloads and back, by numpy. Several threads may call it at once."""
 
     def encode(self, values: npt.NDArray[np.float32], codec: Codec) -> memoryview:
-        """The contiguous values as they travel."""
         return codec.encode(values)
 
     def decode(self, payload: memoryview, codec: Codec, place: npt.NDArray[np.float32]) -> None:
-        """Writes what came into its place, which has its length."""
         codec.decode_into(payload, place)
 
     def encoded(self, values: npt.NDArray[Any], codec: Codec) -> memoryview:
-        """Contiguous values as they travel: float32 is converted, words of the codec stay as they are."""
+        """Return contiguous values as a payload: float32 is converted, words of the codec stay as they are."""
         return values.view(np.uint8).data if values.dtype == codec.dtype else self.encode(values, codec)
 
 
@@ -136,7 +134,7 @@ class Encoder:
 
 
 def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
-    """Flat index of the first NaN or infinity, None where all are finite. Words that are no floats are the codec's."""
+    """Return the flat index of the first NaN or infinity; None where all are finite."""
     flat = values.reshape(-1)
     if flat.dtype.kind != "f":
         flat = codec.decode(flat.view(np.uint8).data, flat.size)
@@ -150,7 +148,7 @@ def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
 
 
 class FiniteGuard:
-    """Counts gradients skipped in a row. Mixed precision overflows now and then; many in a row are a fault."""
+    """Counts skipped gradients. Mixed precision overflows now and then; many in a row are a fault."""
 
     def __init__(self) -> None:
         # In a row, and in all.
@@ -158,11 +156,10 @@ class FiniteGuard:
         self.skips_total = 0
 
     def passed(self) -> None:
-        """Notes a finite gradient."""
         self.skips = 0
 
     def skipped(self, name: str, index: tuple[int, ...], value: float) -> None:
-        """Notes a gradient that is not sent, with a warning; raises NotFinite when too many came in a row."""
+        """Note a gradient that is not sent, with a warning. Raises NotFinite after too many in a row."""
         self.skips += 1
         self.skips_total += 1
         where = f"{name}[{', '.join(map(str, index))}]" if index else name

@@ -120,7 +120,7 @@ class Worker:
         self._scalars: dict[str, float] = {}
 
     def connect(self) -> None:
-        """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
+        """Join the run; wait for servers and for its parameters, or send the first ones where elected."""
         if self._hello is not None:
             return
         # It may be of the same name, and what it has gathered would be refused as that of an earlier process.
@@ -134,7 +134,7 @@ class Worker:
             raise
 
     def next_rates(self) -> dict[int, float]:
-        """Group -> the step size of its next update before staleness, as the servers last said."""
+        """Return group -> step size of its next update before staleness, as the servers last said."""
         told = self.view.state.next_rates
         return {shard.group: told[shard.shard_id] for shard in self.partition.shards if shard.shard_id in told}
 
@@ -184,12 +184,12 @@ class Worker:
         return lent
 
     def tell_landed(self, on_landed: Callable[[ShardRange], object]) -> None:
-        """Tells of each shard that a message has brought into the lent parameters, at once, on any thread."""
+        """Call `on_landed` for each shard that a message brings into the lent parameters, at once, on any thread."""
         for intake in self._lent_intakes:
             intake.on_landed = on_landed
 
     def push(self, gradients: Vectors, **described: Any) -> list[Receipt]:
-        """Pushes gradients alone, described by fields of `Plan`."""
+        """Push gradients alone, described by fields of `Plan`."""
         return self.exchange(Plan(gradients, **described))
 
     def exchange(self, plan: Plan) -> list[Receipt]:
@@ -236,7 +236,7 @@ class Worker:
         return receipts
 
     def norm(self, plan: Plan) -> float:
-        """The norm of what would be pushed, of all processes of the replica, all of which call it."""
+        """Return the norm of a push of all processes of the replica, all of which call it."""
         return self._pushes.norm(plan)
 
     def pull(
@@ -314,7 +314,7 @@ class Worker:
         self.view.granted(ask_to_proceed=asks)
 
     def meet(self) -> None:
-        """Brings a replica's processes to one view of the run: for a step without a push that does."""
+        """Bring a replica's processes to one state of the run: for a step without a push that does."""
         self._check_open()
         self.view.meet(pull_needed=self._holdings.pull_needed(self._servers.connections))
 
@@ -328,18 +328,18 @@ class Worker:
         return one_view(self._peers, lambda: self._servers.on_first(operation))
 
     def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
-        """Runs one operation a server, in the servers' order, all at once; raises the first failure."""
+        """Run one operation a server, in the servers' order, all at once; raise the first failure."""
         self._check_open()
         return self._servers.on_all(operations)
 
     @property
     def sender(self) -> Sender:
-        """This worker as its messages name it; with the run's name after `connect`."""
+        """This worker in its messages; with the run's name after `connect`."""
         return self._handshake.sender
 
     @property
     def held_versions(self) -> Versions:
-        """A copy of shard id -> version that was last pulled (-1: nothing), with the servers' epochs."""
+        """A copy of shard id -> version of the newest pull (-1: none), with the servers' epochs."""
         return self._holdings.versions
 
     @property
@@ -365,7 +365,7 @@ class Worker:
 
     @property
     def transport(self) -> str:
-        """The way of lent vectors: "shm" (shared with all servers), "tcp", "grpc" or "mixed"."""
+        """The transport of lent vectors: "shm" (shared with all servers), "tcp", "grpc" or "mixed"."""
         return self._sharing.transport
 
     @property
@@ -380,7 +380,7 @@ class Worker:
 
     @property
     def goes_by_calls(self) -> bool:
-        """Whether lent gradients go to every server in messages, one a shard, and not through shared memory."""
+        """Whether lent gradients go to all servers in messages, one a shard, and not through shared memory."""
         return not any(connection.is_local for connection in self._servers)
 
     @property
@@ -390,7 +390,7 @@ class Worker:
 
     @property
     def protocol(self) -> str:
-        """The protocol in force ("async"), known after `connect`, as server 0 last told; it may change meanwhile."""
+        """The protocol in force ("async"), as server 0 last reported it after `connect`."""
         return self.view.state.terms.protocol
 
     @property
@@ -400,12 +400,12 @@ class Worker:
 
     @property
     def batch_size(self) -> int:
-        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        """Examples in a minibatch, by the servers' schedule; 0 where they have none."""
         return self.view.state.terms.batch_size
 
     @property
     def accumulate(self) -> int:
-        """Minibatches that the protocol wants summed in a push; 0 leaves it to the worker."""
+        """Minibatches that the protocol sums in a push; 0 leaves it to the worker."""
         return self.view.state.terms.accumulate
 
     @property
@@ -436,26 +436,26 @@ class Worker:
 
     @property
     def finished(self) -> bool:
-        """True when the run is over: pulls still work, a push raises RunFinished."""
+        """Whether the run is over: pulls still work, a push raises RunFinished."""
         return self.view.state.finished
 
     @property
     def refused(self) -> dict[str, int]:
-        """Pushed shards that servers did not take, by the reason's name: {"STALE": 3}."""
+        """Refused shards by the reason's name: {"STALE": 3}."""
         return self.view.refusals.counts
 
     def report(self, **scalars: float) -> None:
-        """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
+        """Set figures of this worker (loss=0.3), which the next heartbeat carries to the servers."""
         with self._lock:
             self._scalars |= {name: float(value) for name, value in scalars.items()}
 
     def hurry(self) -> None:
-        """Waits for lost and silent servers for seconds only from now on, whatever the launch says: the worker ends."""
+        """Wait for lost and silent servers for seconds only from now on, whatever the launch says: the worker ends."""
         self._servers.hurry(END_SECONDS)
         self._lease.hurry(END_SECONDS)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leaves the run ("finished", or "failed" and why). A second call does nothing."""
+        """Leave the run ("finished", or "failed" and why). A second call does nothing."""
         leave.check_cause(cause)
         if self._guard.in_child or self._closing.is_set():
             return

@@ -48,29 +48,29 @@ class Stepper(Protocol):
         """True when the run is over."""
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
-        """Asks for a portion, and in one for the parameters where the protocol hands out both under one mutex."""
+        """Ask for a portion, and in one call for the parameters where the protocol hands out both under one mutex."""
 
     def tell_examples(self, count: int) -> None:
-        """Says how many examples the minibatch that comes next has."""
+        """Set the number of examples of the next minibatch."""
 
     def end_portion_after(self, step: int) -> None:
-        """Says that minibatch number `step`, from 0, is its portion's last."""
+        """Mark minibatch number `step`, from 0, as its portion's last."""
 
     def flush(self) -> None:
-        """Pushes what has gathered and waits for the answer."""
+        """Push the gathered gradients and wait for the answer."""
 
     def idle(self) -> None:
-        """Takes a step without a minibatch, where others wait for each worker's steps."""
+        """Take a step without a minibatch, where others wait for each worker's steps."""
 
     def finish(self) -> None:
-        """Takes over that the run is over, and its last parameters."""
+        """Note that the run is over, and take its last parameters."""
 
     def tell_over(self) -> None:
-        """Says that a loop goes on although the run is over: once, or by RunFinished where a push would raise it."""
+        """Report a loop that goes on after the run's end: once, or by RunFinished where a push would raise it."""
 
 
 def others_wait(session: Worker) -> bool:
-    """True where the protocol in force makes workers wait for each other's steps: one that takes none holds them up."""
+    """Return whether workers wait for each other's steps under the protocol in force."""
     return session.current_version_only or session.ask_to_proceed
 
 
@@ -193,7 +193,7 @@ class Portions:
         return not self._portions or self._portions[-1].last_batch is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that epoch, from 0."""
+        """Let the next iteration be that epoch, from 0."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -255,7 +255,7 @@ class Portions:
         self._count.begin(exact=exact)
 
     def _hand_in(self) -> None:
-        """Delivers what the loop is done with: nobody knows how long it stays away."""
+        """Deliver the portions that the loop is done with: it may stay away for long."""
         if self._portions:
             self._stepper.flush()
             self._deliver()
@@ -288,7 +288,7 @@ class Portions:
         return indices
 
     def _next_portion(self) -> _Portion | None:
-        """The next portion; None where the epoch is over, the run is, or a loader has batches on their way."""
+        """Return the next portion; None where the epoch or the run is over, or a loader has batches on their way."""
         self._deliver()
         if not self._portions:
             return self._ask(wait=True)
@@ -313,7 +313,7 @@ class Portions:
             )
 
     def _ask(self, *, wait: bool) -> _Portion | None:
-        """Leases a portion of the epoch. The one place where portions are asked for."""
+        """Lease a portion of the epoch. The one place that does."""
         stepper = self._stepper
         if self._epochs and self._epoch >= self._epochs:
             self._over = True
@@ -353,7 +353,7 @@ class Portions:
             return call()
 
     def _deliver(self, *, all_taken: bool = False) -> None:
-        """Delivers the portions whose gradients are with the servers. `all_taken`: nothing else will come of any."""
+        """Deliver the portions whose gradients are with the servers. `all_taken`: no gradient is on its way."""
         if self._stepper.finished:
             # Which of the last gradients were taken is not known, and nobody goes on.
             self._end_with_run()
@@ -406,7 +406,6 @@ class BatchCount:
         self._examples = 0
 
     def begin(self, *, exact: bool) -> None:
-        """Begins an iteration with nothing on its way."""
         self.is_exact = exact
         self._handed = self._taken = self._examples = 0
         self._due, self._steps_before = self._stepper.steps, -1
@@ -427,11 +426,11 @@ class BatchCount:
         return steps + 1 if self.is_exact and steps == self._steps_before else steps
 
     def has_taken(self, number: int | None) -> bool:
-        """Whether the loop is done with that batch, by its number."""
+        """Return whether the loop is done with that batch, by its number."""
         return number is not None and self._handed - self.ahead > number
 
     def handed_out(self, examples: int, *, ends_portion: bool) -> int:
-        """Notes a batch on its way to the loop; returns its number."""
+        """Note a batch on its way to the loop, and return its number."""
         if self.is_exact:
             self._on_their_way.append((examples, ends_portion))
         else:
@@ -442,7 +441,7 @@ class BatchCount:
         return self._handed - 1
 
     def hand_over(self) -> None:
-        """Notes that the loop gets the oldest batch on its way."""
+        """Note that the loop gets the oldest batch on its way."""
         if not self._on_their_way:
             return
         examples, ends_portion = self._on_their_way.popleft()
@@ -453,11 +452,11 @@ class BatchCount:
         self._announce(steps, self._examples, ends_portion)
 
     def taken_back(self) -> None:
-        """Notes that the loop is done with the batch it got last."""
+        """Note that the loop is done with its newest batch."""
         self._taken = min(self._taken + 1, self._handed)
 
     def broken_off(self) -> None:
-        """Notes that the loop ended with the batch it got last: done with it if a step followed."""
+        """Note that the loop ended with its newest batch: done with it if a step followed."""
         if self._stepper.steps > self._steps_before:
             self.taken_back()
 

@@ -107,7 +107,7 @@ class RemoteQueue:
         return reply
 
     def claim(self, lease_id: int) -> ClaimReply:
-        """Asks whether a computed portion counts; one that does not is given up."""
+        """Return whether a computed portion counts; one that does not is given up."""
         request = ClaimRequest(sender=self._session.sender, lease_id=lease_id)
         reply = self._ask("Claim", request, ClaimReply)
         if not reply.granted:
@@ -117,7 +117,7 @@ class RemoteQueue:
     def deliver(
         self, lease_ids: Sequence[int], *, stage_id: int = 0, loss_sum: float = 0.0, example_count: int = 0
     ) -> DeliverReply:
-        """Says that portions are done, all of them or none; refused ones are given up too."""
+        """Deliver portions, all of them or none; refused ones are given up too."""
         request = DeliverRequest(
             sender=self._session.sender,
             lease_ids=lease_ids,
@@ -130,7 +130,7 @@ class RemoteQueue:
         return reply
 
     def give_up(self, lease_ids: Sequence[int]) -> None:
-        """Names these no longer: with the next `lease` those that are not delivered go back to the queue."""
+        """Give these up: with the next `lease` undelivered ones go back to the queue."""
         self.held = tuple(lease_id for lease_id in self.held if lease_id not in lease_ids)
 
     def _ask(self, method: str, request: Message, reply: type[Reply], *, each: bool = False) -> Reply:

@@ -33,7 +33,7 @@ class WorkerSampler:
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that epoch, as when a worker goes on after a restart."""
+        """Let the next iteration be that epoch, as after a restart."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class WorkerSampler:
 
 
 def permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """An epoch's order of the examples, the same in all workers."""
+    """Return an epoch's order of the examples, the same in all workers."""
     # RandomState's sequence never changes between numpy versions, and workers may have different ones.
     return np.random.RandomState([seed, epoch]).permutation(length)
 
@@ -100,7 +100,7 @@ class GrowingBatchSampler:
         return int(self._optimizer.batch_size or self._default)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration that epoch, as when a worker goes on after a restart."""
+        """Let the next iteration be that epoch, as after a restart."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ def growing_batches(
 
 
 def length_of(dataset: Any) -> int:
-    """The number of examples of a data set that can be cut into portions."""
+    """Return the length of a data set; raise InvalidArgument where it has none."""
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):

@@ -111,7 +111,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _warn_of_modes(model: torch.nn.Module) -> None:
-    """Says where the same parameters would not give the same loss."""
+    """Warn of modules by which the same parameters would not give the same loss."""
     for is_so, why in ((_draws, "draws at random"), (_mixes, "depends on the batch")):
         names = [name or type(module).__name__ for name, module in model.named_modules() if is_so(module)]
         if names:
@@ -123,18 +123,18 @@ def _warn_of_modes(model: torch.nn.Module) -> None:
 
 
 def _draws(module: torch.nn.Module) -> bool:
-    """Whether it is a dropout, or has one."""
+    """Return whether it is a dropout, or has one."""
     chance = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0)
     return module.training and isinstance(chance, int | float) and chance > 0
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    """Whether it makes one example's output depend on the batch's others."""
+    """Return whether one example's output depends on the batch's others."""
     return module.training and isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def _tell_left_alone(model: torch.nn.Module, layout: Layout) -> None:
-    """Says what each worker keeps of its own."""
+    """Log the buffers, which stay each worker's own."""
     frozen = [name for name, value in model.named_parameters() if id(value) not in layout.names]
     for names, kind in ((frozen, "parameters"), (list(shareable_buffers(model)), "buffers")):
         if names:

@@ -41,7 +41,7 @@ PROTOCOL = "sandblaster"
 
 @dataclass
 class SandblasterResult:
-    """What this worker did, and why it ended. The model holds the run's last parameters."""
+    """A worker's counts, and why it ended. The model holds the run's last parameters."""
 
     # Passes that it computed portions of.
     num_passes: int = 0
@@ -58,7 +58,7 @@ class SandblasterResult:
 
 
 class CoordinatedWork:
-    """The walk over portions, until the coordinator ends the work. For one thread."""
+    """Works on portions until the coordinator ends the work. For one thread."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class CoordinatedWork:
         converter: Converter,
         on_pass: Callable[[int], object] | None = None,
     ) -> None:
-        """`on_pass` is called with each pass's number once its parameters are in the model."""
+        """`on_pass` gets each pass's number once its parameters are in the model."""
         self.result = SandblasterResult(run_id=session.run_id)
         self._session = session
         self._queue = RemoteQueue(session)
@@ -90,7 +90,7 @@ class CoordinatedWork:
         self._refusal: Wait | None = None
 
     def run(self) -> str:
-        """Works until there will be no more; returns why, in words."""
+        """Work until the end, and return why it came."""
         self._queue.open(self._data)
         while True:
             try:
@@ -112,7 +112,7 @@ class CoordinatedWork:
             self._process(reply)
 
     def _enter(self, reply: LeaseReply) -> None:
-        """Pulls the parameters where the pass is a new one."""
+        """Pull the parameters of a new pass."""
         pass_number = getattr(reply, "pass")
         entered = (pass_number, self._session.epoch)
         if entered == self._parameters_of:
@@ -186,14 +186,14 @@ class CoordinatedWork:
         self._session.report(loss=self.result.loss)
 
     def _tell_unsent(self, loss_sum: float) -> None:
-        """Says once a pass why a loss that is a number is told as none: from the coordinator nobody learns it."""
+        """Log once a pass why a finite loss is reported as none: the coordinator does not learn it."""
         if math.isfinite(loss_sum) and self._told_unsent_in != self._pass:
             self._told_unsent_in = self._pass
             reason = self._computation.why_not_sealed()
             logger.warning("the loss of pass %d is told as NaN, though it is a number: %s", self._pass, reason)
 
     def _throw_away(self) -> None:
-        """Forgets what is claimed and not delivered: with the next lease it goes back to the queue."""
+        """Forget undelivered claims: with the next lease they go back to the queue."""
         self.result.num_thrown_away += len(self._claimed)
         self._queue.give_up([portion.lease_id for portion, _ in self._claimed])
         self._claimed.clear()
@@ -214,7 +214,7 @@ class CoordinatedWork:
 
 
 class Staging:
-    """The way of sums of gradients to the servers' stages, in the codec of pushes."""
+    """Sends sums of gradients to the servers' stages, in the codec of pushes."""
 
     def __init__(self, session: Worker, *, converter: Converter = NUMPY) -> None:
         self._session = session
@@ -251,7 +251,7 @@ class Staging:
         channel: GrpcChannel,
         _: threading.Event,
     ) -> None:
-        """Sends a stage to one server. After a loss all of it is sent again, in place of what came before."""
+        """Send a stage to one server; after a loss all of it again, in place of the first try."""
         if not shards:
             # More servers than shards.
             return
@@ -278,7 +278,7 @@ class Staging:
 
 @contextmanager
 def joined(session: Worker) -> Iterator[None]:
-    """Joins the run and leaves it, saying why."""
+    """Join the run, and leave it with the reason."""
     try:
         session.connect()
         if session.protocol.partition(":")[0] != PROTOCOL:

@@ -25,7 +25,7 @@ _OTHER_MODEL = "Give all workers of a run one model, or start another run."
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tensor, or a block of one, that lies in a process's memory."""
+    """A tensor, or a block of one, in a process's memory."""
 
     name: str
     # Of the optimizer; the same in all processes of a replica.
@@ -104,7 +104,7 @@ class Arrangement:
 
     @property
     def own_param_groups(self) -> tuple[int, ...]:
-        """The optimizer's parameter group of each group of the own parts, as `Partition.of_parts` numbers them."""
+        """The optimizer's parameter group of each group of the own parts, numbered as by `Partition.of_parts`."""
         pairs = zip(self.model.group_parts, self.param_groups, strict=True)
         return tuple(param_group for part, param_group in pairs if part in self.parts)
 
@@ -177,7 +177,7 @@ def _check_claim(claim: Claim, process: int, first_process: int, first: Claim) -
 
 
 def _check_holders(extent: Extent, claims: Sequence[Sequence[Claim]]) -> None:
-    """Refuses a block that two processes claim, unless both know that they hold copies of it."""
+    """Raise InvalidArgument for a block of two processes, unless both know that they hold copies."""
     here, name = extent.claim, extent.claim.name
     for process, position in extent.indices.items():
         holders = claims[process][position].holders
@@ -193,7 +193,7 @@ def _check_holders(extent: Extent, claims: Sequence[Sequence[Claim]]) -> None:
 
 
 def _check_cover(name: str, whole_shape: tuple[int, ...], of_tensor: Sequence[Extent]) -> None:
-    """Refuses blocks of one tensor of which two overlap, or that leave some of it out."""
+    """Raise InvalidArgument for blocks of one tensor that overlap or leave some of it out."""
     blocks = [extent.claim for extent in of_tensor]
     pair = first_overlap(blocks)
     if pair is not None:
@@ -224,7 +224,7 @@ def _how_to_tell_apart(name: str) -> str:
 def _initial_cut(
     claims: Sequence[Sequence[Claim]], extents: Sequence[Extent], shard_size: int
 ) -> tuple[Model, tuple[int, ...]]:
-    """A new run's model, part k what process k trains, and the parameter group of each of its groups."""
+    """Return a new run's model, part k for process k, and the parameter group of each of its groups."""
     own = _trained_by(extents, len(claims))
     tensors: list[Tensor] = []
     param_groups: list[int] = []
@@ -244,7 +244,7 @@ def _initial_cut(
 
 
 def _trained_by(extents: Sequence[Extent], num_processes: int) -> list[list[Extent]]:
-    """What each process trains: all that it alone holds, and of what several hold so much that loads are even."""
+    """Return what each process trains: all that it alone holds, and of shared blocks so many that loads are even."""
     own: list[list[Extent]] = [[] for _ in range(num_processes)]
     loads = [0] * num_processes
     for extent in sorted(extents, key=lambda extent: len(extent.indices) > 1):
@@ -255,7 +255,7 @@ def _trained_by(extents: Sequence[Extent], num_processes: int) -> list[list[Exte
 
 
 def _param_groups(run: Model, extents: Sequence[Extent]) -> tuple[int, ...]:
-    """The parameter group of each of the run's groups; refuses another model than the run's."""
+    """Return the parameter group of each of the run's groups; raise ModelMismatch for another model."""
     claims = {extent.claim.name: extent.claim for extent in extents}
     names = {tensor.name for tensor in run.tensors}
     missing = next((name for name in claims if name not in names), None)
@@ -283,7 +283,7 @@ def _param_groups(run: Model, extents: Sequence[Extent]) -> tuple[int, ...]:
 
 
 def _joined(run: Model, claims: Sequence[Sequence[Claim]]) -> list[int]:
-    """The process that trains each part of the run's model: one that holds all of the part."""
+    """Return the process that trains each part of the run's model: one that holds all of it."""
     held = [{claim.name: claim for claim in of_process} for of_process in claims]
     parts = [[tensor for tensor in run.tensors if tensor.part == part] for part in range(run.num_parts)]
     fits = [
@@ -330,7 +330,7 @@ def _of_other_cut(run: Model, problem: str) -> ModelMismatch:
 
 
 def _held(model: Model, mine: Sequence[Claim], parts: Sequence[int]) -> Iterable[Held]:
-    """The tensors of some parts, their groups counted from 0, with their places in a process's memory."""
+    """Return the tensors of some parts, their groups counted from 0, with their places in a process's memory."""
     positions = {claim.name: position for position, claim in enumerate(mine)}
     own = [group for group, part in enumerate(model.group_parts) if part in parts]
     groups = {group: position for position, group in enumerate(own)}
@@ -341,7 +341,7 @@ def _held(model: Model, mine: Sequence[Claim], parts: Sequence[int]) -> Iterable
 
 
 def _copies(model: Model, claims: Sequence[Sequence[Claim]], owners: Sequence[int], index: int) -> Iterable[Copy]:
-    """What processes train that others hold too, owner by owner, with its places in this process's memory."""
+    """Return the numbers that one process trains and others hold too, with their places in this process's memory."""
     positions = [{claim.name: position for position, claim in enumerate(of_process)} for of_process in claims]
     copied: dict[int, tuple[list[int], list[Slice | None]]] = {}
     for tensor in model.tensors:

@@ -24,7 +24,7 @@ from pyps_wire.partition import Model
 
 @dataclass(frozen=True)
 class Claimed:
-    """The parameters of a process, what it claims of each, and the plain tensors in which that lies."""
+    """The parameters of a process, its claims, and the plain tensors of these."""
 
     parameters: tuple[torch.Tensor, ...]
     claims: tuple[Claim, ...]
@@ -53,13 +53,13 @@ class Claimed:
 
 @dataclass(frozen=True)
 class ModelCut:
-    """What a worker, or one process of a replica, trains of a model that is cut over parts."""
+    """The part of a split model that a worker, or one process of a replica, trains."""
 
     arrangement: Arrangement
     claimed: Claimed
 
     def layout(self) -> Layout:
-        """The layout of what this process trains; a tensor that servers hold in several blocks is several of them."""
+        """Return the layout of the trained part; a tensor that servers hold in several blocks is several of them."""
         held, claimed = self.arrangement.held, self.claimed
         model = Model(tuple(each.tensor for each in held), self.arrangement.model.shard_size)
         ends = [0] * model.num_groups
@@ -85,12 +85,12 @@ class ModelCut:
         )
 
     def settings(self, of_optimizer: OptimizerSettings) -> OptimizerSettings:
-        """The optimizer's settings with a group for each group of the cut model."""
+        """Return the optimizer's settings with a group for each group of the split model."""
         groups = [of_optimizer.groups[group] for group in self.arrangement.param_groups]
         return OptimizerSettings(rule=of_optimizer.rule, groups=groups)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """This minibatch's gradients, one entry a tensor of the layout. All processes of a replica call it."""
+        """Return this minibatch's gradients, one a tensor of the layout. All processes of a replica call it."""
         local = self.claimed.gradients()
         return [None if (whole := local[claim]) is None else whole[place] for _, claim, place in self.arrangement.held]
 
@@ -124,7 +124,7 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def _candidates(groups: Sequence[Sequence[tuple[str, Any]]], replica: Group) -> list[Claim]:
-    """The claims, with all processes as holders that may hold the same: those are meant that do."""
+    """Return the claims, with all processes as holders that may hold the same."""
     on_mesh: frozenset[int] = frozenset()
     for name, parameter in itertools.chain(*groups):
         if _is_dtensor(parameter):
@@ -181,7 +181,7 @@ def _of_dtensor(name: str, parameter: Any, param_group: int, replica: Group) -> 
 
 
 def _positions(name: str, ranks: torch.Tensor, replica: Group) -> frozenset[int]:
-    """The replica's numbers of processes that torch's world numbers otherwise."""
+    """Return the replica's numbers of processes of torch's world."""
     outside = sorted(set(ranks.flatten().tolist()).difference(replica.ranks))
     if outside:
         raise InvalidArgument(

@@ -158,7 +158,7 @@ class Replica(Group):
                         place.copy_(piece.view(place.shape))
 
     def lost(self, error: BaseException) -> ReplicaLost:
-        """What an error of torch.distributed means to this process, in words."""
+        """Return the meaning of an error of torch.distributed for this process."""
         text = str(error)
         # The backends' own words, but without their sources' paths and advice.
         cause = next((sign for sign in _SIGNS_OF_LOSS if sign in text), "") or next(iter(text.strip().splitlines()), "")
@@ -181,7 +181,7 @@ class Replica(Group):
 
 
 def translated(error: BaseException) -> PypsError | None:
-    """ReplicaLost for an error of the user's own collectives that says that another process is gone; else None."""
+    """Return ReplicaLost for an error of the user's own collectives by a lost process; else None."""
     # One that an optimizer gave a name before any that was only tried.
     several = [replica for replica in _replicas if replica.count > 1]
     if not several or isinstance(error, PypsError) or not isinstance(error, Exception):

@@ -290,7 +290,7 @@ class Servers:
         self.connections = [connection for connection in self.connections if connection.index in contacts]
 
     def on_all(self, operations: Sequence[Operation[T]]) -> list[T]:
-        """Runs one operation a server and returns their results, in the servers' order; raises the first failure."""
+        """Run one operation a server and return the results, in the servers' order; raise the first failure."""
         try:
             if len(operations) == 1:
                 # On this thread: nobody else's failure could end it.
@@ -310,19 +310,17 @@ class Servers:
             raise
 
     def on_first(self, operation: Operation[T]) -> T:
-        """Runs an operation on server 0."""
         return self.on_all([operation])[0]
 
     def hurry(self, seconds: float) -> None:
-        """Ends waits for lost servers, those under way too, so long after they were lost: the worker ends."""
+        """End waits for lost servers, those under way too, so long after the loss: the worker ends."""
         self._loss.hurry(seconds)
 
     def give_up(self) -> None:
-        """Ends waits under way and lets nothing new begin; the connections stay."""
+        """End waits under way, and start nothing more; the connections stay."""
         self._threads.close()
 
     def close(self) -> None:
-        """Ends the connections for good."""
         self._threads.close()
         for connection in self.connections:
             connection.close()
@@ -332,7 +330,7 @@ class Servers:
             connection.cut()
 
     def _settle(self) -> None:
-        """Waits, for SETTLE_SECONDS, until servers are done with memory that they share; opens the links anew."""
+        """Wait, for SETTLE_SECONDS, until servers are done with shared memory; open it again."""
         local = [connection for connection in self.connections if connection.is_local]
         self._threads.run([partial(self._greet, connection) for connection in local], cancel=self._cancel)
 
@@ -361,5 +359,5 @@ def _close(*transports: Transport | None) -> None:
 
 
 def call_seconds(num_bytes: int) -> float:
-    """The deadline of one call that moves so many bytes."""
+    """Return the deadline of one call that moves so many bytes."""
     return CALL_SECONDS + num_bytes / BYTES_PER_SECOND_MIN

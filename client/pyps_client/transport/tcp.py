@@ -278,7 +278,7 @@ _open: weakref.WeakSet[lane.Lane] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked child: lets go of the sockets, which stay its parent's."""
+    """Close the sockets in a forked child; they stay its parent's."""
     for wire in list(_open):
         wire.close()
 

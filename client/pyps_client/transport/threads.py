@@ -24,7 +24,7 @@ CANCEL_SECONDS = 0.1
 
 
 class Future(Generic[T]):
-    """A job that another thread runs, and what came of it."""
+    """A job on another thread, and its result."""
 
     def __init__(self, job: Callable[[], T]) -> None:
         self._job: Callable[[], T] | None = job
@@ -38,11 +38,10 @@ class Future(Generic[T]):
         self.error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it is over."""
         return self._is_over
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Returns once it is over, or after so long; whether it is over."""
+        """Wait for its end, or for so long; return whether it has ended."""
         until = time.monotonic() + seconds
         while not self._is_over and (left := until - time.monotonic()) > 0:
             if self._under_way.acquire(timeout=min(left, SIGNAL_SECONDS)):
@@ -50,7 +49,7 @@ class Future(Generic[T]):
         return self._is_over
 
     def value(self) -> T:
-        """What came of it, once; raises what it raised. Waits for its end."""
+        """Wait for its end, and return its result, or raise its error; once."""
         if not self._is_over:
             self.wait()
         if self.error is not None:
@@ -64,7 +63,7 @@ class Future(Generic[T]):
         return result  # type: ignore[return-value]
 
     def run(self) -> None:
-        """Runs it, unless it was cancelled or somebody else does."""
+        """Run it, unless it was cancelled or another thread runs it."""
         if not self._claim.acquire(blocking=False):
             return
         assert self._job is not None
@@ -79,7 +78,7 @@ class Future(Generic[T]):
             self._end()
 
     def cancel(self) -> None:
-        """Ends a job that nobody has begun."""
+        """End a job that no thread has begun."""
         if self._claim.acquire(blocking=False):
             self._end()
 
@@ -106,13 +105,12 @@ class Threads:
         self._running: set[threading.Event] = set()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Begins to run a job."""
         future = Future(job)
         self.start(future)
         return future
 
     def start(self, job: Future[Any]) -> None:
-        """Begins to run a job that is known already, whatever is raised meanwhile."""
+        """Start a job that the caller holds already, so that it knows it whatever is raised meanwhile."""
         if self._guard.generation != fork.generation:
             self._guard.check()
         with self._lock:
@@ -168,7 +166,7 @@ class Threads:
         return [job.value() for job in jobs]
 
     def close(self) -> None:
-        """Ends the threads, each after what it is doing, and the waits of tasks under way."""
+        """End the threads, each after its job, and the waits of tasks under way."""
         with self._lock:
             self.closed.set()
             for stop in self._running:
