@@ -48,6 +48,7 @@ class RunHeader:
             "epoch": self.epoch,
             "server_index": self.server_index,
             "model": {
+                "name": self.model.name,
                 "tensors": [dataclasses.asdict(tensor) for tensor in self.model.tensors],
                 "shard_lengths": self.partition.lengths,
             },
@@ -66,7 +67,7 @@ class RunHeader:
             epoch=plain["epoch"],
             server_index=plain["server_index"],
             partition=Partition.of_tables(
-                Model(tuple(map(_tensor_from, plain["model"]["tensors"]))),
+                Model(tuple(map(_tensor_from, plain["model"]["tensors"])), name=plain["model"]["name"]),
                 plain["model"]["shard_lengths"],
                 **plain["placement"],
             ),

@@ -344,6 +344,12 @@ class Handshake:
                 "order."
             )
         model = Model.from_proto(first.model) if self.whole is None else self.whole.model
+        if model.name and first.model.name and model.name != first.model.name:
+            logger.warning(
+                "this worker's model is %s, that of run %s was %s where the run was created: they train one set of "
+                "parameters, as their names and shapes are equal. Give each of two models servers of its own",
+                *(model.name, first.run_id, first.model.name),
+            )
         self.whole = Partition.of_tables(
             model, first.shard_lengths, servers=first.placement, num_servers=first.num_servers
         )

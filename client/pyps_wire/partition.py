@@ -77,6 +77,8 @@ class Model:
     tensors: tuple[Tensor, ...]
     # The most parameters of a shard, where a run is created for this model; the run's slices are then what counts.
     shard_size: int = field(default=DEFAULT_SHARD_SIZE, compare=False)
+    # What the model is, for people; models of other names with the same tensors are probably a mistake.
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.shard_size < ALIGNMENT or self.shard_size % ALIGNMENT:
@@ -139,9 +141,8 @@ class Model:
 
     def to_proto(self) -> ModelSpec:
         names = [field.name for field in fields(Tensor)]
-        return ModelSpec(
-            tensors=[TensorSpec(**{name: getattr(tensor, name) for name in names}) for tensor in self.tensors]
-        )
+        tensors = [TensorSpec(**{name: getattr(tensor, name) for name in names}) for tensor in self.tensors]
+        return ModelSpec(tensors=tensors, name=self.name)
 
     @cached_property
     def spec(self) -> bytes:
@@ -160,7 +161,8 @@ class Model:
                     part=t.part,
                 )
                 for t in spec.tensors
-            )
+            ),
+            name=spec.name,
         )
 
 

@@ -131,8 +131,8 @@ class Holding:
         return f"run {self.run_id!r} at version {self.version_max}, last updated {age}"
 
 
-def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> None:
-    """Refuse a caller that no server of this version could serve; the time is that since 1970."""
+def check_caller(greeting: Greeting, *, software: str) -> None:
+    """Refuse a caller that no server of this version could serve."""
     if greeting.protocol_version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"this server ({software}) speaks protocol version {PROTOCOL_VERSION}, the caller "
@@ -154,18 +154,21 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
     check_secret(greeting.secret)
     if greeting.incarnation == 0:
         raise InvalidArgument("the worker gives no incarnation: send its start time in nanoseconds")
-    # Later lives of its name have larger ones: nobody could take the name over from a life of the future.
-    if greeting.incarnation > now_nanoseconds + CLOCKS_APART_NANOSECONDS:
-        days = (greeting.incarnation - now_nanoseconds) / CLOCKS_APART_NANOSECONDS
-        raise InvalidArgument(
-            f"the worker's incarnation, {greeting.incarnation}, lies {days:.1f} days ahead of this server's clock: send"
-            " its start time in nanoseconds since 1970, and set both machines' clocks"
-        )
     if greeting.model is None or not greeting.model.tensors:
         raise InvalidArgument("the worker names no model: send its tensors in Hello")
     if not greeting.server_index < greeting.num_servers:
         raise InvalidArgument(
             f"server_index is {greeting.server_index}, but must be below num_servers, {greeting.num_servers}"
+        )
+
+
+def check_incarnation(incarnation: int, *, now_nanoseconds: int) -> None:
+    """Refuse a life of the future: later ones have larger numbers, so none could take its name over."""
+    if incarnation > now_nanoseconds + CLOCKS_APART_NANOSECONDS:
+        days = (incarnation - now_nanoseconds) / CLOCKS_APART_NANOSECONDS
+        raise InvalidArgument(
+            f"the worker's incarnation, {incarnation}, lies {days:.1f} days ahead of this server's clock: send"
+            " its start time in nanoseconds since 1970, and set both machines' clocks"
         )
 
 
@@ -302,6 +305,7 @@ def check_initialization(
         raise InvalidArgument(
             f"a tensor is named {unreadable!r}; expected printable characters: people read it in tables"
         )
+    check_name(model.name, what="the model's name")
     model.require_whole()
     protocol.check_servers(num_servers)
     source = "what the server was told at its start (--optimizer)"

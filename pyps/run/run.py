@@ -58,6 +58,8 @@ class Run:
         self.recorder = recorder
         self.told = RuleSettings.parse(config.optimizer) if config.optimizer else None
         self.started_at = clock()
+        # Unix time at the start, or the newest life of a worker that a restored run knows, whichever is later.
+        self._began_nanoseconds = time.time_ns()
         self.waits = Waits()
         self.events = Events(clock)
         self.on_ready: Callable[[], None] = lambda: None
@@ -111,7 +113,12 @@ class Run:
 
     def hello(self, greeting: Greeting) -> Welcome:
         """Let a caller join, or refuse it with the reason; elect it where the run needs an initialiser."""
-        handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
+        handshake.check_caller(greeting, software=SOFTWARE)
+        # A worker that joined while the server was empty belongs to this run, which it waited for.
+        member = self.membership.get(greeting.worker_id)
+        waited = member is not None and member.incarnation == greeting.incarnation
+        if not (greeting.observer or waited):
+            handshake.check_incarnation(greeting.incarnation, now_nanoseconds=self._unix_nanoseconds())
         if not self.is_ready and not greeting.observer:
             # Not under the lock: to check a large model takes long. Where a run begins meanwhile, it is compared below.
             assert greeting.model is not None
@@ -121,9 +128,6 @@ class Run:
             self._refuse_when_draining()
             content = self.content
             if isinstance(content, ReadyContent):
-                # A worker that joined while the server was empty belongs to this run, which it waited for.
-                member = self.membership.get(greeting.worker_id)
-                waited = member is not None and member.incarnation == greeting.incarnation
                 handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
@@ -277,6 +281,8 @@ class Run:
         with self._lock:
             # Waiting gradients are settled by the protocol that parked them, where the flags now name another.
             self.rounds.adopt(kept)
+            lives = (life.incarnation for state in restored.shards.values() for life in state.ledger.entries)
+            self._began_nanoseconds = max([self._began_nanoseconds, *lives])
             content = self._factory(header.epoch + 1).restored(restored, now=self.clock())
             if restored.work is not None:
                 self.work.restore(restored.work)
@@ -551,6 +557,11 @@ class Run:
         return handshake.check_initialization(
             *(caller, model, num_servers), config=self.config, told=self.told, protocol=self._aggregation
         )
+
+    def _unix_nanoseconds(self) -> int:
+        """Return the time since 1970, which does not go back where the machine's clock is set back."""
+        elapsed = round((self.clock() - self.started_at) * 1e9)
+        return max(time.time_ns(), self._began_nanoseconds + elapsed)
 
     def _factory(self, epoch: int) -> ContentFactory:
         return ContentFactory.of(self.config, self.rounds.behaviour, self.recorder, self.rounds.pending, epoch=epoch)

@@ -4,6 +4,7 @@ gradient scaling, clipping and accumulation."""
 import copy
 import itertools
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -180,6 +181,23 @@ def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_serv
         snapshot = optimizer.snapshot()
         assert list(snapshot) == list(plain.state_dict())
         plain.load_state_dict(snapshot)
+
+
+def test_two_nets_of_one_shape_in_one_run_are_told_and_copies_of_one_are_not(start_server, caplog) -> None:
+    server = start_server()
+
+    def net(last: torch.nn.Module) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), last)
+
+    encoder, copy, decoder = (net(last) for last in (torch.nn.ReLU(), torch.nn.ReLU(), torch.nn.Sigmoid()))
+    with remote(encoder, server, worker_id="a", run_id="r"), caplog.at_level(logging.WARNING):
+        with remote(torch.compile(copy), server, worker_id="b", run_id="r"):
+            pass
+        assert "they train one set of parameters" not in caplog.text
+        with remote(decoder, server, worker_id="c", run_id="r"):
+            pass
+    [told] = [record.getMessage() for record in caplog.records if "they train one set of" in record.getMessage()]
+    assert re.match(r"this worker's model is Sequential \(\w{8}\), that of run r was Sequential \(\w{8}\) where", told)
 
 
 def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) -> None:

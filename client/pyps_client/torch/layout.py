@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -111,7 +112,7 @@ def plan(
         id(getattr(part, "weight", None)) for part in module.modules() if getattr(part, "max_norm", None) is not None
     }
     return Layout(
-        model=Model(tuple(tensors), shard_size=shard_size),
+        model=Model(tuple(tensors), shard_size=shard_size, name=_name_of(module)),
         parameters=tuple(parameters),
         group_offsets=tuple(offsets),
         blocks=blocks_of(tensors, parameters, offsets),
@@ -221,6 +222,17 @@ def tell_narrowed(layout: Layout) -> None:
 def several(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _name_of(module: torch.nn.Module) -> str:
+    """Return the model's class, with a digest of its modules' classes, which tells two Sequential apart."""
+    # What torch.compile puts around a module is no part of it.
+    inner = getattr(module, "_orig_mod", module)
+    kinds: dict[str, str] = {}
+    for name, part in inner.named_modules():
+        kinds[plain_name(f"{name}.")] = getattr(part, "original_name", type(part).__name__)
+    text = "\n".join(f"{name} {kind}" for name, kind in kinds.items())
+    return f"{type(inner).__name__[:100]} ({zlib.crc32(text.encode()):08x})"
 
 
 def plain_name(name: str) -> str:

@@ -1,20 +1,26 @@
 """The first parameters on their way in: memory is for one model, and others are answered meanwhile."""
 
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Store
 from pyps.run.handshake import Greeting, Opening
 from pyps.run_header import RunHeader
+from pyps.storage.folder import CheckpointFolder
 from pyps.storage.update_log import UpdateLogError
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.errors import Superseded
+from pyps_wire.errors import InvalidArgument, Superseded
 from pyps_wire.partition import partition
 from replicas import CUT
-from shards import MODEL, Log, make_run
+from shards import MODEL, Log, adagrad_shards, make_run, push, restored_run, write_checkpoint
 from support import DEADLINE_SECONDS
 
 
@@ -109,3 +115,28 @@ def test_others_are_answered_while_an_update_log_takes_the_first_parameters() ->
             log.goes_on.set()
         committing.result(DEADLINE_SECONDS)
     assert run.content.shards
+
+
+def test_a_server_whose_clock_is_set_back_goes_on_taking_lives_of_the_present(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of its own workers, and of new ones, whose clocks are right; after a restore too."""
+    now, days = time.time_ns(), 24 * 3600 * 10**9
+    run = make_run()
+    first = replace(greeting_of("a"), incarnation=now)
+    assert run.hello(first).initialize
+    monkeypatch.setattr("time.time_ns", lambda: now - 2 * days)
+    run.hello(first)
+    run.hello(replace(greeting_of("b"), incarnation=now + 10**9))
+    with pytest.raises(InvalidArgument, match="days ahead of this server's clock"):
+        run.hello(replace(greeting_of("c"), incarnation=now + 2 * days))
+
+    folder = CheckpointFolder(tmp_path)
+    shards = adagrad_shards()
+    push(shards[0], np.ones(16), epoch=3, incarnation=now)
+    write_checkpoint(folder, shards)
+    restored = restored_run(folder)
+    adagrad = RuleSettings.make("adagrad", ({"learning_rate": 0.1},))
+    restored.hello(replace(greeting_of("a"), run_id="run-1", incarnation=now, optimizer=adagrad))
+    with pytest.raises(InvalidArgument, match="days ahead of this server's clock"):
+        make_run().hello(first)
