@@ -15,6 +15,7 @@ from hypothesis import settings
 
 import certified
 from client_support import CuttingProxy
+from pyps_client import lease
 from pyps_client.transport.tcp import TcpLane
 from pyps_wire.parameter_server_pb2 import LaneOffer
 from support import PythonProcess, ServerProcess, ServerThread
@@ -101,3 +102,9 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CuttingProxy]
     yield made
     for proxy in made.values():
         proxy.close()
+
+
+@pytest.fixture
+def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
+    monkeypatch.setattr(lease, "GRACE_SECONDS", 3600.0)

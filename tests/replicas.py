@@ -14,6 +14,7 @@ import numpy as np
 
 from pyps.core.arrays import Floats
 from pyps.launcher.environment import Group, worker_environment
+from pyps_client import Launch, Session
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.blocks import place
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
@@ -216,3 +217,24 @@ def on_all(meeting: Meeting, work: Callable[[ThreadPeers], T]) -> list[T]:
     with ThreadPoolExecutor(len(meeting.peers)) as pool:
         futures = [pool.submit(run, peers) for peers in meeting.peers]
     return [future.result() for future in futures]
+
+
+def session_of(
+    servers: str,
+    peers: ThreadPeers | None = None,
+    *,
+    model: Model = CUT,
+    initial: Callable[[], list[Floats]] | None = None,
+    **launch: Any,
+) -> Session:
+    """A session of one process of a replica, with the part of its index; without peers, of a whole worker."""
+    waits = dict.fromkeys(("start_wait_seconds", "loss_wait_seconds", "wait_seconds"), 60.0)
+    vectors = vectors_of(whole_tensors())
+    return Session(
+        model,
+        SGD,
+        launch=Launch(servers=tuple(servers.split(",")), **({"worker_id": "plain"} | waits | launch)),
+        initial=initial or (lambda: vectors if peers is None else [vectors[peers.index]]),
+        parts=() if peers is None else (peers.index,),
+        peers=peers,
+    )

@@ -7,59 +7,31 @@ of their own each; the servers are real.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
-from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lease
+from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.join import model_of_run
 from pyps_client.push import Plan
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
-from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
+from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, session_of, vectors_of, whole_tensors
 from support import ServerThread, Start, server_port, wait_until, workers_of
 
 T = TypeVar("T")
 
+pytestmark = pytest.mark.usefixtures("nobody_hangs")
 QUICK = ("--heartbeat-seconds", "0.1")
 
 
 # Of shards that the parts of CUT make: those of part 0 lie on server 0 of two, those of part 1 on server 1.
 SHARDS = ([0, 1, 2], [3, 4])
-
-
-@pytest.fixture(autouse=True)
-def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
-    monkeypatch.setattr(lease, "GRACE_SECONDS", 3600.0)
-
-
-def session_of(
-    servers: str,
-    peers: ThreadPeers | None = None,
-    *,
-    seed: int = 1,
-    model: Model = CUT,
-    worker_id: str = "plain",
-    **launch: Any,
-) -> Session:
-    """A session that is one process of a replica, with the part of its index; without peers, of a whole worker."""
-    parts = () if peers is None else (peers.index,)
-    settings = {"start_wait_seconds": 60.0, "loss_wait_seconds": 60.0, "wait_seconds": 60.0} | launch
-    vectors = vectors_of(whole_tensors(seed))
-    return Session(
-        model,
-        SGD,
-        launch=Launch(servers=tuple(servers.split(",")), worker_id=worker_id, **settings),
-        initial=lambda: vectors if peers is None else [vectors[peers.index]],
-        parts=parts,
-        peers=peers,
-    )
 
 
 def in_replica(servers: str, work: Callable[[Session, ThreadPeers], T], name: str = "r") -> list[T]:

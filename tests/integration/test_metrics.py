@@ -22,44 +22,26 @@ from wire_worker import WireWorker
 LARGE = Model((Tensor("t", (1600,)),), shard_size=16)
 
 
-FAMILIES = {
-    "pyps_info": "gauge",
-    "pyps_run_state": "gauge",
-    "pyps_epoch": "gauge",
-    "pyps_checkpoint_failures": "counter",
-    "pyps_checkpoint_timestamp_seconds": "gauge",
-    "pyps_durable_version": "gauge",
-    "pyps_workers": "gauge",
-    "pyps_workers_by_transport": "gauge",
-    "pyps_workers_counted": "gauge",
-    "pyps_workers_missing": "gauge",
-    "pyps_batch_size": "gauge",
-    "pyps_updates": "counter",
-    "pyps_pushes": "counter",
-    "pyps_payload_bytes": "counter",
-    "pyps_staleness": "histogram",
-    "pyps_rate_scale": "summary",
-    "pyps_pushes_rejected": "counter",
-    "pyps_blocked_seconds": "counter",
-    "pyps_learning_rate": "gauge",
-    "pyps_worker_staleness": "histogram",
-    "pyps_shard_staleness": "histogram",
-    "pyps_worker_blocked_seconds": "counter",
-    "pyps_worker_rate_scale": "summary",
-    "pyps_worker_report": "gauge",
-    "pyps_pending_gradients": "gauge",
-    "pyps_last_update_timestamp_seconds": "gauge",
-    "pyps_apply_seconds": "histogram",
-    "pyps_shards": "gauge",
-    "pyps_version_min": "gauge",
-    "pyps_version_max": "gauge",
-    "pyps_shard_version": "gauge",
-    "pyps_memory_bytes": "gauge",
-    "pyps_in_flight_bytes_max": "gauge",
-    "pyps_late_messages": "gauge",
-    "process_resident_memory_bytes": "gauge",
-    "python_info": "gauge",
+KINDS = {
+    "gauge": """
+        pyps_info pyps_run_state pyps_epoch pyps_checkpoint_timestamp_seconds pyps_durable_version pyps_workers
+        pyps_workers_by_transport pyps_workers_counted pyps_workers_missing pyps_batch_size pyps_learning_rate
+        pyps_worker_report pyps_pending_gradients pyps_last_update_timestamp_seconds pyps_shards pyps_version_min
+        pyps_version_max pyps_shard_version pyps_memory_bytes pyps_in_flight_bytes_max pyps_late_messages
+        process_resident_memory_bytes python_info
+    """,
+    "counter": """
+        pyps_checkpoint_failures pyps_updates pyps_pushes pyps_payload_bytes pyps_pushes_rejected pyps_blocked_seconds
+        pyps_worker_blocked_seconds
+    """,
+    "histogram": """
+        pyps_staleness pyps_worker_staleness pyps_shard_staleness pyps_apply_seconds
+    """,
+    "summary": """
+        pyps_rate_scale pyps_worker_rate_scale
+    """,
 }
+FAMILIES = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 MODEL = Model((Tensor("t", (32,)),), shard_size=16)
 ASK = b"GET /metrics HTTP/1.0\r\n\r\n"

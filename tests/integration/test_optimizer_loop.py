@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from pyps_client import Client, Launch, RemoteOptimizer
-from pyps_client.data import Portions
 from pyps_client.torch.joining import Joining
 from pyps_wire.errors import InvalidArgument, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
@@ -367,16 +365,6 @@ def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server,
     assert held.tb
 
 
-def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_server) -> None:
-    server = start_server()
-    with remote(mlp(), server, gradient_codec=torch.bfloat16, wait_seconds=7, loss_wait_seconds=8) as optimizer:
-        launch = optimizer._session.launch
-        assert (launch.gradient_codec, launch.wait_seconds, launch.loss_wait_seconds) == ("bfloat16", 7, 8)
-        dataset = torch.utils.data.TensorDataset(torch.zeros(33, 32))
-        loader = torch.utils.data.DataLoader(dataset, batch_sampler=Portions(dataset, optimizer, batch_size=8))
-        assert len(loader) == 5
-
-
 def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_server) -> None:
     with remote(mlp(), start_server()) as optimizer:
         backward(optimizer._model, next(batches(1)))
@@ -437,33 +425,3 @@ def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_le
         del optimizer
     with remote(model, server, lr=1.0, run_id="r", worker_id="w"):
         assert model.weight.item() == pytest.approx(begin - 20)
-
-
-def test_while_one_thread_takes_a_step_another_is_refused_and_nothing_is_lost(start_server) -> None:
-    model = mlp()
-    refused: list[InvalidArgument] = []
-
-    def step() -> None:
-        try:
-            optimizer.step()
-        except InvalidArgument as error:
-            refused.append(error)
-
-    with remote(model, start_server()) as optimizer:
-        gradients = optimizer._gradients
-
-        def beside() -> list[torch.Tensor | None]:
-            # Amid the first thread's step.
-            optimizer._gradients = gradients
-            other = threading.Thread(target=step)
-            other.start()
-            other.join()
-            return gradients()
-
-        for batch in batches(3):
-            backward(model, batch)
-            optimizer._gradients = beside
-            optimizer.step()
-        assert optimizer.steps == optimizer.global_step == 3
-    assert len(refused) == 3
-    assert str(refused[0]).startswith("Another thread takes a step with this worker right now: this step was not taken")

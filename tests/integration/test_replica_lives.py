@@ -6,19 +6,18 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from client_support import Clock, addresses, start_servers
-from pyps_client import Launch, PypsError, ServerUnavailable, Session, lease
+from pyps_client import Launch, PypsError, ServerUnavailable, Session
 from pyps_client.join import Handshake
 from pyps_client.transport.connection import Connection
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
-from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
+from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, session_of
 from support import (
     ROOT,
     AnyServer,
@@ -36,22 +35,6 @@ Values = list[npt.NDArray[np.float32]]
 QUICK = ("--heartbeat-seconds", "0.1")
 # A lease that is soon over, and yet longer than a busy machine lets anybody be silent.
 SHORT = ("--heartbeat-seconds", "0.2", "--lease-seconds", "10")
-
-
-def session_of(
-    servers: str, peers: ThreadPeers | None = None, *, initial: Callable[[], Values] | None = None, **launch: Any
-) -> Session:
-    """A session of one process of a replica, with the part of its index; without peers, of a whole worker."""
-    settings = {"worker_id": "plain", "start_wait_seconds": 60.0, "wait_seconds": 60.0} | launch
-    vectors = vectors_of(whole_tensors())
-    return Session(
-        CUT,
-        SGD,
-        launch=Launch(servers=tuple(servers.split(",")), **settings),
-        initial=initial or (lambda: vectors if peers is None else [vectors[peers.index]]),
-        parts=() if peers is None else (peers.index,),
-        peers=peers,
-    )
 
 
 def push(session: Session) -> int:
@@ -73,12 +56,6 @@ def greet(server: AnyServer, name: str, *, servers: str, run_id: str) -> Callabl
     with contextlib.closing(Connection(0, launch=launch)) as connection:
         handshake.hello(connection, connection.channel, 10.0)
     return lambda: name not in workers_of(server.control)
-
-
-@pytest.fixture
-def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
-    monkeypatch.setattr(lease, "GRACE_SECONDS", 3600.0)
 
 
 @pytest.fixture
