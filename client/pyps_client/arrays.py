@@ -429,8 +429,10 @@ def _model_of(tensors: Arrays, shard_size: int) -> Model:
     if not tensors:
         raise InvalidArgument("No tensors were given: pass the model's first parameters by name.")
     for name, tensor in tensors.items():
-        if np.asarray(tensor).dtype != np.float32:
-            raise ModelMismatch(
-                f"Tensor {name!r} is {np.asarray(tensor).dtype}; servers hold float32: use .astype(numpy.float32)."
-            )
+        try:
+            dtype = np.asarray(tensor).dtype
+        except (TypeError, ValueError) as error:
+            raise ModelMismatch(f"Tensor {name!r} is no array: {error}.") from None
+        if dtype != np.float32:
+            raise ModelMismatch(f"Tensor {name!r} is {dtype}; servers hold float32: use .astype(numpy.float32).")
     return Model(tuple(Tensor(name, np.shape(tensor)) for name, tensor in tensors.items()), shard_size)

@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 from pyps_client import log
@@ -134,7 +134,7 @@ def install_process_hooks() -> None:
     """Makes this process a worker as `pyps run` starts one, before its first client is made.
 
     * An error of pyps that nobody catches ends it with one sentence; that one, any other and `sys.exit(1)` are told to
-      the servers as the worker's failure (`sys.excepthook`, `sys.exit`). No hook hears of `raise SystemExit(1)`.
+      the servers as the worker's failure (`sys.excepthook`, `sys.exit`), and `raise SystemExit(1)` from Python 3.12 on.
     * SIGTERM, where it has no handler, unwinds it, so that the worker leaves and nobody waits out its lease.
     * The client's messages appear on stderr, until the program sets up logging of its own.
     * glibc's allocator keeps the blocks of large messages.
@@ -242,6 +242,8 @@ def _close(worker: Any) -> None:
 def _hook_exceptions() -> None:
     """Wrap sys.excepthook, which still gets errors of others, and sys.exit."""
     previous, leave_program = sys.excepthook, sys.exit
+    if sys.version_info >= (3, 12):
+        _watch_for_exit(sys.monitoring)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _remember(error)
@@ -252,11 +254,27 @@ def _hook_exceptions() -> None:
             previous(kind, error, trace)
 
     def exit_program(status: Any = None, /) -> NoReturn:
-        # No hook hears of a SystemExit.
+        # Before Python 3.12 nothing else hears of a SystemExit.
         _remember(SystemExit(status))
         leave_program(status)
 
     sys.excepthook, sys.exit = hook, exit_program
+
+
+def _watch_for_exit(monitoring: Any) -> None:
+    """Remember the SystemExit that leaves the main module: no other hook hears of one that a program raises itself."""
+    tool = next((each for each in (3, 4) if monitoring.get_tool(each) is None), None)
+    if tool is None:
+        return
+
+    def unwound(code: CodeType, offset: int, error: BaseException) -> None:
+        is_main = code.co_name == "<module>" and sys._getframe(1).f_globals.get("__name__") == "__main__"
+        if is_main and isinstance(error, SystemExit):
+            _remember(error)
+
+    monitoring.use_tool_id(tool, "pyps")
+    monitoring.register_callback(tool, monitoring.events.PY_UNWIND, unwound)
+    monitoring.set_events(tool, monitoring.events.PY_UNWIND)
 
 
 def _remember(error: BaseException) -> None:

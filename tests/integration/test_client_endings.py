@@ -400,6 +400,23 @@ def test_process_hooks_on_request(start_server: Start, start_python: StartPython
     assert (worker.state, worker.message) == ("failed", "SystemExit: out of data")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="nothing hears of a raised SystemExit")
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [("SystemExit(3)", "failed"), ("SystemExit('out of data')", "failed"), ("SystemExit(0)", "finished")],
+)
+def test_a_raised_system_exit_counts_as_its_status_says(
+    start_server: Start, start_python: StartPython, error: str, state: str
+) -> None:
+    server = start_server()
+    # One that the program catches says nothing of its end.
+    code = LOOKS.format(call="try: raise SystemExit(5)\nexcept SystemExit: pass", error=error)
+    process = start_python("-c", code, server.data, env={"PYPS_PROCESS_HOOKS": "1"})
+
+    process.wait()
+    assert workers_of(server.control)["w"].state == state
+
+
 def test_a_message_of_several_lines_stays_readable(start_server: Start, start_python: StartPython) -> None:
     server = start_server("--optimizer", "adagrad:learning_rate=0.05,eps=1e-10")
     process = start_python("-c", OTHER_SETTINGS, server.data)

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from certified import served, shown
 from client_support import addresses
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, RemoteOptimizer
 from pyps_client.pull import Intake
 from pyps_client.transport import Incoming
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import NotFinite, ServerUnavailable
+from pyps_wire.errors import NotAuthenticated, NotFinite, PypsError, ServerUnavailable
 from support import inspect, status_of
 from training import backward, batches, gradients_of, joined, mlp, parameters_of
 
@@ -27,6 +28,32 @@ def backward_in_place(model: torch.nn.Module, optimizer: RemoteOptimizer, batch)
     """As `backward`, with gradients that are made zero rather than None."""
     optimizer.zero_grad(set_to_none=False)
     torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_an_optimizer_trains_over_mutual_tls_with_a_token(start_server, made, tmp_path, transport) -> None:
+    (tmp_path / "token").write_text("x" * 32, encoding="utf-8")
+    flags = [*served(made / "sound", mutual=True), "--token-file", str(tmp_path / "token"), "--local-socket", "off"]
+    server = start_server(*flags)
+    files = shown(made / "sound", mutual=True)
+    for settings, refused in (
+        (files | {"token_file": tmp_path / "token"}, None),
+        (files | {"token": "y" * 32}, NotAuthenticated),
+        ({"tls_ca": files["tls_ca"], "token_file": tmp_path / "token"}, PypsError),
+    ):
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        launch = Launch(server.data, transport=transport, shard_size=112, start_wait_seconds=5, **settings)
+        with RemoteOptimizer(model, sgd, launch=launch) as optimizer:
+            if refused is not None:
+                with pytest.raises(refused):
+                    optimizer.join()
+                continue
+            backward(model, next(batches(1)))
+            optimizer.step()
+            assert optimizer.transport == transport
+            assert len(optimizer.receipts) > 1, "shard_size"
+            assert optimizer.global_step == 1
 
 
 OPTIONS = [

@@ -82,6 +82,20 @@ def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() ->
     assert list(sampler) == first
 
 
-def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="batch_size is 0; expected 1 or more"):
-        growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size=0)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size=0), "batch_size is 0; expected"),
+        (
+            lambda: growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size="x"),
+            "batch_size is 'x'; expect",
+        ),
+        (lambda: growing_batches(range(10), 5), "optimizer is a int; expected a RemoteOptimizer or a Client"),
+        (lambda: worker_sampler(range(10), seed="x"), "seed is 'x'; expected a whole number"),
+        (lambda: worker_sampler(range(10), index=1.5, count=2), "index is 1.5; expected a whole number"),
+        (lambda: worker_sampler(5), "The data set, a int, has no length; expected one with __len__"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(make, message) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        make()

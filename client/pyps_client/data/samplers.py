@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sized
+from inspect import getattr_static
 from itertools import islice
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +63,11 @@ def worker_sampler(
     PYPS_WORKER_COUNT say so, or else torchrun does, and without them there is one worker. `seed` must be the same in
     all workers.
     """
+    for name, value in (("seed", seed), ("index", index), ("count", count)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise InvalidArgument(f"{name} is {value!r}; expected a whole number.")
+    if not isinstance(dataset, Sized):
+        raise InvalidArgument(f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__.")
     torchrun = torchrun_place(os.environ)
     if torchrun and index is None and count is None:
         index, count = torchrun
@@ -130,8 +137,14 @@ def growing_batches(
     `optimizer`: a RemoteOptimizer, or a Client. `batch_size` is the size where the servers leave it open. The rest is
     as for `worker_sampler`.
     """
-    if batch_size < 1:
-        raise InvalidArgument(f"batch_size is {batch_size}; expected 1 or more.")
+    if not isinstance(batch_size, Integral) or batch_size < 1:
+        raise InvalidArgument(f"batch_size is {batch_size!r}; expected a whole number, 1 or more.")
+    # Without a look at its value, for which the optimizer would join its run.
+    if getattr_static(optimizer, "batch_size", None) is None:
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}; expected a RemoteOptimizer or a Client, whose servers set the "
+            "size of batches."
+        )
     sampler = worker_sampler(dataset, seed=seed, shuffle=shuffle, index=index, count=count)
     return GrowingBatchSampler(sampler, optimizer, default=batch_size)
 

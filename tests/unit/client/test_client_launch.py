@@ -141,6 +141,7 @@ def test_addresses_are_read_or_refused_by_name() -> None:
         ("host:70000", "has port 70000; expected 1 to 65535"),
         ("::1", "'::1' is malformed"),
         ("a:1,b:2,a:1", "a:1 is listed twice"),
+        ({"a:1": 1}, "servers is {'a:1': 1}; expected 'host:port,host:port'"),
         ("a:1, local", "'local', a server that a worker starts for itself alone"),
     ):
         with pytest.raises(InvalidArgument, match=complaint):
@@ -226,6 +227,7 @@ def test_wrong_arguments_of_a_client_are_refused_by_name_before_any_connection()
         ({3: one["w"]}, SGD, "tensors is of type dict"),
         ({}, SGD, "No tensors were given"),
         ({"w": "abc"}, SGD, "Tensor 'w' is <U3"),
+        ({"w": [[1], [1, 2]]}, SGD, "Tensor 'w' is no array"),
         *(
             (one, wrong, "expected a rule and its settings, as")
             for wrong in ("sgd", {"rule": "sgd"}, ("sgd",), (3, {}))
