@@ -316,7 +316,7 @@ def test_a_worker_joins_at_its_first_zero_grad_forward_pass_or_step(start_server
     server, batch = start_server(), next(batches(1))
     first = mlp(seed=1)
     with remote(first, server, run_id="r", worker_id="first"):
-        for number, begin in enumerate(("zero_grad", "forward", "step")):
+        for number, begin in enumerate(("zero_grad", "forward", "part", "step")):
             model = mlp(seed=2)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             launch = Launch(server.data, run_id="r", worker_id=f"later-{number}")
@@ -328,11 +328,16 @@ def test_a_worker_joins_at_its_first_zero_grad_forward_pass_or_step(start_server
                     optimizer.zero_grad()
                 elif begin == "forward":
                     model(batch[0])
+                elif begin == "part":
+                    # As Lightning's modules do, which clear their gradients after it.
+                    loss = functional.cross_entropy(model[2](model[1](model[0](batch[0]))), batch[1])
+                    optimizer.zero_grad()
+                    loss.backward()
                 else:
                     model[0].weight.grad = torch.ones_like(model[0].weight)
                     optimizer.step()
                 np.testing.assert_array_equal(parameters_of(model), parameters_of(first))
-                assert not model._forward_pre_hooks
+                assert not any(part._forward_pre_hooks for part in model.modules())
                 assert status_of(server).version_max == 0
     # Its gradients were of other parameters than the run's.
     assert caplog.text.count("the worker joined at its first step: that minibatch") == 1

@@ -32,6 +32,10 @@ def parameter_servers(**settings: Any) -> Any:
         def teardown(self, trainer: Any, module: Any, stage: str) -> None:
             vars(module).pop("configure_optimizers", None)
 
+        def on_train_start(self, *_: Any) -> None:
+            # Lightning clears gradients after the first forward pass, and has loaded its checkpoint by now.
+            self.remote.join()
+
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop |= self.remote.finished
 

@@ -35,15 +35,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _uncompiled(function: Function) -> Function:
-    """The function where torch.compile leaves it to Python: it finds nothing to compile, and much it cannot trace."""
+    """Keep torch.compile out of a function: it has nothing to compile, and much that cannot be traced."""
     apart: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return apart
 
 
 class _OnServers(defaultdict[torch.Tensor, Any]):
-    """A torch optimizer's state where servers have it: nothing.
+    """The empty state of an optimizer whose slots lie on servers.
 
-    It counts as there: torch.distributed.checkpoint would else make it by a step, of all workers, at a rate of 0.
+    It is true: torch.distributed.checkpoint would else fill it by a step, of all workers, at a rate of 0.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._model = joining.module
         self._rates = joining.rates()
         self._own_model = OwnModel(self._model, self.param_groups, peers)
-        self._is_joined = self._brought_others = self._finish_seen = self._told_of_state = False
+        self._is_joined = self._brought_others = self._finish_seen = self._warned_of_state = False
         self._examples_in_batch: int | None = None
         # The update at which a state dict was saved that was loaded before the worker joined.
         self._loaded_update: int | None = None
@@ -155,11 +155,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._guard = ForkGuard()
         self._ending = Ending()
         self._ending.hooks.append(optimizer.register_step_pre_hook(partial(_refuse_step, self._guard)))
-        self._forward_hook: RemovableHandle | None = None
-        if peers is ALONE and not isinstance(self._model, torch.jit.ScriptModule):
-            # Not in a replica, one of whose processes may wait for another's output before its own forward pass.
-            self._forward_hook = self._model.register_forward_pre_hook(_JoinFirst(self))
-            self._ending.hooks.append(self._forward_hook)
+        self._forward_hooks: list[RemovableHandle] = []
+        if peers is ALONE:
+            # Not in a replica: a process may wait for another's output before its own forward pass. On each part, which
+            # a program may call by itself.
+            parts = [part for part in self._model.modules() if not isinstance(part, torch.jit.ScriptModule)]
+            self._forward_hooks = [part.register_forward_pre_hook(_JoinFirst(self)) for part in parts]
+            self._ending.hooks += self._forward_hooks
 
     def join(self) -> None:
         """Join the run now, wait for its servers, and bring its parameters into the model; once joined, do nothing.
@@ -196,12 +198,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
             raise
         # The session must not close by itself: what has gathered is pushed before.
         leave.forget(session)
-        self._ending.attach(session, steps)
+        self._ending.joined = session, steps
         leave.expect(self._ending, of=self)
         _made[self] = (session.launch.servers, session.launch.worker_id)
         self._is_joined = True
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
         tell_unshared(self._model, self._layout)
         tell_narrowed(self._layout)
         self._warn_of_update()
@@ -210,17 +212,17 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @_uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
+        """Push this minibatch's gradients and pull newer parameters into the model, as scheduled.
 
-        A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
-        returned. Where the loop goes on although the run is over, nothing else happens, which is logged once: see
-        `finished` and `until_finished`.
+        A `closure` computes the loss, as for every torch optimizer; its value is reported to the servers and returned.
+        After the run's end a step only warns, once: see `finished` and `until_finished`. A gradient with NaN or
+        infinity is left out with a warning.
 
-        A gradient with NaN or infinity is left out with a warning; ten in a row raise NotFinite. ServerUnavailable and
-        WaitTimedOut tell of servers and workers that were waited for in vain, a RunEnded of a worker that goes on
-        elsewhere, or cannot go on; a ConfigurationError of a model or of settings that were changed.
+        Raises NotFinite after ten such gradients in a row, ServerUnavailable and WaitTimedOut where a wait for servers
+        or workers ended, a RunEnded where another process took this worker's place, and a ConfigurationError for a
+        model or settings that were changed.
         """
-        # Where torch's profiler, or a hook, wants to know of steps.
+        # Only for torch's profiler and for hooks.
         if (
             getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
             or self._optimizer_step_pre_hooks
@@ -238,13 +240,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as for every torch optimizer.
+        """Clear the gradients, as for every torch optimizer.
 
-        With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, gradients that are there
-        become tensors in the memory that is pushed from, which saves copying them; they are the optimizer's own: clone
-        what is to be kept. With overlap="backward", a backward pass that was broken off by an error, or that no `step`
-        followed, ends here: shards that had left count, which a line says, and the others do not leave; an error that
-        kept one from its server is raised, as `step` would have.
+        With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, the next gradients are
+        computed in the memory that is pushed from, which saves a copy: clone those to keep. With overlap="backward" it
+        ends a backward pass that an error broke off, or that no `step` followed: shards that were sent count, which a
+        warning says, and an error of their push is raised.
         """
         if not (self._ending.begun.locked() or self._guard.in_child):
             if not self._is_joined:
@@ -256,7 +257,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def finished(self) -> bool:
-        """True when the run is over: leave the loop."""
+        """Whether the run is over: leave the loop."""
         self.join()
         return self._steps.finished
 
@@ -273,12 +274,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Minibatches that this worker has handed in."""
+        """Minibatches of this worker so far."""
         return self._steps.steps if self._is_joined else 0
 
     @property
     def batch_size(self) -> int:
-        """Examples that the servers' schedule (batch_growth) wants in a minibatch now; 0 where it leaves it open."""
+        """Examples in a minibatch by the servers' schedule (batch_growth); 0 without one."""
         self.join()
         return self._session.batch_size
 
@@ -290,24 +291,24 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def transport(self) -> str:
-        """The way of gradients and parameters: "shm" (shared memory), "tcp", "grpc" or "mixed"."""
+        """The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed"."""
         self.join()
         return self._session.transport
 
     @property
     def num_workers(self) -> int:
-        """Live workers of the run, as the servers last said."""
+        """Live workers of the run."""
         self.join()
         return self._session.num_workers
 
     @property
     def receipts(self) -> Sequence[Receipt]:
-        """The servers' answers to the newest push that was answered, one a shard."""
+        """The servers' answers to the newest answered push, one a shard."""
         return self._steps.receipts if self._is_joined else ()
 
     @property
     def skipped(self) -> int:
-        """Gradients of this worker that were not sent because they held NaN or infinity."""
+        """Gradients of this worker that were left out for NaN or infinity."""
         return self._steps.skipped if self._is_joined else 0
 
     @property
@@ -327,30 +328,29 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def stepper(self) -> Steps:
-        """What `pyps_client.data.Portions` asks of it."""
+        """The worker's steps, for `pyps_client.data.Portions`."""
         self.join()
         return self._steps
 
     def report(self, **scalars: float) -> None:
-        """Hands figures of this worker, such as loss=0.3, to its next heartbeat, for `pyps status`."""
+        """Send figures of this worker, such as loss=0.3, with its next heartbeat, for `pyps status`."""
         self.join()
         self._session.report(**scalars)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """The model's state dict as the servers hold it now; model and training are left alone.
+        """Return the model's state dict with the servers' present values: float32, on the CPU.
 
-        For evaluation: `twin.load_state_dict(optimizer.snapshot())`. Each shard is of one version; different
-        shards may be of different ones. What servers do not hold is this worker's own. Float32, on the CPU,
-        by the model's original names. One process of a replica gets the whole model too, and may call it alone.
+        For evaluation: `twin.load_state_dict(optimizer.snapshot())`. The model and its training stay as they are. Each
+        shard is of one version, and values that servers do not hold are this worker's. In a replica any process may
+        call it alone, and gets the whole model.
         """
         self.join()
         return whole_state(self._model, self._layout, self._steps.snapshot())
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
+        """Push what has gathered, unless the cause is "failed", and leave the run. A second call does nothing.
 
-        The program's end does the same, if nobody did, and before it the end of the optimizer itself, once nobody
-        holds it any more.
+        Without a call it happens when the optimizer is freed, or the program ends.
         """
         self._ending.close(cause, message, separate=True)
 
@@ -361,7 +361,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.close(*leave.cause_of(error))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: all workers of a run agree on its parameters before the first step."""
+        """Raise SettingsChanged: all workers of a run agree on its parameters before the first step."""
         if self._groups_are_fixed:
             raise SettingsChanged(
                 "A parameter group cannot be added to a RemoteOptimizer: the run's parameters are agreed "
@@ -370,12 +370,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameter groups, with their learning rates, and the run's update.
-
-        There is no state, which is told once: slots live on the servers.
-        """
-        if not self._told_of_state:
-            self._told_of_state = True
+        """Return parameter groups, with their learning rates, and the run's update; slots lie on the servers."""
+        if not self._warned_of_state:
+            self._warned_of_state = True
             logger.warning(
                 "optimizer.state_dict() holds settings and learning rates only: the run's parameters, and what its "
                 "optimizer has gathered, are on the servers. Keep them there with --checkpoint-dir, of `pyps serve` or "
@@ -384,16 +381,16 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return super().state_dict() | ({_UPDATE: self.global_step} if self._is_joined else {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuses copies, by copy, deepcopy or pickle."""
+        """Raise InvalidArgument: no copy, deepcopy or pickle of a connection."""
         raise InvalidArgument(
             "A RemoteOptimizer is a connection to its servers, of which no copy can be made or saved: make another one "
             "(with worker_id= of its own), save optimizer.state_dict(), or copy the model alone."
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave: parameter groups, with their learning rates. Slots live on the servers.
+        """Load parameter groups, with their learning rates, from `state_dict`; slots lie on the servers.
 
-        One of another update than the run's is told, where the run's parameters had taken the place of this worker's.
+        Warns of a state dict of another update than the run's, where the run's parameters replaced this worker's.
         """
         if state_dict.get("state"):
             raise SettingsChanged(
@@ -452,8 +449,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._finish_seen:
             self._steps.tell_over()
             return loss
-        # Looked at and set with nothing in between where threads take turns. A lock would stay locked for good where
-        # Ctrl-C comes right behind it.
+        # Between this look and the write threads do not switch. A lock might stay locked after Ctrl-C.
         thread = threading.get_ident()
         if self._stepping and self._stepping != thread:
             raise InvalidArgument(ONE_THREAD)
@@ -472,46 +468,39 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
 
 class Ending:
-    """Leaves the run for an optimizer, which it does not hold: it works when the optimizer is gone."""
+    """Leaves the run of an optimizer, which may be gone by then."""
 
     def __init__(self) -> None:
-        self._session: Worker | None = None
-        self._steps: Steps | None = None
+        self.joined: tuple[Worker, Steps] | None = None
         self._guard = ForkGuard()
         # Hooks on the torch optimizer and the model.
         self.hooks: list[RemovableHandle] = []
         # Held from the first `close` on.
         self.begun = threading.Lock()
 
-    def attach(self, session: Worker, steps: Steps) -> None:
-        """Take over what is to be closed."""
-        self._session, self._steps = session, steps
-
     def close(self, cause: str = "finished", message: str = "", *, separate: bool = False) -> None:
-        """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
-
-        `separate`: the model's parameters are brought out of the memory that servers see.
-        """
+        """As RemoteOptimizer.close; with `separate` the model's parameters leave the memory that servers see."""
         leave.check_cause(cause)
         if self._guard.in_child or not self.begun.acquire(blocking=False):
             return
         leave.forget(self)
         for hook in self.hooks:
             hook.remove()
-        if self._session is None or self._steps is None:
+        if self.joined is None:
             return
+        session, steps = self.joined
         try:
             if cause == "finished":
-                self._session.hurry()
-                self._steps.flush()
+                session.hurry()
+                steps.flush()
         except BaseException as error:
             cause, message = leave.cause_of(error)
             raise
         finally:
             try:
-                self._steps.close(separate=separate)
+                steps.close(separate=separate)
             finally:
-                self._session.close(cause, message)
+                session.close(cause, message)
 
 
 class _JoinFirst:
@@ -536,17 +525,14 @@ _BEFORE_JOINING = (
     "and is left out. Call zero_grad() or join() before the first forward pass."
 )
 
-# Under which a state dict has the update at which it was made.
+# A state dict's key for the update at which it was made.
 _UPDATE = "pyps_update"
-# So that a second one can be told why it is refused.
+# Servers and name of each joined worker.
 _made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] = weakref.WeakKeyDictionary()
 
 
 def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses to be the same worker of the same servers twice at once: the first would be taken for dead.
-
-    And to train one torch optimizer's parameters twice.
-    """
+    """Refuse a second open RemoteOptimizer of one worker's name, or of one torch optimizer."""
     worker = (launch.servers, launch.worker_id)
     others = {other: of_other for other, of_other in _made.items() if not other._ending.begun.locked()}
     if any(other._wrapped is optimizer for other in others):
@@ -564,13 +550,13 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _first_values(parameters: Iterable[torch.Tensor]) -> list[Any]:
-    """Enough of each to tell a model's own from a run's."""
+    """Return a number of each parameter: a model's own differ from a run's."""
     return [tensor.detach()[(slice(1),) * tensor.dim()].tolist() for tensor in parameters]
 
 
 def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object) -> None:
     if guard.in_child or not any(group["lr"] for group in optimizer.param_groups):
-        # A copy of the model that nobody shares; or a step that changes nothing, as torch's checkpoints take one.
+        # A forked child's own copy of the model; or a step at rate 0, as torch's checkpoints take one.
         return
     raise InvalidArgument(
         f"This {type(optimizer).__name__} would train this worker's copy of the model alone: a RemoteOptimizer was "
@@ -578,5 +564,5 @@ def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object)
     )
 
 
-# A step as torch makes it of an optimizer's own: with hooks, and a range for its profiler.
+# `_step` with hooks, and a range for torch's profiler.
 _watched_step = torch.optim.Optimizer.profile_hook_step(RemoteOptimizer._step)
