@@ -170,7 +170,7 @@ class Superseded(RunEnded):
 
 
 class ReplicaLost(RunEnded):
-    """Raised when another process of this worker's replica is gone. A replica ends as a whole; start it anew."""
+    """Raised when another process of this worker's replica is gone. A replica ends as a whole; start it again."""
 
     status = "ABORTED"
 

@@ -1,4 +1,4 @@
-"""All that decides how a shard treats gradients, beside the update rule: picked at start, replaced as a whole."""
+"""A shard's behaviour: protocol, staleness policy, schedule, clipping and growth of the minibatch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Behaviour:
     clip_norm: float = 0.0
     batch_growth: BatchGrowth | None = None
     epoch_examples: int = 0
-    # What the settings above come to, picked once.
+    # Derived from the settings above.
     constant_rate: bool = field(init=False, repr=False, compare=False)
     growth_factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
@@ -82,7 +82,7 @@ class Behaviour:
 
     @property
     def texts(self) -> BehaviourTexts:
-        """What `parse` makes an equal behaviour of."""
+        """The texts from which `parse` makes an equal behaviour."""
         staged = self.aggregation if isinstance(self.aggregation, Staged) else None
         return {
             "protocol": staged.main.text if staged else self.aggregation.text,
@@ -96,7 +96,7 @@ class Behaviour:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether something goes by the examples behind a shard's updates."""
+        """Whether the schedule or the minibatch depends on epochs."""
         return self.batch_growth is not None or any(term.epoch_examples for term in self.schedule.terms)
 
     def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None, shard_length: int) -> Weighing:
@@ -110,7 +110,7 @@ class Behaviour:
         return weighing._replace(weight=weighing.weight * (self.clip_norm / norm))
 
     def rate_factor(self, version: int, examples: int) -> float:
-        """Return what multiplies the base rate of the update that follows so many updates and examples."""
+        """Return the factor of the base rate after so many updates and examples."""
         return self.schedule.factor(version, examples) * self.growth_factor(examples)
 
 

@@ -55,7 +55,7 @@ class Bounds:
             self._refuse("learning_rate", learning_rate, "below", "learning_rate_min")
 
     def require_push(self, gradient: Gradient, shard_length: int) -> None:
-        """Raise InvalidArgument for a push that lies outside, by what it is or by what it sets."""
+        """Raise InvalidArgument for a push whose rate, momentum, examples or norm lies outside."""
         if gradient.learning_rate is not None:
             self.require_rate(gradient.learning_rate)
         if gradient.momentum is not None:

@@ -1,11 +1,11 @@
-"""What follows from an event: the core decides, and whoever keeps the run carries it out; and the calls that wait."""
+"""Effects of an event, which the core returns and the run carries out, and tables of waiting calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-# Makes a call that waits look again. Called without any lock, from any thread; it must be quick and must not raise.
+# Makes a waiting call check again. Called without any lock, from any thread; it must be quick and must not raise.
 Wake = Callable[[], None]
 
 Key = TypeVar("Key", bound=Hashable)
@@ -51,12 +51,11 @@ NONE = Effects()
 
 
 def tell(kind: str, what: str, *, warning: bool = False, **facts: object) -> Effects:
-    """Return an event for people as effects."""
     return Effects((Told(kind, what, facts, warning),))
 
 
 class ParkedCalls(Generic[Key]):
-    """Calls that wait, by what each waits for. The owner guards it, and wakes what it takes out without its lock."""
+    """Waiting calls by what each waits for. Guarded by its owner, which wakes the calls it takes after it unlocks."""
 
     __slots__ = ("calls",)
 
@@ -64,11 +63,11 @@ class ParkedCalls(Generic[Key]):
         self.calls: dict[Key, dict[Wake, None]] = {}
 
     def park(self, key: Key, wake: Wake) -> None:
-        """Keep a call until it is taken or forgotten; to park it twice is to park it once."""
+        """Add a call; a second time changes nothing."""
         self.calls.setdefault(key, {})[wake] = None
 
     def forget(self, key: Key, wake: Wake) -> bool:
-        """Drop a call; False where it does not wait any more."""
+        """Remove a call; return False if it is not there."""
         waiting = self.calls.get(key, {})
         if wake not in waiting:
             return False
@@ -78,11 +77,10 @@ class ParkedCalls(Generic[Key]):
         return True
 
     def take(self, keys: Iterable[Key]) -> list[Wake]:
-        """Take out and return the calls that wait for these."""
+        """Remove and return the calls that wait for one of these keys."""
         return [wake for key in keys for wake in self.calls.pop(key, ())]
 
     def take_all(self) -> list[Wake]:
-        """Take out and return all calls."""
         return self.take(list(self.calls))
 
 

@@ -1,4 +1,4 @@
-"""Which worker, or replica, sends the first parameters: one at a time, by lease."""
+"""Election of the worker, or replica, that sends the first parameters: one at a time, by lease."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pyps_wire.errors import RunMismatch, Superseded
 
-# After so long a silence another worker takes an initialiser's place.
+# After so long a silence another worker may replace an initialiser.
 LEASE_SECONDS = 10.0
 
 
@@ -33,16 +33,14 @@ class Claim(NamedTuple):
 
 
 class Election:
-    """Admits one initialiser at a time until there is a run. The caller guards it.
+    """Admits one initialiser at a time until the run begins. The caller guards it.
 
-    Server 0 gives workers the turn one after the other. Terms grow by one, so that messages of an earlier initialiser
-    are recognised. After a restart of the server `first_term` must be larger than all terms before. The other servers
-    follow the terms of server 0, which gets its Initialize last and then has the run; until then a later term replaces
-    an earlier one.
+    Server 0 elects workers one after the other. Terms grow by one, so that it recognises messages of an earlier
+    initialiser; after a restart `first_term` must be larger than all terms before. The other servers follow the terms
+    of server 0, which receives Initialize last: until then a later term replaces an earlier one.
     """
 
     def __init__(self, *, lease_seconds: float, first_term: int = 1) -> None:
-        """`lease_seconds`: that of workers, which may be shorter than an initialiser's."""
         self.lease_seconds = min(LEASE_SECONDS, lease_seconds)
         self._first_term = first_term
         self._term: Term | None = None
@@ -100,7 +98,7 @@ class Election:
         return True
 
     def is_done(self, claim: Claim) -> bool:
-        """Return whether this initialisation has made the run; refuse a second one of the same run."""
+        """Return whether this initialisation has made the run; raise Superseded if another has."""
         if self._run_id is None or claim == self._initializer:
             return self._run_id is not None
         if claim.run_id == self._run_id and claim.server_index == 0:
@@ -108,7 +106,7 @@ class Election:
         return False
 
     def renew(self, claim: Claim, *, now: float) -> None:
-        """Renew the initialiser's turn; Superseded when another has it."""
+        """Renew the initialiser's turn; raise Superseded if another has it."""
         term, mine = self._term, (claim.term, claim.worker_id, claim.incarnation)
         if claim.server_index > 0:
             current = claim.run_id != self._newest[0] or claim.term >= self._newest[1]
@@ -123,7 +121,7 @@ class Election:
             )
 
     def stood_still(self, seconds: float) -> None:
-        """Prolong the turn by a time in which the server received nothing."""
+        """Prolong the turn by the time in which the server was suspended."""
         if self._term is not None:
             self._term = self._term._replace(expires_at=self._term.expires_at + seconds)
 

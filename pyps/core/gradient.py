@@ -24,7 +24,7 @@ class PayloadKind(IntEnum):
     GRADIENT = 1
     # Locally trained parameters minus those they started from.
     DELTA = 2
-    # No gradient for the shard in this step. The worker still counts where a protocol waits for every worker.
+    # No gradient for the shard in this step; a round still needs this push of the worker.
     NOTHING = 3
     # How far a buffer moved, which no rule scales.
     BUFFER = 4
@@ -64,7 +64,7 @@ class Gradient(NamedTuple):
     learning_rate: float | None = None
     # Likewise the momentum of its rule.
     momentum: float | None = None
-    # Whether the worker does not own the schedule: rate and momentum then hold only while the owner has set none.
+    # True if the worker does not own the schedule: rate and momentum are then in force until the owner sets some.
     provisional: bool = False
     # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
     norm: float = 0.0
@@ -73,7 +73,7 @@ class Gradient(NamedTuple):
 
     @property
     def schedules(self) -> bool:
-        """Whether the worker sets what the owner of the schedule may set."""
+        """Whether the push sets a rate or momentum that only the owner of the schedule may set."""
         return not self.provisional and (self.learning_rate is not None or self.momentum is not None)
 
     def decided(self, *, holds: bool) -> Gradient:
@@ -127,7 +127,7 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
 
 
 def first_of(findings: Iterable[Finding]) -> Finding:
-    """Return the first that is not finite, FINITE where there is none."""
+    """Return the first finding that is not finite, else FINITE."""
     return next((finding for finding in findings if not finding.finite), FINITE)
 
 

@@ -1,4 +1,4 @@
-"""Which pushes were answered already, and with what: this makes a retried push apply exactly once."""
+"""The ledger: receipts of earlier pushes, by which a retried push is applied exactly once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from pyps.core.roster import Roster
 
 RECEIPTS_PER_LIFE = 8
 LIVES_MAX = 1024
-# Names of lives that were let go, for each life held.
+# Names of deleted lives, for each life held.
 NAMES_PER_LIFE = 4
-# As CPython 3.11 has them: what a receipt takes beside its bytes, a life with its place in the table, a name with its
-# number.
+# In CPython 3.11: the overhead of a receipt, a life with its place in the table, and a name with its number.
 _RECEIPT_BYTES = 45
 _LIFE_BYTES = 370
 _NAME_BYTES = 230
 
 
 class Forgotten(Enum):
-    """The ledger's answer about a push that it once may have answered and no longer remembers."""
+    """The answer of `Ledger.lookup` for a push whose receipt may have been deleted."""
 
     FORGOTTEN = "forgotten"
 
@@ -35,11 +34,11 @@ FORGOTTEN: Final = Forgotten.FORGOTTEN
 
 
 class LedgerEntry(NamedTuple):
-    """What is remembered of one life (incarnation) of a worker."""
+    """The receipts of one life (incarnation) of a worker."""
 
     worker_id: str
     incarnation: int
-    # The largest sequence whose receipt was let go; -1 before any was.
+    # The largest sequence whose receipt was deleted; -1 for none.
     forgotten_sequence: int
     # By ascending sequence, as `packed` makes them.
     receipts: tuple[bytes, ...]
@@ -47,13 +46,13 @@ class LedgerEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """All that a ledger remembers, as it goes into a checkpoint."""
+    """A ledger's content, for a checkpoint."""
 
     # From the life heard of longest ago to the latest.
     entries: tuple[LedgerEntry, ...] = ()
-    # At or below it, no incarnation of any worker is new; -1 before a name was let go.
+    # At or below it, no incarnation of any worker is new; -1 before a name was deleted.
     forgotten_incarnation: int = -1
-    # By name, the largest incarnation among the lives that were let go, and the largest sequence of that life.
+    # By name, the largest incarnation among its deleted lives, and the largest sequence of that life.
     forgotten: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     lives_max: int = LIVES_MAX
 
@@ -83,20 +82,20 @@ class Ledger:
     """The latest receipts of each life of each worker, for one shard. Guarded by its shard's lock.
 
     It holds receipts of pushes that changed something or were decided for good: applied, pending, dropped,
-    stale, repeated. Pushes that left no trace (not finite, other epoch, finished) are judged anew when they come
-    again: the verdict is the same, or the push was never applied and may be.
+    stale, repeated. Pushes that left no trace (not finite, other epoch, finished) are decided again when they are
+    repeated: they were not applied, so they may be.
 
-    Memory is bounded, and a push whose receipt was let go is never mistaken for new, since sequences grow within a
+    Memory is bounded, and a push whose receipt was deleted is never mistaken for new, since sequences grow within a
     life and incarnations with the lives of one name:
 
-    * Of a life that is held, sequences up to the largest one let go are FORGOTTEN.
-    * Of a life that was let go, sequences up to its largest are FORGOTTEN; later ones are new, and it is held again.
-    * Of a name, lives before the latest one let go are FORGOTTEN.
-    * Names that were let go are bounded too: the one with the smallest incarnation makes way, and up to that
-      incarnation the lives of all names that are not in the table are FORGOTTEN from then on.
+    * Of a life that is held, sequences up to the largest deleted one are FORGOTTEN.
+    * Of a deleted life, sequences up to its largest are FORGOTTEN; later ones are new, and it is held again.
+    * Of a name, lives before its latest deleted one are FORGOTTEN.
+    * Names of deleted lives are bounded too: the one with the smallest incarnation is deleted, and up to that
+      incarnation the lives of all unknown names are FORGOTTEN from then on.
 
-    The present lives of workers on the roster are let go last. So a crowd of other names, however many, makes no push
-    of a worker that is active look old, and no first push of a life that began after theirs. `lives_max` should be
+    The present lives of workers on the roster are deleted last. So no number of other names makes a push of an active
+    worker FORGOTTEN, nor the first push of a life that began after theirs. `lives_max` should be
     several times the workers that push at once.
     """
 
@@ -162,14 +161,14 @@ class Ledger:
             self._let_go_one(roster)
 
     def entries(self) -> LedgerState:
-        """Return all that is remembered."""
+        """Return the content, for a checkpoint."""
         entries = tuple(
             LedgerEntry(*key, life.forgotten_sequence, tuple(life.receipts)) for key, life in self._lives.items()
         )
         return LedgerState(entries, self._forgotten_incarnation, dict(self._forgotten), self._lives_max)
 
     def restore(self, state: LedgerState) -> None:
-        """Remember what `entries` gave, and nothing else."""
+        """Replace the content by what `entries` returned."""
         self._lives = OrderedDict(
             ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
             for entry in state.entries
@@ -183,18 +182,18 @@ class Ledger:
         self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
     def _begin(self, worker_id: str, incarnation: int) -> _Life:
-        """Make room for a life, which was let go before or is new."""
+        """Return a record for a life that is new or was deleted."""
         self._latest[worker_id] = max(incarnation, self._latest.get(worker_id, -1))
         latest, largest = self._forgotten.get(worker_id, (-1, -1))
         return _Life(largest if latest == incarnation else -1)
 
     def _let_go_one(self, roster: Roster) -> None:
-        """Forget the life heard of longest ago, other than the present lives of workers on the roster."""
+        """Delete the life heard of longest ago, present lives of workers on the roster last."""
         for _ in range(len(self._lives)):
             (worker_id, incarnation), life = self._lives.popitem(last=False)
             if self._latest.get(worker_id) != incarnation or not roster.counts(worker_id):
                 break
-            # To the end: it is not looked at again before all others.
+            # To the end, behind all others.
             self._lives[worker_id, incarnation] = life
         else:
             (worker_id, incarnation), life = self._lives.popitem(last=False)
@@ -218,21 +217,20 @@ class _Life:
 
 
 _SEQUENCE = struct.Struct(">Q")
-# The sequence first, its most significant byte first: receipts sort by it as bytes. Then a receipt's other fields in
-# their order, of version_after what it is more than version_before, and how many bytes of text follow.
+# The sequence first, big-endian: receipts sort by it as bytes. Then the other fields in order, version_after as the
+# difference to version_before, and the number of bytes of text that follow.
 _FIXED = struct.Struct(">QIBqBBqdddIQqI")
 
 
 def packed(receipt: Receipt) -> bytes:
-    """Return a receipt in as few bytes as will do: there are eight of each worker and shard."""
+    """Return a receipt as compact bytes: each worker has eight of each shard."""
     shard_id, sequence, outcome, before, after, reason, message, _, *numbers, waiting_for = receipt
-    # No name holds a zero, as all are printable, and no message does.
+    # No name and no message holds a zero: all are printable.
     text = "\0".join((message, *waiting_for)).encode()
     return _FIXED.pack(sequence, shard_id, outcome, before, after - before, reason, *numbers, len(text)) + text
 
 
 def unpacked(data: bytes) -> Receipt:
-    """Return the receipt that was packed."""
     sequence, shard_id, outcome, before, updates, reason, *numbers, _ = _FIXED.unpack_from(data)
     message, *waiting_for = data[_FIXED.size :].decode().split("\0")
     fields = (shard_id, sequence, Outcome(outcome), before, before + updates, Reason(reason), message, False)
@@ -240,7 +238,7 @@ def unpacked(data: bytes) -> Receipt:
 
 
 def _split(receipts: bytes) -> Iterator[bytes]:
-    """Yield each of the receipts that lie end to end."""
+    """Yield the receipts of concatenated bytes."""
     start = 0
     while start < len(receipts):
         end = start + _FIXED.size + _FIXED.unpack_from(receipts, start)[-1]

@@ -1,4 +1,4 @@
-"""The workers of a run: they come, give heartbeats, push, hold others up and go; each change says what follows."""
+"""The workers of a run: who has joined, who is alive, who is active in rounds, and who holds others up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyps_wire.errors import (
 GONE_FACTOR = 4
 # Where all places are taken, a worker that called no more than Hello keeps its place for that part of a lease.
 UNHEARD_SHARE = 1 / 3
-# A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.
+# A slow worker's first push after a stall is too late as a rule; for its next the others have to wait.
 STALLS_MAX = 2
 # Part of the stall time after which a worker that has not pushed may hold others up.
 IDLE_SHARE = 0.1
@@ -47,7 +47,7 @@ _ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker says of itself, for people."""
+    """A worker's description of its process, for people."""
 
     host: str = ""
     process_id: int = 0
@@ -65,15 +65,15 @@ class Member:
     info: WorkerInfo
     joined_at: float
     heard_at: float
-    # Whether it has called again after its first Hello: only then is it kept when it is gone.
+    # Whether it has called again after its first Hello. If not, it is forgotten once it is gone.
     was_heard: bool = False
     # When it pushed last in this life; None before its first push.
     pushed_at: float | None = None
-    # When a push of it was last applied, parked, or dropped as the protocol foresees.
+    # When a push of it was last applied, parked, or dropped by the protocol.
     taken_at: float | None = None
-    # How often it was left out since then, as others waited too long for it.
+    # How often others stopped waiting for it since then.
     stalls: int = 0
-    # Whether it is active in the protocol's rounds: from its first push until it goes, or holds others up for too long.
+    # Whether it is active in the protocol's rounds: from its first push until it is gone or stalls.
     counts: bool = False
     # The worker's own count of steps.
     clock: int = 0
@@ -81,25 +81,23 @@ class Member:
     scalars: Mapping[str, float] = field(default_factory=dict)
     # How it ended, in its own words.
     message: str = ""
-    # The replica that it is one of several processes of; empty for a worker of one process.
+    # Its replica; empty for a worker of one process.
     replica: str = ""
     # The parts of the model that it holds, ascending; () for all of them.
     parts: tuple[int, ...] = ()
-    # The secret that every call of it shows.
+    # Every call of it must show this.
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def alive(self) -> bool:
-        """Whether it is alive."""
         return self.state is _ALIVE
 
     @property
     def name(self) -> str:
-        """The worker's name in the run: its replica's, which is one worker, or its own."""
+        """The worker's name in the run: its replica's, or its own."""
         return self.replica or self.worker_id
 
     def holds(self, part: int) -> bool:
-        """Return whether it holds that part of the model."""
         return not self.parts or part in self.parts
 
 
@@ -110,8 +108,8 @@ class Membership:
     incarnation) with the same secret takes the name over at once; any other process has to wait until the live one is
     gone.
 
-    The processes of a replica share one incarnation, the life of the replica, and go together: where one is lost, or
-    a later life begins, all its live processes are out at once.
+    The processes of a replica share one incarnation, the life of the replica. When one of them is lost, or a later life
+    begins, the others are out at once.
     """
 
     def __init__(
@@ -137,8 +135,8 @@ class Membership:
         self.parted = False
         # None after each change, until it is needed.
         self._roster: Roster | None = None
-        # Who holds others up, and since when without a pause: a worker a round, a worker others' steps by its own step,
-        # or the expected workers that have not come.
+        # Who holds others up, and since when: ('round', worker, 0), ('step', worker, its step), ('expected', '', 0) for
+        # the workers that have not come.
         self._since: dict[tuple[str, str, int], float] = {}
 
     @property
@@ -152,7 +150,7 @@ class Membership:
 
     @property
     def quorum(self) -> int:
-        """How many workers are to have come before any begins a step; 0 once they have."""
+        """How many workers must have pushed before any begins a step; 0 once they have."""
         return self.expected_workers if self.roster.missing else 0
 
     # Joining, calls, leaving.
@@ -250,7 +248,7 @@ class Membership:
     ) -> Roster | None:
         """Note a push of an active worker and return the roster; return None for any other worker.
 
-        This is nearly every push: it changes nothing but the time of the heartbeat. A clock of 0 is not noted.
+        Most pushes change only the time of the heartbeat. A clock of 0 is ignored.
         """
         with self._lock:
             member = self._members.get(worker_id)
@@ -276,7 +274,7 @@ class Membership:
             roster = self._present_roster()
         if counted or not counts:
             return roster, NONE
-        kind, what = ("counts", "worker counts") if was_alive else ("back", "worker is back")
+        kind, what = ("counts", "worker is active") if was_alive else ("back", "worker is back")
         return roster, tell(kind, what, worker=worker_id, workers=roster.num_workers)
 
     def taken(self, worker_id: str, incarnation: int, *, now: float) -> Effects:
@@ -290,12 +288,12 @@ class Membership:
                 return NONE
             before, member.counts = _standing(member), True
             self._moved(member, before=before)
-        return tell("counts", "worker counts", worker=worker_id, workers=self.roster.num_workers)
+        return tell("counts", "worker is active", worker=worker_id, workers=self.roster.num_workers)
 
     def leave(
         self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str = "", secret: bytes = b""
     ) -> Effects:
-        """End a worker's membership at its own request, and that of its whole replica if it failed."""
+        """End the membership of a worker that leaves, and of its whole replica if it failed."""
         state = WorkerState.FAILED if failed else WorkerState.FINISHED
         with self._lock:
             member = self._members.get(worker_id)
@@ -330,14 +328,14 @@ class Membership:
                     facts = {"worker": member.worker_id, "silent_seconds": round(silent, 1)}
                     effects = effects.and_then(tell("expired", "worker's lease ran out", warning=True, **facts))
                 if not member.was_heard and not member.replica:
-                    # It may never have come.
+                    # Its answer to Hello may have been lost.
                     del self._members[member.worker_id]
             for _, of_name in groupby(gone, key=lambda member: member.name):
                 effects = effects.and_then(self._without(list(of_name), lost=True, was_alive=True))
         return effects
 
     def stood_still(self, seconds: float, *, now: float) -> Effects:
-        """Prolong all leases by a time in which the server received nothing."""
+        """Prolong all leases by the time in which the server was suspended and received nothing."""
         with self._lock:
             for member in self._members.values():
                 if member.alive:
@@ -350,7 +348,7 @@ class Membership:
     # Stalls, and how many workers are expected.
 
     def idle(self, now: float) -> set[str]:
-        """Return the live workers whose last push is so long ago that they may hold others up."""
+        """Return the live workers that have not pushed for long enough to hold others up."""
         latest = now - IDLE_SHARE * self.stall_seconds
         last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in self.alive()}
         return {worker_id for worker_id, time in last.items() if time <= latest}
@@ -367,8 +365,8 @@ class Membership:
     ) -> Effects:
         """Stop waiting for workers that have held others up for stall_seconds. Called at each tick.
 
-        The time counts from the tick at which the wait for a worker was first seen, or from its last push that was
-        taken, if that was later.
+        The time starts at the tick that first saw others wait for the worker, or at its last push that was taken, if
+        that was later.
 
         Args:
             now: The time.
@@ -404,8 +402,8 @@ class Membership:
     def stall(self, worker_id: str) -> bool:
         """Make a worker, or all processes of its replica, inactive; return False where it was not active.
 
-        It is active again from its next push; after STALLS_MAX times in a row, from the next push that is taken: a
-        worker whose pushes are all refused would hold the others up for ever.
+        It is active again from its next push. After STALLS_MAX stalls in a row a refused push is not enough: a worker
+        whose pushes are all refused would hold the others up for ever.
         """
         with self._lock:
             member = self._members.get(worker_id)
@@ -421,7 +419,7 @@ class Membership:
     def expect(self, num_workers: int, *, said: bool = True) -> None:
         """Wait for so many workers, including those that pushed or left already; 0 to wait for no more.
 
-        `said` False leaves `expected_workers`, the number that people set.
+        With `said` False `expected_workers`, the number that people set, stays.
         """
         with self._lock:
             if said:
@@ -436,7 +434,7 @@ class Membership:
     # Queries and checks.
 
     def is_over(self, name: str, incarnation: int) -> bool:
-        """Return whether that life of a worker or replica has ended, other than by an expired lease."""
+        """Return whether that life of a worker or replica has ended by leaving, failing or a later life."""
         with self._lock:
             if self._lives.is_over(name, incarnation):
                 return True
@@ -474,11 +472,11 @@ class Membership:
             return list(dict.fromkeys(entry.name for entry in self._entries() if entry.arrived))
 
     def done(self, *, expected_workers: int) -> bool:
-        """Return whether as many workers as expected (at least one) have joined, and none of them is left."""
+        """Return whether at least one worker, and as many as expected, have joined, and all are gone."""
         return len(self.names()) >= max(1, expected_workers) and self.num_alive == 0
 
     def finished(self, *, expected_workers: int) -> bool:
-        """Return whether, in addition, each of them finished."""
+        """Return whether the run is `done` and each worker finished rather than failed."""
         done = self.done(expected_workers=expected_workers)
         return done and all(member.state is WorkerState.FINISHED for member in self.all())
 
@@ -495,7 +493,7 @@ class Membership:
             _require_latest(known, incarnation)
 
     def require_alive(self, worker_id: str, incarnation: int) -> None:
-        """Raise WaitTimedOut for a worker whose lease ran out: it has to give a heartbeat first."""
+        """Raise WaitTimedOut for a worker whose lease has run out."""
         member = self._members.get(worker_id)
         if member is None or member.incarnation != incarnation or not member.alive:
             raise WaitTimedOut(f"worker {worker_id!r} was silent for longer than its lease while it waited: ask again")
@@ -596,7 +594,7 @@ class Membership:
         return others
 
     def _without(self, gone: Sequence[Member], *, lost: bool, was_alive: bool) -> Effects:
-        """Return the effects of the end of a worker, the first, and of the others of its replica."""
+        """Return the effects of the end of `gone`: one worker, then the other processes of its replica."""
         first, *others = gone
         effects = Effects(gone=tuple((member.worker_id, lost) for member in gone))
         if lost and was_alive and first.replica:
@@ -636,7 +634,7 @@ class Membership:
         ]
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
-        """Note a heartbeat; most of the time the roster stays."""
+        """Note a heartbeat, and drop the roster if that makes the worker alive, active or arrived."""
         before = _standing(member)
         member.state, member.was_heard = _ALIVE, True
         member.heard_at = max(now, member.heard_at)
@@ -647,14 +645,14 @@ class Membership:
         self._moved(member, before=before)
 
     def _moved(self, member: Member, *, before: Standing) -> None:
-        """Drop the roster if a worker's standing has changed."""
+        """Drop the roster if it would no longer be the same."""
         now = _standing(member)
         if now != before:
             self._roster = None
             self.num_alive += now[0] - before[0]
 
     def _forget_unheard(self, now: float) -> bool:
-        """Forget a worker that called no more than Hello, a while ago; return False where there is none."""
+        """Forget one worker that called only Hello and has been silent since; return False if there is none."""
         for member in self._members.values():
             silent = now - member.heard_at > UNHEARD_SHARE * self.lease_seconds
             if silent and member.alive and not member.was_heard and not member.replica:
@@ -664,7 +662,7 @@ class Membership:
         return False
 
     def _forget_gone(self) -> None:
-        """Forget the workers that are gone the longest: memory is bounded."""
+        """Forget the workers that have been gone longest, to bound memory."""
         excess = len(self._members) - GONE_FACTOR * self.workers_max
         if excess > 0:
             gone = sorted((m for m in self._members.values() if not m.alive), key=lambda m: m.heard_at)
@@ -674,12 +672,12 @@ class Membership:
 
 
 _STALLED = {
-    "expected": "expected workers are waited for no longer, as they came too late; each counts from its first push",
-    "round": "worker does not count until its next push: others waited too long for it",
-    "step": "worker is not waited for until it asks for its next step: others waited too long for it",
+    "expected": "the run goes on without expected workers that have not come; each is active from its first push",
+    "round": "worker is not active until its next push: others waited too long for it",
+    "step": "no worker waits for this one until it requests its next step: others waited too long for it",
 }
 
-# What a roster is made from: whether a worker is alive, is active, and has yet to push.
+# What a roster depends on: whether a worker is alive, is active, and has yet to push.
 Standing = tuple[bool, bool, bool]
 _GONE: Standing = (False, False, False)
 
@@ -693,7 +691,7 @@ def require_own(known: Member, incarnation: int, secret: bytes) -> None:
     if not compare_digest(known.secret, secret):
         raise NotAllowed(
             f"the call is in the name of worker {known.worker_id!r} (incarnation {incarnation}) without its secret:"
-            " send the one that HelloReply brought in the Sender of every call, another Hello too"
+            " send the secret of HelloReply in the Sender of every call, another Hello too"
         )
 
 

@@ -5,8 +5,8 @@ clocks ahead of the slowest. Servers know nothing of each other, so the pacer of
 worker that asks there before each step keeps the rule on all servers.
 
 A pacer is a state machine without lock, time or thread: its owner calls one method at a time and wakes the
-workers that it returns. A worker is present from its first question until it departs; it is granted a step from
-the answer until it asks for the next.
+workers that it returns. A worker is present from its first request until it departs; it holds a granted step until
+it requests the next.
 """
 
 from __future__ import annotations
@@ -24,58 +24,57 @@ from pyps_wire.errors import InvalidArgument
 
 @dataclass(slots=True)
 class WorkerClock:
-    """A worker as a pacer sees it."""
+    """A worker's clock, and whether it computes or waits."""
 
     worker_id: str
-    # Steps that it says it has finished.
+    # Steps that it reports as finished.
     count: int
     # The count that is clock 0.
     offset: int
-    # Drawn when it joins and at the end of each step: the lowest has waited for its turn the longest.
+    # Drawn when it joins and at the end of each step: the lowest ticket has waited longest.
     ticket: int
     # Whether it may compute now; otherwise it waits.
     granted: bool = False
-    # Whether it still wants the answer to its question.
+    # Whether a call of it still waits for the answer.
     asking: bool = True
 
     @property
     def clock(self) -> int:
-        """Steps finished, as the bound on clocks counts them."""
+        """Steps finished since it joined, or since the last `restart_clocks`, plus the clock at which it joined."""
         return self.count - self.offset
 
 
 @dataclass(slots=True)
 class PacerState:
-    """Who is there, and what a pacer's owner has told it."""
+    """The workers that are present, and what the owner has reported."""
 
     # In order of joining.
     present: dict[str, WorkerClock] = field(default_factory=dict)
-    # For the quorum: who has asked, or need not any more.
+    # Workers that the quorum no longer waits for: they have requested a step, or need not.
     seen: set[str] = field(default_factory=set)
-    # Workers that held the others up for too long, and the count at which they did.
+    # Workers that others stopped waiting for, and their count then.
     aside: dict[str, int] = field(default_factory=dict)
     version: int = 0
     tickets: int = 0
 
     def join(self, worker_id: str, count: int) -> None:
-        """Let a worker in at the clock of the slowest, whatever its own count says."""
+        """Add a worker at the clock of the slowest, whatever its own count is."""
         self.present[worker_id] = WorkerClock(worker_id, count, count - self.slowest(), self.draw())
 
     def draw(self) -> int:
-        """Return the next ticket."""
         self.tickets += 1
         return self.tickets
 
     def waiting(self) -> list[WorkerClock]:
-        """Return those that have asked and may not proceed yet, in order of joining."""
+        """Return the workers whose requests are not granted yet, in order of joining."""
         return [worker for worker in self.present.values() if worker.asking and not worker.granted]
 
     def slowest(self) -> int:
-        """Return the lowest clock, 0 when nobody is there."""
+        """Return the lowest clock; 0 if no worker is present."""
         return min((worker.clock for worker in self.present.values()), default=0)
 
     def restart_clocks(self) -> None:
-        """Begin to count everybody's clock anew."""
+        """Set every worker's clock to 0."""
         for worker in self.present.values():
             worker.offset = worker.count
 
@@ -84,26 +83,26 @@ class Pacer(ABC):
     """Grants steps to the workers that ask for them. Guarded by its owner's lock."""
 
     def __init__(self) -> None:
-        # Nobody is granted a step until so many workers have asked once.
+        # No worker is granted a step until so many have requested one.
         self.quorum = 0
         self._state = PacerState()
 
     def arrive(self, worker_id: str, clock: int) -> list[str]:
-        """Take a worker's question for the step after `clock` finished ones, which ends the step it had before.
+        """Note a worker's request for the step after `clock` finished ones, which ends its step before.
 
-        Returns the workers that may proceed now and could not before; the asker is among them when it may, also
-        when it asks once more because the answer was lost. Raises InvalidArgument where its clock went backwards.
+        Return the workers that may proceed now and could not before. The requesting worker is among them if it may,
+        also when it repeats a request whose answer was lost. Raise InvalidArgument if its clock went backwards.
         """
         state = self._state
         worker = state.present.get(worker_id)
         if worker is not None and clock < worker.count:
             raise InvalidArgument(
-                f"worker {worker_id!r} asks to go on after {clock} steps, and has said that it finished {worker.count}:"
+                f"worker {worker_id!r} requests the step after {clock} steps, and has finished {worker.count} already:"
                 " send a count that never falls, or say Hello as a new incarnation"
             )
         if worker is None:
             if clock <= state.aside.get(worker_id, -1):
-                # It goes on with the step that it had, for which nobody waits any more.
+                # It goes on with the step that it had; no worker waits for that any more.
                 return [worker_id]
             state.aside.pop(worker_id, None)
             state.join(worker_id, clock)
@@ -118,9 +117,9 @@ class Pacer(ABC):
         return self._grant()
 
     def withdraw(self, worker_id: str) -> list[str]:
-        """Take a worker's question back, as nobody waits for its answer; return those that may proceed now.
+        """Cancel a worker's request, as its call has ended; return the workers that may proceed now.
 
-        Its clock stays. It is granted nothing until it asks again, and its turn comes after those of the others.
+        Its clock stays. It is granted nothing until it requests again, and its turn comes after those of the others.
         """
         worker = self._state.present.get(worker_id)
         if worker is not None:
@@ -128,7 +127,7 @@ class Pacer(ABC):
         return self._grant()
 
     def set_aside(self, worker_id: str) -> list[str]:
-        """Wait no longer for a worker, until it asks for a later step; return those that may proceed now."""
+        """Stop waiting for a worker until it requests a later step; return the workers that may proceed now."""
         worker = self._state.present.get(worker_id)
         released = self.depart(worker_id)
         if worker is not None:
@@ -136,30 +135,27 @@ class Pacer(ABC):
         return released
 
     def depart(self, worker_id: str) -> list[str]:
-        """Forget a worker that left or died; return those that may proceed now and could not before.
-
-        One that departs while it waits is granted nothing until it asks again, and then joins last.
-        """
+        """Forget a worker that left or died; return the workers that may proceed now and could not before."""
         self._state.present.pop(worker_id, None)
         self._state.aside.pop(worker_id, None)
         return self._grant()
 
     def excuse(self, worker_ids: Iterable[str]) -> list[str]:
-        """Take workers to have asked, as far as the quorum goes; return those that may proceed now."""
+        """Count workers towards the quorum without a request; return the workers that may proceed now."""
         if not self.missing:
             return []
         self._state.seen.update(worker_ids)
         return self._grant()
 
     def advanced(self, version: int) -> list[str]:
-        """Take note of a shard's version, of which the highest counts; return those that may proceed now."""
+        """Note a shard's version; the highest is in force. Return the workers that may proceed now."""
         self._state.version = max(self._state.version, version)
         return self._grant()
 
     def take_over(self, other: Pacer) -> list[str]:
-        """Go on where another pacer stops, with those that wait and those that compute; the other is used no more.
+        """Take over the workers of another pacer, which is not used again, and set their clocks to 0.
 
-        Returns those that wait no longer. Clocks are counted from here on.
+        Return the workers that wait no longer.
         """
         self._state = other._state
         self._state.seen.update(self._state.present)
@@ -167,45 +163,45 @@ class Pacer(ABC):
         return self._grant()
 
     def asks(self, version: int) -> bool:
-        """Tell whether workers have to ask before a step at that version."""
+        """Return whether workers must request each step at that version."""
         return True
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
-        """Return whom a worker waits for, in order of name; () where it does not wait, or wait for the quorum."""
+        """Return the workers that one waits for, by name; () if it does not wait, or waits for the quorum."""
         worker = self._state.present.get(worker_id)
         if worker is None or worker.granted or self.missing:
             return ()
         return tuple(sorted(self._ahead_of([worker])))
 
     def waited_for(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return whom any of these workers waits for, as `waiting_for` does for one."""
+        """Return the workers that any of these waits for."""
         present = self._state.present
         workers = [present[worker_id] for worker_id in worker_ids if worker_id in present]
         waiting = [worker for worker in workers if not worker.granted]
         return set(self._ahead_of(waiting)) if waiting and not self.missing else set()
 
     def step_of(self, worker_id: str) -> int:
-        """Return a number that a worker's next step changes; the worker is present."""
+        """Return a number that changes with the step of a present worker."""
         return self._state.present[worker_id].ticket
 
     @property
     def missing(self) -> int:
-        """How many workers have yet to ask before anybody is granted a step."""
+        """How many workers the quorum still waits for."""
         return max(0, self.quorum - len(self._state.seen))
 
     def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
-        """Return those of the workers that have never asked."""
+        """Return the workers that have never requested a step."""
         return [worker_id for worker_id in worker_ids if worker_id not in self._state.seen]
 
-    # What a pacer's rule is made of.
+    # The rule of a pacer.
 
     @abstractmethod
     def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        """Return those of the waiting workers that may proceed now, the quorum aside, in that order."""
+        """Return the waiting workers that may proceed now, in that order, if the quorum is there."""
 
     @abstractmethod
     def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
-        """Return whom any of these waiting workers waits for; there is at least one."""
+        """Return the workers that any of these waits for; `waiting` is not empty."""
 
     def _grant(self) -> list[str]:
         ready = [] if self.missing else self._ready(self._state.waiting())
@@ -217,7 +213,7 @@ class Pacer(ABC):
 class TurnTaking(Pacer):
     """Lets one worker compute at a time, in turn (the STT chapter's "synchronous").
 
-    Turns go round in order of joining. A worker keeps its turn until it asks for the next or departs.
+    Turns go round in order of joining. A worker keeps its turn until it requests the next or departs.
     """
 
     def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
@@ -231,8 +227,8 @@ class TurnTaking(Pacer):
 class ClockBound(Pacer):
     """Lets a worker at clock c proceed while c - min_q c_q <= s (stale synchronous parallel, Ho et al. 2013).
 
-    One that joins late begins at the present minimum, whatever its own count says: it neither holds the others
-    back nor is it behind them.
+    A worker that joins late begins at the present minimum, whatever its own count is: it neither holds the others
+    up nor runs ahead of them.
     """
 
     def __init__(self, clock_bound: int) -> None:
@@ -249,12 +245,12 @@ class ClockBound(Pacer):
 
 
 class Release(Pacer):
-    """Lets the workers in one after the other, in order of joining, after a warm start (Dean et al. 2012, section 4.1).
+    """Admits the workers one after the other, in order of joining, after a warm start (Dean et al. 2012, section 4.1).
 
-    The paper says nothing of how the others are let in: the intervals are ours.
+    The paper does not say how the others are admitted: the intervals are ours.
 
-    At version t as many as 1 + floor((t - start) / every) may compute, and always the first: somebody moves the
-    version on, whoever departs.
+    At version t the first 1 + floor((t - start) / every) workers may compute, at least one: versions go on rising
+    when workers depart.
     """
 
     def __init__(self, start: int, every: int) -> None:
@@ -285,7 +281,7 @@ class Release(Pacer):
 
 
 class Free(Pacer):
-    """Lets everybody compute, once its quorum is there."""
+    """Lets every worker compute once the quorum is there."""
 
     def asks(self, version: int) -> bool:
         return self.missing > 0
@@ -298,10 +294,10 @@ class Free(Pacer):
 
 
 class StagedPacer(Pacer):
-    """One pacer for the first `updates` versions, then another; None for a stage in which everybody may compute.
+    """One pacer for the first `updates` versions, then another; None for a stage in which every worker may compute.
 
-    With `release_every`, the workers are let into the second stage one after the other, each so many updates
-    after the one before it. The second pacer's rule holds once all are in.
+    With `release_every`, the second stage admits the workers one after the other, each so many updates after the one
+    before it. The second pacer's rule applies once all are admitted.
     """
 
     def __init__(self, warm_up: Pacer | None, main: Pacer | None, *, updates: int, release_every: int = 0) -> None:
@@ -314,7 +310,7 @@ class StagedPacer(Pacer):
         self._later.append(main or Free())
 
     def asks(self, version: int) -> bool:
-        # Also during a free warm-up: a later stage must know who is there, and in which order they came.
+        # Also during a free warm-up: a later stage needs the order in which the workers came.
         return any(stage.asks(version) for stage in (self._stage, *self._later))
 
     def _grant(self) -> list[str]:
@@ -341,9 +337,8 @@ class StepGate:
     """The protocol's pacer and the calls that wait for it: wakes those whose workers may go on, and no others.
 
     It is a state machine without lock or thread, as a pacer is: its owner calls one method at a time and carries out
-    what it returns. A call that waits leaves its wake function here, which is never called here, and asks again once
-    that is among an event's effects. To ask twice for one step is to ask once, so a worker may repeat a call whose
-    answer was lost.
+    what it returns. A waiting call parks its wake function here and asks again once an event's effects wake it. A
+    worker may repeat a request whose answer was lost.
     """
 
     def __init__(self, pacer: Pacer | None = None):
@@ -352,7 +347,7 @@ class StepGate:
         self._version = 0
         # By worker.
         self._parked = ParkedCalls[str]()
-        # Of each worker, the call under way that asked last.
+        # By worker, its latest call, until that ends.
         self._asking: dict[str, Wake] = {}
 
     @property
@@ -374,10 +369,10 @@ class StepGate:
         return granted, effects
 
     def forget(self, worker_id: str, wake: Wake, *, withdraw: bool = False) -> Effects:
-        """Take back a wake function: its call has ended. The worker stands where it stood.
+        """Remove a wake function whose call has ended; the worker keeps its place.
 
-        `withdraw` says that nobody takes the call's answer any more. The worker then gives up its place, unless it
-        has asked again since: others would wait in vain for a step that it does not know it has.
+        With `withdraw` the call was cancelled, and the worker gives up its place unless it has called again since:
+        others would wait in vain for a step that it does not know it has.
         """
         self._parked.forget(worker_id, wake)
         if self._asking.get(worker_id) != wake:
@@ -386,49 +381,49 @@ class StepGate:
         return self._wake(self.pacer.withdraw(worker_id)) if withdraw and self.pacer is not None else NONE
 
     def depart(self, worker_id: str) -> Effects:
-        """Wait for that worker no longer; call of its own that wait ask again."""
+        """Forget a worker; its own waiting calls ask again."""
         if self.pacer is None:
             return NONE
-        # Who goes without ever having asked is no longer expected to.
+        # A worker may go without ever having requested a step.
         return self._wake([*self.pacer.excuse([worker_id]), *self.pacer.depart(worker_id), worker_id])
 
     def excuse(self, worker_ids: Iterable[str]) -> Effects:
-        """Wait no longer for those workers to ask before anybody may begin: they are gone, or at work already."""
+        """Count workers that are gone, or compute already, towards the quorum."""
         return self._wake(self.pacer.excuse(worker_ids)) if self.pacer is not None else NONE
 
     def expect(self, quorum: int, at_work: Iterable[str] = ()) -> Effects:
-        """Let nobody begin before so many workers have asked, gone or been at work; all waiting calls ask again."""
+        """Set the quorum, towards which the workers `at_work` count; all waiting calls ask again."""
         if self.pacer is None or self.pacer.quorum == quorum:
             return self.excuse(at_work)
         self.pacer.quorum = quorum
         return self._wake(list(self._parked.calls)).and_then(self.excuse(at_work))
 
     def holding_up(self) -> dict[str, int]:
-        """Return the workers whose steps others wait for, each with a number that its next step changes."""
+        """Return the workers whose steps others wait for, each with its `step_of`."""
         if self.pacer is None:
             return {}
-        # A worker that waits itself holds nobody up.
+        # A worker that waits itself holds no other up.
         waiting = self._parked.calls
         return {name: self.pacer.step_of(name) for name in self.pacer.waited_for(waiting) - waiting.keys()}
 
     def set_aside(self, worker_id: str) -> Effects:
-        """Wait no longer for a worker, until it asks for its next step."""
+        """Stop waiting for a worker until it requests its next step."""
         return NONE if self.pacer is None else self._wake(self.pacer.set_aside(worker_id))
 
     def advanced(self, version: int) -> Effects:
-        """Note a shard's version; the highest counts."""
+        """Note a shard's version; the highest is in force."""
         self._version = max(self._version, version)
         if self.pacer is None:
             return NONE
         asked = self.asks
         released = self.pacer.advanced(self._version)
-        # From where nobody needs to ask, everybody may go.
+        # Once no worker must ask, all may go.
         return self._wake(released if asked else list(self._parked.calls))
 
     def replace(self, pacer: Pacer | None, *, quorum: int, at_work: Iterable[str], version: int) -> Effects:
-        """Put another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
+        """Replace the pacer; the new one knows the workers of the old, and all waiting calls ask it.
 
-        It is told of the quorum, of those who are at work already, and of the version: without a pacer nobody is.
+        `quorum`, `at_work` and `version` are given again, as none of them is kept without a pacer.
         """
         if pacer is not None:
             pacer.quorum = quorum
@@ -438,18 +433,18 @@ class StepGate:
         return self._wake(list(self._parked.calls)).and_then(self.excuse(at_work)).and_then(self.advanced(version))
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
-        """Whom that worker waits for."""
+        """Return the workers that this one waits for."""
         return self.pacer.waiting_for(worker_id) if self.pacer is not None else ()
 
     def awaited(self, alive: Iterable[str]) -> tuple[str, ...]:
-        """Whom the gate waits for: the live workers that have not asked by name, those that never joined counted."""
+        """Return the workers that the quorum waits for: those alive by name, the others as a number in words."""
         if self.pacer is None or not self.pacer.missing:
             return ()
         coming = sorted(self.pacer.not_seen(alive))
         return (*coming, *not_joined(self.pacer.missing - len(coming)))
 
     def holds_for(self, alive: Iterable[str]) -> tuple[str, ...]:
-        """The same as long as a call waits for them; () while nobody does."""
+        """Return what `awaited` does if any call waits for them, else ()."""
         return self.awaited(alive) if self._parked.calls else ()
 
     def _wake(self, worker_ids: Iterable[str]) -> Effects:

@@ -1,7 +1,4 @@
-"""A push to one shard as every transport describes it: the gradient, and where the parameters go that answer it.
-
-Whoever takes it up is given values only, and gives values back: nothing here is called while a shard is locked.
-"""
+"""A push to one shard as every transport describes it: the gradient, and memory for the parameters of the reply."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pyps_wire.errors import ServerUnavailable
 class Reply(NamedTuple):
     """Memory for a shard's parameters: `length` numbers of the codec from `offset` on, in bytes.
 
-    A bytes object must be one that nobody else has seen.
+    A bytes object must have no other reader yet.
     """
 
     buffer: bytes | bytearray | memoryview
@@ -24,10 +21,7 @@ class Reply(NamedTuple):
 
 
 class SharedMemory:
-    """Memory that a worker shares, with a gradient in it or room for parameters: whether it is attached still.
-
-    Once it is not, the worker may write its next gradient there.
-    """
+    """Memory that a worker shares, for a gradient or a reply. Once detached, the worker may overwrite it."""
 
     attached = True
 
@@ -46,7 +40,7 @@ class PushPlan(NamedTuple):
     reply: Reply | None = None
     # The version that the worker holds; -1 for none, and for one of another epoch.
     held_version: int = -1
-    # The worker's own memory, where gradient or reply lie in such.
+    # The worker's shared memory, if gradient or reply lie there.
     memory: SharedMemory | None = None
-    # What shows that it is the worker's own push.
+    # The worker's secret.
     secret: bytes = b""

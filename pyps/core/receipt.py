@@ -1,4 +1,4 @@
-"""What a push is answered with."""
+"""The answer to a push."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Reason(IntEnum):
 class Receipt(NamedTuple):
     """The answer to one pushed shard; the fields are those of the wire contract's Receipt.
 
-    `rate`, `rate_scale` and `weight` are 0 where the push was rejected. Of a PENDING one they are what was known when
-    it came: the rate of an update made then, the policy's word on this gradient alone, no share yet.
+    `rate`, `rate_scale` and `weight` are 0 for a rejected push. For a PENDING one they are the values at its arrival,
+    without its share of the update.
     """
 
     shard_id: int

@@ -35,7 +35,7 @@ class Completed(NamedTuple):
 class Configured(NamedTuple):
     """Behaviour and base rate are about to change at that version; None for what stays.
 
-    Gradients that wait for a protocol that goes are settled first, unless the run has finished.
+    With another protocol, waiting gradients are settled first, unless the run has finished.
     """
 
     shard_id: int
@@ -56,7 +56,7 @@ class Updated(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """A worker was given the parameters of that version."""
+    """A worker received the parameters of that version."""
 
     shard_id: int
     worker_id: str

@@ -1,4 +1,4 @@
-"""Replicas of several processes: each lives and ends as one (Dean et al. 2012, section 3)."""
+"""Replicas of several processes, which end together (Dean et al. 2012, section 3)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Lives:
             return
         if life.incarnation == incarnation:
             raise ReplicaLost(
-                f"replica {replica!r} is out of the run: {life.lost}; a replica ends as a whole; start it anew"
+                f"replica {replica!r} is out of the run: {life.lost}; a replica ends as a whole; start it again"
             )
         raise Superseded(
             f"a later life of replica {replica!r} has begun (incarnation {life.incarnation}, this process is of"
@@ -71,7 +71,7 @@ def parts_in_words(parts: tuple[int, ...]) -> str:
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts))}" if parts else "all parts"
 
 
-# The beginnings of messages of a process that lost another of its replica, and of one that people ended.
+# How the messages of a process begin that lost another of its replica, and of one that people ended.
 _LOST = "ReplicaLost"
 _INTERRUPTIONS = ("KeyboardInterrupt", "Terminated")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# In place of a part: the run as a whole, and every part that nobody declared by number.
+# Instead of the number of a part: the whole run, and all parts that no worker declared by number.
 WHOLE = -1
 REST = -2
 
@@ -42,7 +42,7 @@ class Roster:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The missing workers: by name where they have joined, the others as a number in words."""
+        """The missing workers: by name if they have joined, the others as a number in words."""
         return (*self.coming, *not_joined(self.missing - len(self.coming)))
 
     def of_part(self, part: int) -> Roster:
@@ -73,7 +73,7 @@ class Parted:
 
 
 class Entry(NamedTuple):
-    """A worker, or one process of a replica, of which rosters are made."""
+    """A worker, or one process of a replica, as an entry of rosters."""
 
     worker_id: str
     # The replica's name, or its own.
@@ -90,11 +90,11 @@ class Expectation:
 
     def __init__(self, num_workers: int):
         self.num_workers = num_workers
-        # The parts, or WHOLE, for which enough have come: nobody is missing there for good.
+        # The parts, or WHOLE, for which enough have come. From then on no worker is missing there.
         self._gathered = set[int]()
 
     def missing(self, num_arrived: int, *, part: int = WHOLE) -> int:
-        """Return how many have yet to come."""
+        """Return how many workers are still missing."""
         if part in self._gathered:
             return 0
         missing = self.num_workers - num_arrived

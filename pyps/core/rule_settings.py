@@ -1,4 +1,4 @@
-"""The update rule of a run and its settings, group by group: who says what, and what is then in force."""
+"""The update rule of a run and its settings by parameter group, from the server's flags and the first worker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RuleSettings:
         return RuleSettings(self.rule, self.groups * num_groups, self.kinds * num_groups)
 
     def differences(self, other: RuleSettings) -> list[str]:
-        """One line for each setting in which `other` differs: what it is here, what it is there."""
+        """Return a line for each setting that differs, with both values."""
         if self.rule == "heavy_ball" and other.rule == "momentum":
             other = other.as_heavy_ball()
         if self.rule != other.rule:
@@ -79,7 +79,7 @@ class RuleSettings:
         return lines
 
     def as_heavy_ball(self) -> RuleSettings:
-        """Momentum with the rate inside the velocity, where nothing is dampened: torch has one name for both forms."""
+        """Return the settings of heavy_ball, momentum with the rate in the velocity; with dampening, self."""
         if any(group["dampening"] for group in self.groups):
             return self
         kept = tuple({name: value for name, value in group.items() if name != "dampening"} for group in self.groups)
@@ -99,9 +99,9 @@ def settle(
     source: str,
     asker: str = "the worker",
 ) -> RuleSettings:
-    """The settings in force, from those that are fixed already (`told`, by `source`) and a worker's own.
+    """Return the settings in force, from those that are fixed already (`told`, by `source`) and a worker's own.
 
-    A worker that asks for something else than what is fixed is refused, never silently overridden.
+    A worker whose settings differ from the fixed ones is refused, never silently overridden.
     """
     if told is None and asked is None:
         raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")

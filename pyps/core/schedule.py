@@ -43,7 +43,6 @@ class Schedule:
 
     @property
     def text(self) -> str:
-        """The text that names an equal schedule."""
         return "+".join(term.text for term in self.terms) or Constant.name
 
 
@@ -61,7 +60,6 @@ class Term:
 
     @property
     def text(self) -> str:
-        """The text that names an equal term."""
         return self.curve.text + (f",unit=epochs,epoch_examples={self.epoch_examples}" if self.epoch_examples else "")
 
 
@@ -83,7 +81,6 @@ class Curve(ABC):
 
     @property
     def text(self) -> str:
-        """The text that names an equal curve."""
         return spec.spell(self.name, self)
 
     @classmethod
@@ -201,7 +198,6 @@ class Piecewise(Curve):
 
     @property
     def text(self) -> str:
-        """The text that names an equal curve."""
         return f"{self.name}:{self._spelled()}"
 
     @classmethod
@@ -295,7 +291,6 @@ class BatchGrowth:
 
     @property
     def text(self) -> str:
-        """The text that names an equal growth."""
         return spec.spell_settings(self, always=("every",))
 
     def size(self, examples: int) -> int:

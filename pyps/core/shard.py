@@ -1,4 +1,4 @@
-"""A shard: a stretch of the model's parameters under one mutex, and all that happens to it."""
+"""A shard: a range of the model's parameters under one mutex, its pushes, pulls and updates."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 class Shard:
     """Parameters, slots, version and ledger of one shard. Every method may be called from any thread.
 
-    A push is judged in a fixed order: whether it fits (else an error is raised), whether it was answered
-    before, finished, epoch, base version, finite numbers, protocol, staleness policy. Until the last has
-    agreed no parameter and no slot changes.
+    A push is checked in a fixed order: whether it fits (else an error is raised), whether it was answered before,
+    finished, epoch, base version, finite numbers, protocol, staleness policy. Only a push that passes all of them
+    changes parameters and slots.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Shard:
     ) -> None:
         """Copy the parameters, and the slots where a restored shard brings them.
 
-        `kind` is what pushes hold. `learning_rate` and `momentum` are in force where they are no longer those of the
-        hyperparameters. Gradients that wait count against `budget`. With `take_over` parameters and slots are the
-        shard's own from now on, and copied only where they do not lie as it needs them.
+        `kind` is what pushes hold. `learning_rate` and `momentum` replace those of the hyperparameters. Gradients that
+        wait count against `budget`. With `take_over` the arrays become the shard's own, and are copied only if they are
+        not aligned.
         """
         take = aligned if take_over else aligned_copy
         self.shard_id = shard_id
@@ -70,10 +70,10 @@ class Shard:
         self.length = parameters.size
         self.rule = rule
         self.kind = kind
-        # The newest version that a checkpoint holds: what a killed server comes back with.
+        # The newest version that a checkpoint holds: a killed server restarts from it.
         self.durable_version = version
-        # Whether the schedule's owner, or whoever runs the servers, set the rate: provisional ones then hold no more.
-        # Each shard's own, as the owner's first push does not reach all of them at once.
+        # Whether the schedule's owner or an operator set the rate: provisional rates are then ignored. Each shard has
+        # its own, as the owner's first push does not reach all shards at once.
         self.rate_is_set = learning_rate is not None
         self._recorder = recorder
         self._lock = Lock()
@@ -95,7 +95,7 @@ class Shard:
         self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         self._budget = PendingBudget() if budget is None else budget
         self._budget.restore(self.pending_bytes)
-        # By the version that each call waits for: there are fewer of these than calls.
+        # By the version that each call waits for.
         self._parked = ParkedCalls[int]()
 
     def push(
@@ -119,7 +119,7 @@ class Shard:
         ServerUnavailable where `memory` is attached no longer, LimitExceeded where it would wait and there is no room.
         A refused push changes no parameter, no slot and no rate.
         """
-        # The scans take as long as an update. The payload cannot change, or is looked at again when it is applied.
+        # Without the lock, as a scan takes as long as an update. A volatile payload is checked again when applied.
         if finding is None:
             finding = scan(gradient, shard_id=self.shard_id, shard_length=self.length)
         if gradient.kind != self.kind:
@@ -150,10 +150,7 @@ class Shard:
         return pushed
 
     def complete(self, roster: Roster) -> list[Update]:
-        """Make the updates that are due now that other workers count, and return them.
-
-        To be called when a worker stops counting: it may have been the one that the others waited for.
-        """
+        """Make the updates that are due since the roster has changed, and return them."""
         updates: list[Update] = []
         with self._lock:
             while (decision := self._completed(roster)) is not None:
@@ -169,9 +166,9 @@ class Shard:
     ) -> list[Update]:
         """Replace the behaviour or the base rate from the next push on; return the updates made.
 
-        Gradients that wait for a protocol that goes become one last update under the old behaviour (its
-        `settle`); else they go on waiting, weighed as they were. Raises InvalidArgument, and changes nothing, for a
-        rate that cannot be or a protocol that cannot work with the roster.
+        With another protocol, waiting gradients become one last update under the old one (its `settle`); else they go
+        on waiting with their weights. Raise InvalidArgument, and change nothing, for an impossible rate or a protocol
+        that cannot work with the roster.
         """
         if learning_rate is not None:
             require_rate(learning_rate)
@@ -207,14 +204,14 @@ class Shard:
     ) -> int | None:
         """Write the parameters to `reply` where they are newer than `held_version`; return their version, or None.
 
-        A pull names its worker and is recorded; an observer's look is not. Raises ServerUnavailable where `memory`,
-        in which the reply lies, is attached no longer.
+        A worker's pull is recorded, an observer's is not. Raise ServerUnavailable if `memory`, which holds the reply,
+        is detached.
         """
         with self._lock:
             if memory is not None:
                 memory.require_attached()
             if worker_id is not None and self._recorder is not None:
-                # Whoever holds the newest has it from here on too.
+                # Also when the worker holds the newest version already.
                 self._recorder.record(events.Pulled(self.shard_id, worker_id, self.version))
             if self.version <= held_version:
                 return None
@@ -233,15 +230,15 @@ class Shard:
     def read(self, reader: Callable[[int, Floats], T]) -> T:
         """Return what `reader(version, parameters)` makes of the parameters, all of one version.
 
-        It is called under the lock: it must copy what it wants and not keep the array, which is read-only.
+        `reader` is called under the lock: it must not keep the array, which is read-only.
         """
         with self._lock:
             return reader(self.version, self._readable)
 
     def rewrite(self, writer: Callable[[Floats], object]) -> None:
-        """Let `writer` write the parameters, all of them, as one update that no gradient brought about.
+        """Let `writer` overwrite all parameters, as one update without gradients.
 
-        It is called under the lock. No recorder is told: an update log cannot hold what it does.
+        `writer` is called under the lock. The recorder does not hear of it: an update log cannot hold it.
         """
         with self._lock:
             writer(self._parameters)
@@ -282,9 +279,9 @@ class Shard:
     def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]:
         """Call back once, as soon as the shard has that version, or is finished and never will.
 
-        The call comes outside the lock: from the thread whose call brought it about, or at once from this one
-        where it holds already. It must be quick and must not raise. Returns a function that cancels the wait;
-        its result is False when the call was made already or is on its way.
+        `callback` is called without the lock: at once if the shard has the version already, else from the thread whose
+        call makes it. It must be quick and must not raise. Return a function that cancels the wait, and returns False
+        if the callback was called or is about to be.
         """
         with self._lock:
             waits = self.version < min_version and not self.finished
@@ -300,10 +297,7 @@ class Shard:
         return cancel
 
     def finish(self) -> None:
-        """Refuse pushes from now on; answer to earlier pushes are still given. Reading goes on.
-
-        Gradients that wait go on waiting: the run is over without them.
-        """
+        """Refuse new pushes from now on; waiting gradients are never applied. Pulls and repeated answers go on."""
         with self._lock:
             self.finished = True
             parked = self._parked.take_all()
@@ -345,7 +339,7 @@ class Shard:
         behaviour, version = self.behaviour, self.version
         arrived = gradient
         if gradient.provisional:
-            # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
+            # Decided here, so that logs, replays and checkpoints hold ordinary rates only.
             gradient = gradient.decided(holds=not self.rate_is_set and not behaviour.schedule.terms)
         aggregation = behaviour.aggregation.at(version)
         context = WeighingContext(gradient.worker_id, len(roster.workers), version, aggregation.split(roster))
@@ -404,7 +398,7 @@ class Shard:
     def _take_rates(self, gradient: Gradient, decision: Decision, *, provisional: bool) -> None:
         """Put a push's learning rate and momentum in force, unless it is refused.
 
-        They are the run's, not the gradient's: they hold even where the gradient is not needed.
+        A push whose gradient is dropped or parked sets them too: they are settings of the run.
         """
         if isinstance(decision, Refuse):
             return
@@ -418,7 +412,7 @@ class Shard:
             self.rate_is_set = True
 
     def _decide_on_copy(self, gradient: Gradient, roster: Roster, reply: Reply | None, held_version: int) -> Pushed:
-        """Decide on a gradient that has to wait, while its worker goes on writing where it lies."""
+        """Copy, scan and decide on a gradient that has to wait in memory that its worker may overwrite."""
         private = gradient.private()
         finding = scan(private, shard_id=self.shard_id, shard_length=self.length)
         if finding.finite:
@@ -429,7 +423,7 @@ class Shard:
     def _bring(
         self, reply: Reply | None, held_version: int, receipt: Receipt, worker_id: str, *, written: bool = False
     ) -> int | None:
-        """Give whoever pushed the parameters, unless its update has; return their version, None where none came."""
+        """Write newer parameters to a push's reply, unless its update has; return their version, or None."""
         version = self.version
         if reply is None or version <= held_version or receipt.min_version > version:
             return None
@@ -463,14 +457,14 @@ class Shard:
         return self.behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
 
     def _update(self, decision: Apply) -> Update:
-        """Make an update that no push brought about."""
+        """Make an update outside of a push."""
         rate, update_scale = self._rate(self.learning_rate), self._update_scale(decision.parts)
         return self._apply(decision.parts, rate=rate, update_scale=update_scale)[0]
 
     def _apply(
         self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None
     ) -> tuple[Update, int]:
-        """Make an update; return it, and how many numbers were left out, as they were finite no more."""
+        """Make an update; return it, and how many numbers were left out as no longer finite."""
         left_out = apply_update(
             self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply
         )
@@ -542,15 +536,15 @@ def _first_slots(
     length: int,
     take: Callable[[Floats], Floats],
 ) -> Slots:
-    """Return what `take` makes of the restored slots, or those of a shard that has had no update.
+    """Return the slots of a new shard, or the restored ones as `take` makes them.
 
-    Raises InvalidArgument where they are another rule's, WrongSize where they are another shard's.
+    Raise InvalidArgument for another rule's slots, WrongSize for those of another shard.
     """
     if restored is None:
         return rule.make_slots(length, hyperparameters)
     if set(restored) != set(rule.slot_names):
         raise InvalidArgument(
-            f"shard {shard_id} was given the slots {sorted(restored)}; {rule.name} has {sorted(rule.slot_names)}"
+            f"shard {shard_id} is restored with the slots {sorted(restored)}; {rule.name} has {sorted(rule.slot_names)}"
         )
     for name, slot in restored.items():
         if slot.size != length:

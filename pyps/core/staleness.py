@@ -1,4 +1,4 @@
-"""What a gradient's age costs it.
+"""Staleness policies: how the age of a gradient reduces its effect.
 
 A policy gives two numbers, because scaling a gradient does nothing durable under an adaptive rule:
 `rate_scale` multiplies the step, `weight` the gradient itself, slots included.
@@ -30,7 +30,7 @@ class Weighing(NamedTuple):
 
 
 class WeighingContext(NamedTuple):
-    """What a policy may know beside the staleness."""
+    """What a policy may know in addition to the staleness."""
 
     worker_id: str
     num_workers: int
@@ -65,15 +65,14 @@ class StalenessPolicy(ABC):
 
     @abstractmethod
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
-        """Return what is to be made of a gradient that is `staleness` updates old."""
+        """Return the weights of a gradient that is `staleness` updates old, or that it is refused."""
 
     def update_scale(self, stalenesses: Sequence[int]) -> float:
-        """Return what multiplies the step of an update made of gradients of these stalenesses."""
+        """Return the factor of the step of an update whose gradients have these stalenesses."""
         return 1.0
 
     @property
     def text(self) -> str:
-        """The text that names an equal policy."""
         return spec.spell(self.name, self)
 
 

@@ -85,20 +85,16 @@ class Store(Protocol):
     pending_bytes: int
 
     @property
-    def next_rate(self) -> float:
-        """The step size of the next update, before staleness."""
+    def next_rate(self) -> float: ...
 
     @property
-    def slots_bytes(self) -> int:
-        """The size of the optimizer's arrays."""
+    def slots_bytes(self) -> int: ...
 
     @property
-    def num_receipts(self) -> int:
-        """The number of receipts that the ledger holds."""
+    def num_receipts(self) -> int: ...
 
     @property
-    def ledger_bytes(self) -> int:
-        """About how much memory the ledger takes."""
+    def ledger_bytes(self) -> int: ...
 
     def push(
         self,
@@ -123,7 +119,7 @@ class Store(Protocol):
         """Write the parameters to `reply` where they are newer; return their version, or None."""
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
-        """Record the pull of a version that was read before; False where the store has moved on since."""
+        """Record the pull of a version that was read before; return False if the version has changed since."""
 
     def read(self, reader: Callable[[int, Floats], T]) -> T:
         """Return what `reader(version, parameters)` makes of the parameters, all of one version."""
@@ -146,7 +142,7 @@ class Store(Protocol):
         """Call back once, when the version is reached or never will be; return a function that cancels this."""
 
     def finish(self) -> None:
-        """Refuse pushes from now on; reading goes on."""
+        """Refuse new pushes from now on; pulls go on."""
 
     def state(self) -> ShardState:
         """Return a copy of everything that a restored store needs."""
@@ -162,7 +158,7 @@ class PendingBudget:
         self.bytes_held = 0
 
     def take(self, num_bytes: int) -> None:
-        """Count a gradient that is about to wait; LimitExceeded where it does not fit."""
+        """Count a gradient that is about to wait; raise LimitExceeded if it does not fit."""
         with self._lock:
             if self.bytes_held + num_bytes > self.bytes_max:
                 raise LimitExceeded(

@@ -14,13 +14,13 @@ from pyps.core.rules import BoundRule, WeightedGradient
 
 
 class Update(NamedTuple):
-    """An update that was made, and of what."""
+    """An update, and the gradients of which it consists."""
 
     # The version that it made.
     version: int
     # The step size before staleness: the learning rate after schedules.
     rate: float
-    # What the staleness of all its gradients together left of that.
+    # The factor by which the staleness of all its gradients shortens the step.
     update_scale: float
     parts: tuple[Part, ...]
 
@@ -29,7 +29,7 @@ class Update(NamedTuple):
         return part.contribution.weighing.weight * part.share
 
     def rate_scale(self, part: Part) -> float:
-        """Return what staleness left of the step size for the gradient: 1 for all."""
+        """Return the factor by which staleness shortens the gradient's step: 1 for not at all."""
         return part.contribution.weighing.rate_scale * self.update_scale
 
 
@@ -97,9 +97,9 @@ def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.
 def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
     """Return the factor of each gradient, and that of the step.
 
-    Staleness scales the gradients, so that a velocity keeps what they were worth when they came. An adaptive rule would
-    cancel a factor common to all: their mean rate scale multiplies the step, and only its ratio to each one's own
-    enters the sum and the slots.
+    Staleness scales the gradients, so that a velocity holds them with their weights at arrival. An adaptive rule would
+    cancel a factor that all gradients share: the mean of their rate scales multiplies the step, and only the ratio of
+    each to the mean enters the sum and the slots.
     """
     weighed = [(part.share, part.contribution.weighing) for part in parts]
     if not rule.adaptive:
@@ -114,7 +114,7 @@ def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tup
 def _covered(
     gradients: Sequence[Gradient], factors: Sequence[float], length: int
 ) -> Iterator[tuple[int, int, list[WeightedGradient]]]:
-    """Yield start and stop of each part of the shard that the same gradients cover, one at least, and their numbers."""
+    """Yield start and stop of each part of the shard that one or more gradients cover whole, and their numbers."""
     weighted = zip(gradients, factors, strict=True)
     if all(not gradient.extents for gradient in gradients):
         yield 0, length, [(g.payload, g.codec, factor) for g, factor in weighted]
@@ -128,7 +128,7 @@ def _covered(
 
 
 class _Cover:
-    """Where a gradient has numbers, and which."""
+    """The extents of a gradient and its numbers there."""
 
     def __init__(self, gradient: Gradient, factor: float, length: int) -> None:
         extents = gradient.extents or (Extent(0, length),)
@@ -141,7 +141,7 @@ class _Cover:
         self._codec, self._factor = gradient.codec, factor
 
     def between(self, start: int, stop: int) -> WeightedGradient | None:
-        """Return the numbers of a part that no border divides; None where the gradient has none."""
+        """Return the numbers from start to stop, which no border divides; None if the gradient has none there."""
         index = bisect_right(self.starts, start) - 1
         if index < 0 or start >= self.stops[index]:
             return None

@@ -1,4 +1,4 @@
-"""What was decided of a gradient, as the receipt that its worker gets."""
+"""Receipts of pushes, from the decision of the protocol or the reason of a refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps.core.update import rate_of
 
-# A union would be made anew for every push.
+# A union would be built again for every push.
 _REJECTING = (Refuse, Drop)
 
 
@@ -83,9 +83,9 @@ def rejection(
 def unusable(
     gradient: Gradient, finding: Finding, *, finished: bool, shard_id: int, epoch: int, version: int
 ) -> Refuse | None:
-    """Refuse a push that no protocol need be asked about; None for one that may be decided on.
+    """Refuse a push before the protocol decides on it; return None for one that it may decide on.
 
-    Raises InvalidArgument for a gradient of a version that the shard never had.
+    Raise InvalidArgument for a gradient of a version that the shard never had.
     """
     if finished:
         return over(shard_id=shard_id, version=version)
@@ -96,7 +96,7 @@ def unusable(
 
 
 def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
-    """Refuse a push that may have been answered once."""
+    """Refuse a push whose receipt the ledger has forgotten, if there was one."""
     message = (
         f"shard {shard_id} no longer remembers push {gradient.sequence} of worker {gradient.worker_id!r}, so it may"
         " have been applied; go on with a new push"
@@ -105,12 +105,12 @@ def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
 
 
 def over(*, shard_id: int, version: int) -> Refuse:
-    """Refuse a push that comes after the end."""
+    """Refuse a push after the end of the run."""
     return Refuse(Reason.FINISHED, f"the run is finished; shard {shard_id} stays at version {version}")
 
 
 def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
-    """Refuse a push whose parameters are those of another life of the run."""
+    """Refuse a push computed at parameters of another epoch of the run."""
     message = (
         f"the gradient is of epoch {gradient.epoch}, shard {shard_id} of epoch {epoch} since the server was restored;"
         " pull again, then go on"
@@ -119,7 +119,7 @@ def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
 
 
 def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse:
-    """Refuse a push for what was found in it, or in another part of it."""
+    """Refuse a push because this part of it, or another, holds NaN or infinity."""
     message = (
         f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter {finding.parameter} of shard"
         f" {finding.shard_id}; nothing of this gradient was applied to shard {shard_id}"
@@ -128,13 +128,13 @@ def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse
 
 
 def too_stale(contribution: Contribution, *, policy: str, version: int) -> Refuse:
-    """Refuse what the staleness policy does not take."""
+    """Refuse a gradient that the staleness policy does not accept."""
     message = f"the policy {policy!r} takes no gradient that is {contribution.staleness} updates old"
     return Refuse(Reason.STALE, message, min_version=version)
 
 
 def telling(receipt: Receipt, gradient: Gradient, *, left_out: int) -> Receipt:
-    """Say in the receipt that so many numbers of a volatile gradient were left out when it was applied."""
+    """Add to the receipt how many numbers of a volatile gradient were left out when it was applied."""
     if not left_out:
         return receipt
     message = (

@@ -1,7 +1,7 @@
-"""Warm start: a gentle protocol for a shard's first updates, then the one that was asked for.
+"""Warm start: serial or hardsync for a shard's first updates, then the configured protocol.
 
-Training begins with one worker, or in step, and the others come in when parameters and slots have settled
-(Dean et al. 2012, section 4.1; algorithm notes 2.3). The slots are the shard's, and stay.
+Training begins with one worker, or in lockstep, and the others follow once parameters and slots have settled
+(Dean et al. 2012, section 4.1; algorithm notes 2.3). Slots are kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pyps_wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The protocol of the first `updates` versions, and how the workers come in afterwards.
+    """The protocol of the first `updates` versions, and how workers are admitted afterwards.
 
     With `release_every` the worker of rank r, in the order of joining, begins its first step of the main
-    protocol no sooner than r * release_every updates after the warm-up; 0 lets all in at once.
+    protocol no sooner than r * release_every updates after the warm-up; 0 admits all at once.
     """
 
     updates: int = 0
@@ -47,7 +47,6 @@ class WarmUp:
 
     @property
     def text(self) -> str:
-        """The text that makes an equal warm-up."""
         return spec.spell_settings(self)
 
 
@@ -101,7 +100,7 @@ class Staged(Aggregation):
 
     @property
     def text(self) -> str:
-        """What people are told; `WarmUp.parse` and `protocols.parse` take the two halves."""
+        """Both protocols, for people; `WarmUp.parse` and `protocols.parse` take one half each."""
         return f"{self.main.text} after {self.warm_up.text}"
 
     @property

@@ -1,4 +1,4 @@
-"""What an initialised run consists of, and when it is over."""
+"""The content of a run on this server, and the condition that ends the run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a server holds of a run, replaced as a whole and never changed. This class itself: no run yet."""
+    """What a server holds of a run; never changed, only replaced. This class itself: no run yet."""
 
-    # The run held, or the one that the server was started for; empty when nobody named one yet.
+    # The run held, or the one that the server was started for; empty if there is neither.
     run_id: str
-    # The life of the run that versions belong to: it grows with each restore and reset.
+    # Versions are comparable within an epoch only; it grows with each restore and reset.
     epoch: int
-    # The rule in force with its settings, or what the server was started with; None when nobody said yet.
+    # The rule in force with its settings, or that of the server's flags; None if there is neither.
     settings: RuleSettings | None
     # This server's place among the run's servers.
     server_index: int = 0
@@ -48,12 +48,10 @@ class Content:
 
     @property
     def model(self) -> Model | None:
-        """The whole model."""
         return self.partition.model if self.partition else None
 
     @property
     def num_servers(self) -> int:
-        """The servers of the run; 0 before there is one."""
         return self.partition.num_servers if self.partition else 0
 
     @property
@@ -68,7 +66,7 @@ class Content:
 
     @property
     def first(self) -> Store | None:
-        """The shard with the lowest number, whose counts stand for the run's; None where there is no shard."""
+        """The shard with the lowest number, whose counts stand for the run's; None without shards."""
         return self.shards[min(self.shards)] if self.shards else None
 
     @property
@@ -112,7 +110,7 @@ class ReadyContent(Content):
         return shard
 
     def header(self, *, behaviour: Behaviour, told: Behaviour) -> RunHeader:
-        """Return what the run is, apart from its shards; the server was started with the behaviour `told`."""
+        """Return the run without its shards; `told` is the behaviour of the server's flags."""
         return RunHeader(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -125,14 +123,14 @@ class ReadyContent(Content):
 
 
 class RunRecorder(Recorder, Protocol):
-    """A shards' recorder that learns when a run's shards begin to serve."""
+    """A recorder of shards that also records their state when a run begins."""
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Record the shards before anything happens to them."""
 
 
 class Ending:
-    """Ends a run once, by refusing pushes shard by shard. May be used from any thread, and under any lock."""
+    """Ends a run, once, by finishing its shards. May be used from any thread, and under any lock."""
 
     def __init__(self, condition: StopCondition | None, *, on_end: Callable[[str], None]):
         self.condition = condition

@@ -1,4 +1,4 @@
-"""What people see of a run: its events, and what waiting calls wait for."""
+"""A run's events and waiting calls, for people, and a check of whether the server was suspended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logs.get("pyps.run")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to the run."""
+    """An event of the run."""
 
     # Counts up from 1 as long as the server runs.
     number: int
@@ -79,7 +79,7 @@ class Wait:
     describe: Callable[[], str]
     # Returns the workers whose push or step would end the wait.
     waits_for: Callable[[], tuple[str, ...]]
-    # Called when the wait may have become pointless.
+    # Makes the call check again.
     wake: Wake
 
 
@@ -110,7 +110,7 @@ class Waits:
             wait.wake()
 
     def descriptions(self) -> list[str]:
-        """Return the waits in words, equal ones counted."""
+        """Return the waits in words, with the number of equal ones."""
         counts = Counter(wait.describe() for wait in self._all())
         return [what if count == 1 else f"{what} ({count} calls)" for what, count in counts.items()]
 
@@ -132,7 +132,7 @@ LATE_SECONDS = 1.0
 
 
 class Standstill:
-    """Measures, by checks at an interval, for how long the server stood still and received nothing."""
+    """Measures for how long the server was suspended, by checks at an interval."""
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float]) -> None:
         self._interval_seconds = interval_seconds
@@ -140,7 +140,7 @@ class Standstill:
         self._looked_at = clock()
 
     def look(self) -> float:
-        """Return the seconds by which this check comes too late; 0 where that is little."""
+        """Return the seconds by which this check is late; 0 for less than LATE_SECONDS."""
         before, self._looked_at = self._looked_at, self._clock()
         late = self._looked_at - before - self._interval_seconds
         return late if late > LATE_SECONDS else 0.0

@@ -1,4 +1,4 @@
-"""How a run's workers and shards work together: pushes, rounds, steps, stalls, the behaviour in force."""
+"""The protocol at work: pushes, rounds, steps, stalls and the behaviour in force."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Settled:
-    """What became of waiting gradients when the protocol changed."""
+    """How many waiting gradients a change of the protocol settled, and in how many updates."""
 
     gradients: int
     updates: int
@@ -73,7 +73,7 @@ class RoundController:
         self._statistics = statistics
         self._events = events
         self._clock = clock
-        # None for no bounds, which costs a push nothing.
+        # None for no bounds.
         self._bounds = Bounds.parse(config.bounds) if config.bounds else None
         # Whether every push is written to a log.
         self.logged = recorder is not None
@@ -102,7 +102,7 @@ class RoundController:
         with self._lock:
             self._content = content
             if content.initializer is None and not self._membership.expected_workers:
-                # Workers that pushed to a round before the server ended are likely to come back.
+                # Workers that had pushed to a round before the server ended will probably return.
                 former: dict[int, set[str]] = {}
                 for shard_id, shard in content.shards.items():
                     former.setdefault(content.parts[shard_id], set()).update(shard.contributors())
@@ -112,7 +112,7 @@ class RoundController:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What people should know about the behaviour with the active workers, in sentences."""
+        """Warnings about the behaviour with the active workers, in sentences."""
         return self._warnings_with(self._membership.roster.num_expected)
 
     @property
@@ -128,7 +128,7 @@ class RoundController:
 
     @property
     def batch_size(self) -> int:
-        """The minibatch that the schedule wants of workers now; 0 where it has none or the run has not begun."""
+        """The present minibatch of the schedule; 0 if it has none or the run has not begun."""
         shard, growth = self._content.first if self._content is not None else None, self.behaviour.batch_growth
         return growth.size(shard.examples) if shard is not None and growth else 0
 
@@ -194,7 +194,7 @@ class RoundController:
     def _checked(
         self, content: ReadyContent, plan: PushPlan, finding: Finding | None
     ) -> tuple[Store, PushPlan, Finding]:
-        """Return a push's shard, the push as kernels read it, and what a scan found; refuse a push that cannot be."""
+        """Check a push; return its shard, the push in a codec of the kernels, and the result of the scan."""
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
         if gradient.codec not in NATIVE or gradient.extents:
@@ -239,7 +239,7 @@ class RoundController:
             )
             self.carry_out(effects)
         if self.steps.pacer is not None and self.steps.pacer.missing:
-            # It computes already, whether it asked or not.
+            # It computes already, with or without a request.
             self.at_gate(self.steps.excuse, [self._membership.name_of(worker_id)])
         return roster
 
@@ -267,7 +267,7 @@ class RoundController:
         if update is not None:
             self._moved(shard, receipt.version_after)
         elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
-            # A worker went meanwhile, and the rounds were completed before this push had arrived.
+            # A worker left meanwhile, and the rounds were completed before this push arrived.
             self._complete(content, shard, self._membership.roster)
 
     # Effects of membership and steps.
@@ -314,7 +314,7 @@ class RoundController:
         gone = ", ".join(sorted({*before.workers} - {*roster.workers}))
         if updates:
             if not self.behaviour.aggregation.barrier:
-                what = "gradients that waited became updates, as fewer workers count"
+                what = "gradients that waited became updates, as fewer workers are active"
             elif gone:
                 what = "rounds were completed without a worker that others waited for"
             else:
@@ -322,7 +322,7 @@ class RoundController:
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
     def _look_for_stalls(self, now: float) -> None:
-        """Find the workers that hold others up, and stop waiting for those that do so for too long."""
+        """Find the workers that hold others up, and stop waiting for them after the stall time."""
         with self._lock:
             content, roster = self._content, self._membership.roster
             if content is None:
@@ -432,7 +432,7 @@ class RoundController:
             self._events.add("configured", what, **kept.texts)
 
     def expect(self, num_workers: int) -> None:
-        """Wait for so many workers at the beginning, including those that pushed or are gone; 0 when unknown."""
+        """Wait for so many workers at the beginning, including those that pushed or are gone; 0 for none."""
         with self._lock:
             self._membership.expect(num_workers)
             self.at_gate(self.steps.expect, self._membership.quorum, self._membership.arrived())
@@ -508,7 +508,7 @@ class RoundController:
 
 
 class ScheduleOwner:
-    """The one worker, or replica, that sets rates, from its first rate until it goes. May be used from any thread."""
+    """The one worker, or replica, that sets learning rates until it is gone. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -541,7 +541,7 @@ class ScheduleOwner:
             return claimed
 
     def release(self, worker_id: str) -> bool:
-        """End a worker's ownership; False where it was not the owner."""
+        """End a worker's ownership; return False if it is not the owner."""
         with self._lock:
             owned = self._worker_id == worker_id and bool(worker_id)
             if owned:
@@ -550,9 +550,9 @@ class ScheduleOwner:
 
     @contextmanager
     def claiming(self, worker_ids: Sequence[str], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
-        """Make a worker that sends rates the owner, if the receipts say that one of its gradients was taken.
+        """Make a worker that sends rates the owner, and undo this if the receipts show that no gradient was taken.
 
-        Yields the list to put the receipts into. Raises ScheduleOwned where another worker owns the schedule.
+        Yield the list for the receipts. Raise ScheduleOwned if another worker owns the schedule.
         """
         receipts: list[Receipt] = []
         claimed = [worker_id for worker_id in worker_ids if self.claim(worker_id, schedule=schedule)]
@@ -560,7 +560,7 @@ class ScheduleOwner:
             yield receipts
         finally:
             for worker_id in claimed:
-                # A rate holds though the protocol had no need of its gradient.
+                # A dropped push sets the rate too.
                 if any(r.outcome is not Outcome.REJECTED or r.reason is Reason.DROPPED for r in receipts):
                     events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
                 else:
@@ -581,7 +581,7 @@ UPDATES_BEFORE_DOUBT = 100
 
 
 class Caveats:
-    """What warnings about the behaviour depend on. May be used from any thread."""
+    """Finds warnings about the behaviour. May be used from any thread."""
 
     def __init__(self) -> None:
         # True where gradients came with a count of their examples, False where some came without.

@@ -164,7 +164,7 @@ class Run:
         clock: int,
         scalars: Mapping[str, float],
     ) -> Pulse:
-        """Renew a worker's lease; return the run's state, and whether the worker has to stop."""
+        """Renew a worker's lease; return the run's state, and whether the worker must stop."""
         known = run_id == self.content.run_id or not run_id
         try:
             if known:
@@ -184,7 +184,7 @@ class Run:
         self.rounds.carry_out(self.membership.heard(worker_id, incarnation, now=self.clock(), secret=secret))
 
     def require_named(self, run_id: str) -> None:
-        """Refuse a caller that names another run; it may name none, as before the run had a name."""
+        """Refuse a caller that names another run; it may name none."""
         if self.is_ready:
             self._require_run(self.content, run_id or None)
 
@@ -224,7 +224,7 @@ class Run:
             return self.incoming
 
     def renew_term(self, opening: Opening) -> None:
-        """Prolong the initialiser's turn; Superseded when another has it, ReplicaLost when its replica is out."""
+        """Prolong the initialiser's turn; raise Superseded if another has it, ReplicaLost if its replica is out."""
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
             # It may take longer than its lease.
@@ -238,7 +238,7 @@ class Run:
                 self.election.renew(opening.claim, now=self.clock())
 
     def commit(self, initialization: Initialization) -> None:
-        """Make the collected parameters the run's, if they are complete: from now on it serves."""
+        """Make the collected parameters the run's, if they are complete, and begin to serve it."""
         with self._lock:
             received = initialization.take()
         if received is None:
@@ -265,9 +265,9 @@ class Run:
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
-        """Go on from a checkpoint under a new epoch; refuse one that contradicts the server's flags.
+        """Restore a checkpoint under a new epoch; refuse one that contradicts the server's flags.
 
-        The checkpoint's settings stay in force, except those that the server's flags now set otherwise.
+        The checkpoint's settings stay in force, except those that the flags set to other values than before.
         """
         header = restored.header
         handshake.check_restoring(header, run_id=self.config.run_id, told=self.told)
@@ -393,7 +393,7 @@ class Run:
         return shards or [shard for i, shard in content.shards.items() if member.holds(content.parts[i])]
 
     def stood_still(self, seconds: float) -> None:
-        """Prolong all leases by a time in which the server itself stood still."""
+        """Prolong all leases by the time in which the server was suspended."""
         self.rounds.carry_out(self.membership.stood_still(seconds, now=self.clock()))
         with self._lock:
             self.election.stood_still(seconds)
@@ -468,22 +468,21 @@ class Run:
         return self.content.mutex if self.is_ready and self._aggregation.whole_model else None
 
     def holding(self) -> Holding:
-        """Return the run held, as refusals of newcomers name it."""
+        """Return the run held, for refusals."""
         last, now = self.statistics.last_update, self.clock()
         return Holding(self.content.run_id, self.content.version_max, None if last is None else now - last)
 
     @property
     def done(self) -> bool:
-        """Whether as many workers as expected (at least one) have joined, and none of them is left."""
+        """Whether at least one worker, and as many as expected, have joined, and all are gone."""
         return not self.measures and self.membership.done(expected_workers=self.membership.expected_workers)
 
     @property
     def workers_finished(self) -> bool:
-        """Whether it is done and each worker finished, if not in its first life."""
+        """Whether it is done and each worker finished, in whatever life."""
         return not self.measures and self.membership.finished(expected_workers=self.membership.expected_workers)
 
     def header(self) -> RunHeader:
-        """Return the head of a checkpoint: the run without its shards."""
         return self._header(self._require_content())
 
     def snapshot(self) -> Snapshot:
@@ -503,7 +502,7 @@ class Run:
         return self.rounds.behaviour.aggregation
 
     def _batch_size_in(self, epoch: int) -> int:
-        """Return the minibatch that the schedule wants in that pass over the data; 0 where it has none."""
+        """Return the schedule's minibatch in that pass over the data; 0 if it has none."""
         growth = self.rounds.behaviour.batch_growth
         return growth.size(epoch * growth.epoch_examples) if growth else 0
 
@@ -536,13 +535,13 @@ class Run:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
 
     def _is_told(self, name: str) -> bool:
-        """Return whether a flag of this server chose that setting, or a protocol's name that brings it."""
+        """Return whether a flag of this server sets that value, or a protocol's name implies it."""
         if name == "staleness" and self._is_told("protocol") and brought_policy(self.config.protocol):
             return True
         return name in self.config.given or getattr(self.config, name) != getattr(type(self.config), name)
 
     def _already_initialized(self, opening: Opening) -> bool:
-        """Return whether the initialisation is complete; refuse a worker that may not initialise now."""
+        """Return whether the initialisation is complete; refuse a worker without the turn."""
         self._refuse_when_draining()
         self.membership.require_replica(opening.replica, opening.incarnation)
         return not self.election.open(

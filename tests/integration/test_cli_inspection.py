@@ -325,7 +325,7 @@ def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refuse
         worker.push(worker.push_request(1.0))
         worker.leave()
     change = ("set", "--protocol", "backup:b=9", "--servers", server.control)
-    assert "warns: backup:b=9 with 1 worker leaves nobody to wait for" in shell(*change)
+    assert "warns: backup:b=9 with 1 worker waits for no worker" in shell(*change)
     events = [event.message for event in inspect(server.control, "ListEvents").events if event.kind == "configured"]
     assert events == ["settings changed: protocol backup:b=9"]
     shell("stop", "--servers", server.control)

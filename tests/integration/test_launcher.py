@@ -305,7 +305,7 @@ def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: St
         (("--optimizer", "adam:amsgrad=true"), "adam has no setting 'amsgrad'"),
         (("--schedule", "cosine"), "schedule 'cosine' needs length=..."),
         (("--servers", "2", "--protocol", "asgd:mutex=whole"), "needs one server, and the run has 2"),
-        (("--workers", "2", "--protocol", "backup:b=2"), "leaves nobody of 2 workers to wait for"),
+        (("--workers", "2", "--protocol", "backup:b=2"), "waits for none of 2 workers"),
         (("--log-gradients",), "give --update-log too"),
         (("--replicas", "100", "--parts", "100"), "are 10000 processes, but at most 256 are started on one machine"),
     ):

@@ -115,7 +115,7 @@ def test_errors_of_torch_that_tell_of_a_loss_are_told_from_all_others(two: list[
     said = two[1]["errors"]
     lost = (
         "process 1 of replica-0 lost another of its processes (Connection closed by peer): "
-        "a replica ends as a whole; start it anew"
+        "a replica ends as a whole; start it again"
     )
     assert said == {"of torch": lost, "wrapped": lost, "the user's": "None", "ours": "None"}
 
@@ -156,7 +156,7 @@ def test_a_process_that_outlives_another_says_so_in_one_line(tmp_path: Path) -> 
         assert survivor.wait(DEADLINE_SECONDS) == 1
         *_, caught, uncaught, place = survivor.output().splitlines()
         assert caught.startswith("ReplicaLost: process 0 of replica-0 lost another of its processes (")
-        assert caught.endswith("): a replica ends as a whole; start it anew")
+        assert caught.endswith("): a replica ends as a whole; start it again")
         assert uncaught.startswith("pyps: process 0 of replica-0 lost another of its processes (")
         assert place.startswith("  at ")
         assert "Traceback" not in survivor.output()

@@ -35,7 +35,7 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(start_server):
             ({"protocol": "nonsense"}, ["'nonsense' is unknown; expected one of", "hardsync"]),
             ({"protocol": "softsync:n=0", "staleness": "none"}, ["softsync", "n is 0"]),
             ({"protocol": "asgd:mutex=whole"}, ["needs one server", "mutex=shard", "2"]),
-            ({"protocol": "backup:b=2"}, ["backup:b=2 leaves nobody"]),
+            ({"protocol": "backup:b=2"}, ["backup:b=2 waits for none of"]),
             ({"staleness": "nonsense"}, ["'nonsense'", "divide"]),
             ({"learning_rate": -1.0, "staleness": "none"}, ["learning_rate is -1"]),
             ({"schedule": "nonsense"}, ["'nonsense'", "cosine"]),

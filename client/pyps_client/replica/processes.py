@@ -164,7 +164,7 @@ class Replica(Group):
         cause = next((sign for sign in _SIGNS_OF_LOSS if sign in text), "") or next(iter(text.strip().splitlines()), "")
         return ReplicaLost(
             f"process {self.index} of {self.name} lost another of its processes ({cause}): a replica ends as a whole; "
-            f"start it anew"
+            f"start it again"
         )
 
     @contextmanager

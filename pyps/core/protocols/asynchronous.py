@@ -38,7 +38,7 @@ MUTEXES = ("whole", "shard")
 
 @dataclass(frozen=True, slots=True)
 class Asgd(Async):
-    """Async with one mutex around handing out and updating the model (Zhang et al. 2013).
+    """Async with one mutex for all pulls and updates of the model (Zhang et al. 2013).
 
     `mutex=whole` is the paper's and needs one server; `shard` locks each shard by itself. `accumulate` is the
     paper's number of minibatches whose gradients a worker sums in a push, 0 for the worker's own choice.
@@ -80,8 +80,8 @@ class Asgd(Async):
 class Softsync(Aggregation):
     """Applies the mean of every c = max(1, floor(L / n)) gradients, each with its own staleness (Zhang et al. 2016).
 
-    Several may be of one worker, and nobody waits. L is the number of workers that count, with those still
-    expected; each shard counts for itself.
+    Several gradients may be of one worker, and no worker waits. L is the number of active and still expected workers.
+    Each shard counts its own gradients.
     """
 
     name: ClassVar[str] = "softsync"
@@ -113,7 +113,7 @@ class Softsync(Aggregation):
         return Apply(mean(islice(pending, gradients_per_update)))
 
     def split(self, roster: Roster) -> float:
-        """Return the effective n = L / c, which is above the n asked for where that does not divide L."""
+        """Return the effective n = L / c, which is above the configured n if that does not divide L."""
         num_workers = max(1, roster.num_expected)
         return num_workers / self.gradients_per_update(num_workers)
 

@@ -1,4 +1,4 @@
-"""Protocols whose updates are made of gradients of one version: nobody's is stale, and workers wait."""
+"""Protocols whose updates consist of gradients of one version: none is stale, and workers wait."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Barrier(Aggregation):
         return (*pending.late(roster), *roster.awaited) if pending else ()
 
     def late(self, base_version: int, version: int) -> Decision:
-        """Return what becomes of a gradient of an earlier version."""
+        """Return the decision on a gradient of an earlier version."""
         message = (
             f"{self.name} takes gradients of the present version {version} only, and this one was computed at"
             f" version {base_version}; pull, then compute again"
@@ -75,23 +75,23 @@ class Barrier(Aggregation):
         return Refuse(Reason.STALE, message, min_version=version)
 
     def _is_due(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        # The first update waits for all expected workers; the number of those that count settles with it.
+        # The first update waits for all expected workers.
         return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        """Return whether so many gradients, each of another worker, make the round's update; nobody is missing.
+        """Return whether `num_gathered` gradients, one a worker, are enough for the round's update.
 
-        `num_late` of the workers that count have not come. Those that have may have died since, and are in it too.
+        `num_late` active workers have not pushed to the round. Gradients of workers that are gone count too.
         """
         return num_late == 0
 
     @abstractmethod
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
-        """Return the round's update."""
+        """Return the parts of the round's update."""
 
 
 def _in_worker_order(gathered: Iterable[Contribution]) -> list[Contribution]:
-    """Float sums depend on the order: this one depends on no timing (algorithm notes 2.1, H1; 2.7, S2)."""
+    """Return the gradients in an order that no timing changes: float sums depend on it (algorithm notes 2.1, 2.7)."""
     return sorted(gathered, key=lambda contribution: contribution.gradient.worker_id)
 
 
@@ -176,7 +176,7 @@ class Backup(Barrier):
     def check(self, num_workers: int) -> None:
         if 0 < num_workers <= self.b:
             raise InvalidArgument(
-                f"backup:b={self.b} leaves nobody of {num_workers} workers to wait for; expected b below {num_workers}"
+                f"backup:b={self.b} waits for none of {num_workers} workers; expected b below {num_workers}"
             )
 
     def warnings(self, num_workers: int) -> tuple[str, ...]:
@@ -184,6 +184,6 @@ class Backup(Barrier):
             return ()
         count = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
         return (
-            f"backup:b={self.b} with {count} leaves nobody to wait for, so every gradient is an update of its own;"
+            f"backup:b={self.b} with {count} waits for no worker, so every gradient is an update of its own;"
             " set a b below the number of workers",
         )

@@ -1,4 +1,4 @@
-"""What a protocol is asked, what it may answer, and what every protocol is.
+"""The base class of protocols, what they decide on, and their possible decisions.
 
 The classes made for every push are named tuples, which cost a third of a frozen dataclass.
 """
@@ -35,30 +35,30 @@ class Aggregation(ABC):
 
     @abstractmethod
     def decide(self, arrival: Arrival) -> Decision:
-        """Return what is to be done with the arrival."""
+        """Return the decision on a gradient that has arrived."""
 
     def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        """Return the update that is due now that other workers count; asked again after each until None."""
+        """Return the update that is due since the roster has changed, or None. Called again after each update."""
         return None
 
     def settle(self, pending: Pending) -> Apply | None:
-        """Return the update that all that waits becomes when another protocol takes over: its mean."""
+        """Return the update of all waiting gradients when another protocol follows: their mean."""
         return Apply(mean(pending)) if pending else None
 
     def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
-        """Return the workers for whose gradients those that are here wait, ascending."""
+        """Return the workers for whose gradients the pending ones wait, ascending."""
         return ()
 
     def split(self, roster: Roster) -> float:
-        """Return the updates made of one gradient from each worker: the papers' n, and about the mean staleness."""
+        """Return how many updates one gradient from each worker makes: the papers' n, about the mean staleness."""
         return 1.0
 
     def at(self, version: int) -> Aggregation:
-        """Return the protocol in force at a shard's version; all questions about that shard go to it."""
+        """Return the protocol in force at a shard's version; shards call the methods above of it only."""
         return self
 
     def pacer(self) -> Pacer | None:
-        """Return a new judge of who may begin a step, for server 0; None where everybody always may."""
+        """Return a new pacer for server 0, which grants steps; None if workers never wait for a step."""
         return None
 
     def check(self, num_workers: int) -> None:  # noqa: B027 - most protocols work with any number
@@ -74,7 +74,7 @@ class Aggregation(ABC):
         """
 
     def check_change(self, before: Aggregation) -> None:  # noqa: B027
-        """Raise InvalidArgument where a run under `before` cannot go on under this protocol."""
+        """Raise InvalidArgument if a run under `before` cannot change to this protocol."""
 
     def warnings(self, num_workers: int) -> tuple[str, ...]:
         """Return what people should know about the protocol with so many workers, in sentences."""
@@ -87,7 +87,7 @@ class Aggregation(ABC):
 
     @property
     def barrier(self) -> bool:
-        """Whether gradients of a shard's present version only are taken."""
+        """Whether only gradients of a shard's present version are taken."""
         return False
 
     @property
@@ -102,7 +102,7 @@ class Aggregation(ABC):
 
     @property
     def coordinated(self) -> bool:
-        """Whether a coordinator moves the parameters, and nobody pushes."""
+        """Whether a coordinator moves the parameters, and no worker pushes."""
         return False
 
     @property
@@ -119,10 +119,7 @@ def mean(contributions: Iterable[Contribution]) -> tuple[Part, ...]:
 
 
 class Contribution(NamedTuple):
-    """A gradient and what its staleness made of it.
-
-    The version moves with updates only, so a gradient that waits does not grow staler.
-    """
+    """A gradient with its staleness and weights at arrival. Gradients that wait do not become staler."""
 
     gradient: Gradient
     staleness: int
@@ -130,10 +127,10 @@ class Contribution(NamedTuple):
 
 
 class Pending:
-    """The gradients that wait at a shard, in order of arrival, and whose they are. Guarded by its shard's lock.
+    """The gradients that wait at a shard, in order of arrival, and their workers. Guarded by its shard's lock.
 
-    A protocol reads it and changes nothing. Whose are there is kept up to date, not looked up: a round of many workers
-    would cost the square of their number.
+    A protocol only reads it. The sets of workers are kept up to date, as to search for them would cost a round the
+    square of its workers.
     """
 
     __slots__ = ("_late", "_roster", "_workers", "num_bytes", "waiting")
@@ -142,7 +139,7 @@ class Pending:
         # In order of arrival; not to be changed.
         self.waiting: list[Contribution] = []
         self._workers: set[str] = set()
-        # What `late` says of the roster asked about last.
+        # The result of `late` for the last roster.
         self._late: OrderedDict[str, None] = OrderedDict()
         self._roster: Roster | None = None
         # The size of the payloads.
@@ -158,18 +155,18 @@ class Pending:
 
     @property
     def workers(self) -> Collection[str]:
-        """Whose they are; not to be kept."""
+        """The workers of the gradients. Do not keep it."""
         return self._workers
 
     def late(self, roster: Roster) -> Collection[str]:
-        """The workers that count and of whom none is there, ascending; not to be kept."""
+        """Return the active workers without a gradient here, ascending. Do not keep it."""
         if roster is not self._roster:
             self._late = OrderedDict.fromkeys(name for name in roster.workers if name not in self._workers)
             self._roster = roster
         return self._late.keys()
 
     def add(self, contribution: Contribution) -> None:
-        """Let one more wait."""
+        """Add a gradient."""
         gradient = contribution.gradient
         self.waiting.append(contribution)
         self._workers.add(gradient.worker_id)
@@ -178,7 +175,7 @@ class Pending:
 
 
 class Arrival(NamedTuple):
-    """A gradient that has just come, and what a protocol may know."""
+    """A gradient that has just arrived, with the state on which a protocol decides."""
 
     contribution: Contribution
     pending: Pending
@@ -187,22 +184,18 @@ class Arrival(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One gradient's place in an update: `share` is its fraction of the sum, 1/c in a mean of c."""
+    """A gradient and its share of an update's sum: 1/c in a mean of c."""
 
     contribution: Contribution
     share: float = 1.0
 
 
 class Apply(NamedTuple):
-    """Make one update now of these parts, summed in this order.
-
-    Where it answers an arrival, that is one of them. Gradients that are left out go on waiting.
-    """
+    """Make one update now of these parts, summed in this order; other pending gradients go on waiting."""
 
     parts: tuple[Part, ...]
 
     def share_of(self, contribution: Contribution) -> float:
-        """Return the contribution's share of the update."""
         for part in self.parts:
             if part.contribution is contribution:
                 return part.share
@@ -211,9 +204,9 @@ class Apply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Keep the gradient until enough are there."""
+    """Keep the gradient until enough have arrived."""
 
-    # What the worker should wait for before it computes again; 0 where nobody waits.
+    # The version that the worker waits for before it computes again; 0 for none.
     min_version: int = 0
     # The workers for whose gradients it waits, as a receipt names them.
     waiting_for: tuple[str, ...] = ()
@@ -221,12 +214,12 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """The push brought no numbers and nothing waits for it: answer it, and make no update."""
+    """Answer a push without numbers, and make no update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The gradient is good but not needed."""
+    """Discard a valid gradient that is not needed."""
 
     message: str
     min_version: int = 0
@@ -234,7 +227,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The gradient cannot be used."""
+    """Refuse a gradient that cannot be used."""
 
     reason: Reason
     message: str

@@ -1,7 +1,7 @@
-"""Protocols that decide who may compute.
+"""Protocols that decide which worker may compute.
 
-Under serial and ssp every gradient is an update on the shard. Under sandblaster nobody pushes: a coordinator moves the
-parameters, by operations on vectors that lie on the servers.
+Under serial and ssp every gradient is an update. Under sandblaster no worker pushes: a coordinator moves the parameters
+by operations on vectors on the servers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Serial(Async):
 
 @dataclass(frozen=True, slots=True)
 class Ssp(Async):
-    """Stale synchronous parallel: nobody is more than s clocks ahead of the slowest (Ho et al. 2013).
+    """Stale synchronous parallel: no worker is more than s clocks ahead of the slowest (Ho et al. 2013).
 
-    Reads are eager: they may hold gradients of the reader's own clock. `strict_bsp`, with s = 0, serves the
-    barrier's snapshot instead; updates are sums, so rates compare with hardsync's after division by L.
+    Pulls may bring gradients of the present clock. With `strict_bsp` and s = 0 every worker pulls the parameters of the
+    barrier instead; an update is a sum, so a rate of hardsync is to be divided by L.
     """
 
     name: ClassVar[str] = "ssp"
@@ -67,7 +67,7 @@ _STRICT = StrictBsp()
 
 @dataclass(frozen=True, slots=True)
 class Sandblaster(Aggregation):
-    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2): workers stage sums of gradients, nobody pushes."""
+    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2): workers stage sums of gradients and push none."""
 
     name: ClassVar[str] = "sandblaster"
 

@@ -194,7 +194,6 @@ class VectorMachine:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the vectors."""
         return tuple(sorted(self._table.names))
 
     @property
@@ -204,7 +203,6 @@ class VectorMachine:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, complete or not."""
         return self._stages.num_stages
 
     @property
@@ -248,7 +246,7 @@ class VectorMachine:
             if epoch > self.coordinator_epoch:
                 self.coordinator_epoch, self._op_seq, self._results = epoch, 0, Results()
                 self._attached = epoch, secret
-                # Nobody folds the old stages, and the plan counts on their memory.
+                # The old stages will not be folded, and the plan needs their memory.
                 self._stages.begin(self._stages.pass_)
             self.require_coordinator(epoch, secret)
             return Attachment(epoch, self.iteration, self.text, self.names, self._num_parameters, planned_bytes)
@@ -268,7 +266,7 @@ class VectorMachine:
         if attached != coordinator_epoch or not compare_digest(own, secret):
             raise NotAllowed(
                 f"the call is in the name of the coordinator's life {coordinator_epoch} without its secret: send the "
-                "one that AttachReply brought, or attach, which begins a life of its own"
+                "one of AttachReply, or attach, which begins a life of its own"
             )
 
     def execute(self, program: Program, *, run_all: RunAll = in_sequence, secret: Secret = b"") -> Results:

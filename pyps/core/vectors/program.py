@@ -74,7 +74,6 @@ class Instruction:
 
     @property
     def num_answers(self) -> int:
-        """How many numbers it answers with."""
         if self.operation == Operation.GRAM:
             return len(self.names) * len(self.others)
         return int(self.operation in (Operation.DOT, Operation.NORM1, Operation.NORM_INF))
@@ -112,7 +111,7 @@ class VectorTable:
 
     @property
     def kept(self) -> list[str]:
-        """The vectors of which a checkpoint has a file: the gradient and the history. It keeps x as the parameters."""
+        """The vectors that a checkpoint stores as files: the gradient and the history; x is the parameters."""
         pairs = [f"{letter}{k}" for k in range(self.oldest, self.newest + 1) for letter in "sy"]
         return [name for name in (GRADIENT, *pairs) if name in self.names]
 
@@ -282,7 +281,7 @@ _CHECKS: Mapping[Operation, Callable[[_Draft, Instruction], None]] = {
 
 
 def _require_bounds(program: Program) -> None:
-    """Refuse what cannot be a program, and a short message that requests very much, before anything is allocated."""
+    """Refuse an empty program, and one with too many instructions, names or answers."""
     if not program.instructions:
         raise InvalidArgument("the program has no instruction; expected one at least")
     num_bytes = len(program.state.encode())

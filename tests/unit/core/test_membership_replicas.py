@@ -64,7 +64,7 @@ def require_lost(members: Membership, replica: str, how: str) -> None:
     for call in (members.heard, members.pushed, members.join):
         extra = {"replica": replica, "parts": (0,)} if call == members.join else {}
         for process in (f"{replica}/0", f"{replica}/1"):
-            words = f"replica '{replica}' is out of the run: its process {how}.*start it anew"
+            words = f"replica '{replica}' is out of the run: its process {how}.*start it again"
             with pytest.raises(ReplicaLost, match=words):
                 call(process, 1, now=32.0, **extra)
 

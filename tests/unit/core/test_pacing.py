@@ -183,7 +183,7 @@ def test_a_clock_that_goes_backwards_is_refused() -> None:
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
     assert pacer.arrive("a", 1) == ["a"]
-    with pytest.raises(InvalidArgument, match="'a' asks to go on after 0 steps, and has said that it finished 1"):
+    with pytest.raises(InvalidArgument, match="'a' requests the step after 0 steps, and has finished 1 already"):
         pacer.arrive("a", 0)
     assert pacer.arrive("a", 2) == []
 

@@ -235,7 +235,7 @@ def test_backup_applies_the_first_l_minus_b_and_one_at_least() -> None:
 
 def test_a_backup_that_leaves_nobody_is_refused_and_warned_of_while_workers_are_few() -> None:
     backup = parse("backup:b=2")
-    words = "backup:b=2 leaves nobody of 2 workers to wait for; expected b below 2"
+    words = "backup:b=2 waits for none of 2 workers; expected b below 2"
     assert words in refusal(backup.check, 2)
     for num_workers in (3, 0):  # 0: not known yet
         backup.check(num_workers)

@@ -220,7 +220,7 @@ def test_a_rate_or_protocol_that_cannot_be_changes_nothing() -> None:
     log = Log()
     shard = make_shard([0.0], recorder=log)
     wrong = {"expected a finite float32 of at least 0": [("hardsync", rate) for rate in (-1.0, np.nan, np.inf, 1e39)]}
-    for words, cases in (wrong | {"backup:b=2 leaves nobody of 2 workers": [("backup:b=2", 5.0)]}).items():
+    for words, cases in (wrong | {"backup:b=2 waits for none of 2 workers": [("backup:b=2", 5.0)]}).items():
         for protocol, rate in cases:
             change = {"behaviour": make_behaviour(protocol), "learning_rate": rate, "roster": TWO}
             assert words in refusal(shard.configure, **change)

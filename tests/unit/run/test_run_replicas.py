@@ -168,7 +168,7 @@ def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_chang
     for name, part in (("a", 0), ("b", 0), ("a", 1)):
         replicas.push(name, part)
 
-    with pytest.raises(InvalidArgument, match="leaves nobody of 1 workers"):
+    with pytest.raises(InvalidArgument, match="waits for none of 1 workers"):
         replicas.run.configure(protocol="backup:b=1")
 
     assert replicas.run.rounds.behaviour.aggregation.text == "async"

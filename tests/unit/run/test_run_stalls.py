@@ -91,7 +91,7 @@ def test_a_worker_that_asks_for_the_same_step_and_pushes_is_waited_for_no_longer
         driver.clock.now += 1.0
     assert [driver.may_proceed("a", clock) for clock in (1, 2, 3)] == [True] * 3
     assert any(
-        "worker is not waited for until it asks for its next step" in event for event in driver.events("stalled")
+        "no worker waits for this one until it requests its next step" in event for event in driver.events("stalled")
     )
 
 
