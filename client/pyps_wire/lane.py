@@ -60,6 +60,56 @@ class Lane:
         """Whether nothing has come that is not taken."""
         return self._start == self._stop
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something has come that `fill` takes without the socket."""
+        return not self.is_empty
+
+    @property
+    def begun(self) -> tuple[int, int, int] | None:
+        """Return the kind of the message that has begun, and the lengths of header and payload; None without one."""
+        if self._stop - self._start < PREFIX.size:
+            return None
+        return PREFIX.unpack_from(self._ahead, self._start)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the message that has begun is too long for `whole`: `receive` takes it."""
+        begun = self.begun
+        return begun is not None and PREFIX.size + begun[1] + begun[2] > len(self._ahead)
+
+    def fill(self) -> None:
+        """Take in what has come, without waiting. BlockingIOError where that is nothing, LaneClosed at the end."""
+        num_bytes = self._stop - self._start
+        if self._start:
+            self._ahead[:num_bytes] = bytes(self._ahead[self._start : self._stop])
+            self._start, self._stop = 0, num_bytes
+        if num_bytes < len(self._ahead):
+            self._stop += self._received(self._ahead[num_bytes:], socket.MSG_DONTWAIT)
+
+    def whole(self) -> tuple[int, bytes, memoryview] | None:
+        """Return the next message, kind, header and payload, if `fill` has brought all of it."""
+        start = self._start + PREFIX.size
+        if start > self._stop:
+            return None
+        kind, header_bytes, payload_bytes = PREFIX.unpack_from(self._ahead, self._start)
+        end = start + header_bytes + payload_bytes
+        if end > self._stop:
+            return None
+        self._start = end
+        header = bytes(self._ahead[start : start + header_bytes])
+        return kind, header, memoryview(bytes(self._ahead[start + header_bytes : end]))
+
+    def send_now(self, kind: int, header: bytes, payload: Buffer = b"") -> memoryview:
+        """Send as much of a small message as goes without waiting; return the rest, which is for `flush`."""
+        return self._sent_now(b"".join((PREFIX.pack(kind, len(header), memoryview(payload).nbytes), header, payload)))
+
+    def flush(self, rest: Buffer) -> None:
+        """Send the rest of a message as `send_now` returned it."""
+        view = memoryview(rest)
+        while view:
+            view = view[Lane._sent(self, [view]) :]
+
     def send(self, kind: int, header: bytes, payload: Buffer = b"") -> None:
         """Sends a message, whose payload must not change meanwhile."""
         view = memoryview(payload).cast("B")
@@ -148,11 +198,19 @@ class Lane:
             except BlockingIOError:
                 self._waited()
 
+    def _sent_now(self, message: bytes) -> memoryview:
+        try:
+            return memoryview(message)[self._socket.send(message, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return memoryview(message)
+
     def _received(self, place: memoryview, flags: int = 0) -> int:
         while True:
             try:
                 count = self._socket.recv_into(place, 0, flags)
             except BlockingIOError:
+                if flags & socket.MSG_DONTWAIT:
+                    raise
                 self._waited()
                 continue
             if count == 0:
@@ -190,9 +248,13 @@ class SecureLane(Lane):
                     is_done = True
             finally:
                 # Where it fails, what tells the other end why.
-                self._flush(self._outgoing.read())
+                self.flush(self._outgoing.read())
             if not is_done:
-                self._fill()
+                self._receive_records()
+
+    @property
+    def has_more(self) -> bool:
+        return not self.is_empty or bool(self._incoming.pending or self._tls.pending())
 
     def _sent(self, views: list[memoryview]) -> int:
         with self._computing:
@@ -202,11 +264,17 @@ class SecureLane(Lane):
                     # All of it: memory has room.
                     room -= self._tls.write(piece)
             records = self._outgoing.read()
-        self._flush(records)
+        self.flush(records)
         return _SECURED_BYTES - room
 
+    def _sent_now(self, message: bytes) -> memoryview:
+        with self._computing:
+            self._tls.write(message)
+            records = self._outgoing.read()
+        return super()._sent_now(records)
+
     def _received(self, place: memoryview, flags: int = 0) -> int:
-        at = 0
+        at, has_tried = 0, False
         while True:
             with self._computing, suppress(ssl.SSLWantReadError):
                 while at < place.nbytes:
@@ -222,16 +290,15 @@ class SecureLane(Lane):
                 raise LaneClosed
             if at:
                 return at
-            self._fill()
+            if has_tried and flags & socket.MSG_DONTWAIT:
+                # Others have their turn: what comes may hold no message without end.
+                raise BlockingIOError
+            self._receive_records(flags)
+            has_tried = True
 
-    def _fill(self) -> None:
-        count = super()._received(self._records)
+    def _receive_records(self, flags: int = 0) -> None:
+        count = super()._received(self._records, flags & socket.MSG_DONTWAIT)
         # It may be a part of a record.
         self._waited()
         with self._computing:
             self._incoming.write(self._records[:count])
-
-    def _flush(self, records: bytes) -> None:
-        rest = memoryview(records)
-        while rest:
-            rest = rest[super()._sent([rest]) :]

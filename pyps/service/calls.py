@@ -15,11 +15,14 @@ from pyps import logs
 from pyps.roles import Role, needed_for
 from pyps.service.limits import ByteBudget
 from pyps.service.security import Access, abort, subject_of, text_of
+from pyps.service.serializations import Answer
 from pyps_wire import local_pb2 as local
 from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
 
-# A reply that nobody takes for so long ends its call.
+# An answer that its caller does not take for so long ends its call: the second while more than half of what may be in
+# flight is held, so that callers that read nothing do not hold it. Either is longer than a large message takes.
 WRITE_SECONDS = 120.0
+CROWDED_WRITE_SECONDS = 20.0
 # The one message of a call, and the parts of one push, come within so long of each other.
 READ_SECONDS = 60.0
 # A message that has not come for so long may be one of which most is here, and its sender will never send the rest.
@@ -111,10 +114,10 @@ class Call:
     message more than all else here.
     """
 
-    def __init__(self, context: Context, awaited: Awaited, *, write_seconds: float = WRITE_SECONDS):
+    def __init__(self, context: Context, awaited: Awaited, budget: ByteBudget):
         self._context = context
         self._awaited = awaited
-        self._write_seconds = write_seconds
+        self._budget = budget
         # Where nobody asks, as in this process or behind a ticket, it is for the caller to know what it may do.
         self.role = Role.OPERATOR
         self._loop = asyncio.get_running_loop()
@@ -160,18 +163,19 @@ class Call:
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
 
-    async def write(self, message: bytes) -> None:
-        """Sends a message; WaitTimedOut where the caller does not take it, and what it held is free again."""
+    async def write(self, message: Any) -> None:
+        """Send an answer, or a message as gRPC takes it. WaitTimedOut where the caller does not take it."""
         self._writer, self._since = asyncio.current_task(), self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_later(self._write_seconds, self._look)
+            self._timer = self._loop.call_later(CROWDED_WRITE_SECONDS, self._look)
         try:
-            await self._context.write(message)
+            await self._context.write(message.whole if isinstance(message, Answer) else message)
         except asyncio.CancelledError:
             if not self._late:
                 raise
             self._writer.uncancel()  # type: ignore[union-attr]
-            raise WaitTimedOut(f"the caller took no reply for {self._write_seconds:g} s: call again") from None
+            seconds = self._loop.time() - self._since
+            raise WaitTimedOut(f"the caller took no reply for {seconds:.0f} s: call again") from None
         finally:
             self._writer = None
 
@@ -185,12 +189,20 @@ class Call:
         if self._writer is None:
             # The next message starts the timer again.
             return
-        left_seconds = self._since + self._write_seconds - self._loop.time()
-        if left_seconds > 0:
+        waited_seconds = self._loop.time() - self._since
+        seconds_max = write_seconds(self._budget)
+        if waited_seconds < seconds_max:
+            # It may become crowded meanwhile.
+            left_seconds = min(seconds_max - waited_seconds, CROWDED_WRITE_SECONDS)
             self._timer = self._loop.call_later(left_seconds, self._look)
         else:
             self._late = True
             self._writer.cancel()
+
+
+def write_seconds(budget: ByteBudget) -> float:
+    """Return for how long an answer may not be taken."""
+    return CROWDED_WRITE_SECONDS if budget.is_crowded else WRITE_SECONDS
 
 
 class MessageReader(grpc.aio.ServerInterceptor):
@@ -207,6 +219,8 @@ class MessageReader(grpc.aio.ServerInterceptor):
         self._awaited = awaited
         self._budget = budget
         self._open_awaited = open_awaited or awaited
+        # Called with gRPC's name of a caller that may make the call it makes.
+        self.on_caller: Callable[[str], None] = lambda peer: None
 
     async def intercept_service(
         self,
@@ -225,12 +239,15 @@ class MessageReader(grpc.aio.ServerInterceptor):
         )
 
         async def call(_: object, context: Context) -> Any:
-            taken = Call(context, self._open_awaited if is_open else self._awaited)
+            taken = Call(context, self._open_awaited if is_open else self._awaited, self._budget)
             message: Any = None
             request: Any = None
             try:
                 subject = subject_of(context) if access.certified else ""
-                taken.role = access.admit(method, authorization, peer=context.peer(), subject=subject)
+                peer = context.peer()
+                taken.role = access.admit(method, authorization, peer=peer, subject=subject)
+                if not is_open:
+                    self.on_caller(peer)
                 if many:
                     # Of a stream a message is read when somebody asks for it.
                     return await behavior(taken.messages(), taken)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyps_wire.errors import InvalidArgument, LimitExceeded
 
@@ -20,35 +20,52 @@ RESERVE_SHARDS = 3
 HEADER_BYTES = 4096
 
 
+class _Reserves(NamedTuple):
+    """The bytes kept for each of the callers that come first, and how many further callers they may still be for."""
+
+    num_bytes: int
+    # By caller, its rank in the order of joining; observers, who have no name, come first.
+    ranks: Mapping[str, int]
+    num_vacant: int
+
+
 class ByteBudget:
     """Counts the bytes of pushes and pulls held at the moment. May be used from any thread.
 
-    Up to a half of them is kept for those who hold little, RESERVE_SHARDS for the observers together and for each
-    worker, the one that joined first before the others where that is not enough for all: no number of names, and of
-    calls that are not read, takes it from them. Of the rest a caller who holds bytes by several calls holds no more
-    than it leaves free; by one call alone anybody may hold all of it.
+    Up to half of them is kept for callers that hold little: RESERVE_SHARDS shards for each worker, and for all
+    observers together, by order of joining where there is not enough for all. No number of names, and of calls that
+    are not read, takes that from them. Of the rest a caller that holds bytes by several calls holds at most as much as
+    it leaves free; one call alone may hold all of it.
     """
 
     def __init__(self, bytes_max: int, run: Run | None = None):
-        """Whose workers live and how large shards are is the run's; without one nothing is kept."""
+        """The run knows its live workers and the size of shards; without one nothing is kept."""
         self.bytes_max = bytes_max
         self._run = run
         self._lock = Lock()
         # Guarded by _lock.
         self._bytes = 0
         self._bytes_by_caller: Counter[str] = Counter()
+        # The reserves, for these shards and this roster.
+        self._reserves = _Reserves(0, {}, 0)
+        self._reserved_for: tuple[object, object] = None, None
 
     @property
     def bytes_held(self) -> int:
-        """Bytes held at the moment."""
+        """Return the bytes held at the moment."""
         return self._bytes
 
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether more than half is held."""
+        return 2 * self._bytes > self.bytes_max
+
     def account(self, caller: str = "") -> Account:
-        """What one call is to hold, for the worker of that name; all observers are one caller, without a name."""
+        """Return an account for one call of a worker; all observers are one caller, without a name."""
         return Account(self, caller)
 
     def take(self, num_bytes: int, account: Account) -> None:
-        """Counts bytes of a call; for accounts, and raises as `Account.hold`."""
+        """Count bytes of a call; for accounts, and raise as `Account.hold`."""
         if num_bytes > self.bytes_max:
             raise InvalidArgument(
                 f"{num_bytes} bytes have to be held at once for this, and this server holds {self.bytes_max} at "
@@ -60,19 +77,27 @@ class ByteBudget:
             self._count(num_bytes, account)
 
     def give_back(self, num_bytes: int, account: Account) -> None:
-        """Counts them no more."""
+        """Count them no more."""
         with self._lock:
             self._count(-num_bytes, account)
 
     def _require_share(self, num_bytes: int, account: Account) -> None:
-        """Refuses what would leave the others less than their part."""
+        """Refuse what would leave the others less than their part."""
         caller, by_caller = account.caller, self._bytes_by_caller
-        reserve, names, num_vacant = self._reserves()
+        reserve, ranks, num_vacant = self._present_reserves()
         held, free = by_caller[caller], self.bytes_max - self._bytes
-        has_reserve = caller in names and held + num_bytes <= reserve
-        # Who takes of its own reserve leaves theirs to those before it.
-        others = names[: names.index(caller)] if has_reserve else [name for name in names if name != caller]
-        kept = sum(max(0, reserve - by_caller[name]) for name in others)
+        rank = ranks.get(caller, len(ranks))
+        has_reserve = rank < len(ranks) and held + num_bytes <= reserve
+        # A caller that takes of its own reserve leaves those before it theirs, another one all of them.
+        num_before = rank if has_reserve else len(ranks)
+        num_others = num_before - (not has_reserve and rank < len(ranks))
+        # Only those that hold bytes are counted: there may be hundreds of workers, and this is on the path of a push.
+        used = sum(
+            min(each, reserve)
+            for name, each in by_caller.items()
+            if name != caller and ranks.get(name, num_before) < num_before
+        )
+        kept = reserve * num_others - used
         several = False
         if not has_reserve:
             kept += reserve * num_vacant
@@ -81,18 +106,24 @@ class ByteBudget:
             who = f"worker {caller!r}" if caller else "observers"
             raise LimitExceeded(
                 f"{num_bytes} bytes more would make {held + num_bytes} bytes held by calls of {who}, and {free} of"
-                f" {self.bytes_max} are free, of which the others get their share: read what earlier calls bring, then"
-                " try again, or raise --max-in-flight-bytes"
+                f" {self.bytes_max} are free, of which the others get their share: read the answers to earlier calls,"
+                " then try again, or raise --max-in-flight-bytes"
             )
 
-    def _reserves(self) -> tuple[int, list[str], int]:
-        """What is kept for each of whom, the first before the others, and for how many that may still come."""
-        if self._run is None or not (shards := self._run.content.shards):
-            return 0, [], 0
-        reserve = RESERVE_SHARDS * (4 * max(shard.length for shard in shards.values()) + HEADER_BYTES)
-        num_reserves = min(1 + self._run.config.max_workers, self.bytes_max // (2 * reserve))
-        names = ["", *(member.worker_id for member in self._run.membership.alive())][:num_reserves]
-        return reserve, names, num_reserves - len(names)
+    def _present_reserves(self) -> _Reserves:
+        run = self._run
+        if run is None or not (shards := run.content.shards):
+            return _Reserves(0, {}, 0)
+        # Another roster whenever a worker joins, leaves or is lost.
+        present = shards, run.membership.roster
+        if present[0] is not self._reserved_for[0] or present[1] is not self._reserved_for[1]:
+            reserve = RESERVE_SHARDS * (4 * max(shard.length for shard in shards.values()) + HEADER_BYTES)
+            num_reserves = min(1 + run.config.max_workers, self.bytes_max // (2 * reserve))
+            names = ["", *(member.worker_id for member in run.membership.alive())][:num_reserves]
+            ranks = {name: rank for rank, name in enumerate(names)}
+            self._reserves = _Reserves(reserve, ranks, num_reserves - len(names))
+            self._reserved_for = present
+        return self._reserves
 
     def _count(self, num_bytes: int, account: Account) -> None:
         self._bytes += num_bytes
@@ -103,7 +134,7 @@ class ByteBudget:
 
 
 class Account:
-    """What one call holds of a budget. For one call, though it may be used from any thread."""
+    """The bytes that one call holds of a budget. May be used from any thread."""
 
     def __init__(self, budget: ByteBudget, caller: str):
         self.budget = budget
@@ -113,7 +144,7 @@ class Account:
         self.num_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Counts `num_bytes` until they are released.
+        """Count `num_bytes` until they are released.
 
         Raises LimitExceeded where the budget or the caller's share has no room for them now, InvalidArgument where the
         budget never has.
@@ -121,16 +152,16 @@ class Account:
         self.budget.take(num_bytes, self)
 
     def release(self, num_bytes: int) -> None:
-        """Counts them no more."""
+        """Count them no more."""
         self.budget.give_back(num_bytes, self)
 
     def close(self) -> None:
-        """Counts nothing of it any more."""
+        """Release all of it."""
         self.release(self.num_bytes)
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:
-        """Holds `num_bytes` while the block runs; raises as `hold`."""
+        """Hold `num_bytes` while the block runs; raise as `hold`."""
         self.hold(num_bytes)
         try:
             yield
@@ -139,7 +170,7 @@ class Account:
 
 
 def check_message_bytes(num_bytes: int, *, bytes_max: int) -> None:
-    """Refuses a message beyond the limit that Hello told."""
+    """Refuse a message beyond the limit that Hello reported."""
     if num_bytes > bytes_max:
         raise LimitExceeded(
             f"the message is {num_bytes} bytes long, this server takes {bytes_max} at the most: "

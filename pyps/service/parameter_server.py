@@ -13,21 +13,19 @@ from typing import Any, TypeVar
 
 import grpc
 
-from pyps.roles import HELLO_AS_WORKER, PULL_AS_WORKER, Role
+from pyps.roles import HELLO_AS_WORKER, Role
 from pyps.run.handshake import Greeting, Welcome, check_name
 from pyps.run.initialization import Initialization
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.limits import check_message_bytes
-from pyps.service.pulling import PullStream
-from pyps.service.pushing import PushStream
+from pyps.service.pulling import serve_pull
+from pyps.service.pushing import serve_stream
 from pyps.service.transport import Host, Transport
 from pyps.service.waiting import LongPoll, names_in_words
-from pyps.service.work_queue import LEASES_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import codec_numbered
-from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import InvalidArgument
 
@@ -44,11 +42,11 @@ class ParameterServer:
     """The calls of pyps.v1.ParameterServer."""
 
     def __init__(self, host: Host, *, control_address: str, transports: Sequence[Transport] = ()):
+        self._host = host
         self._access = host.access
         self._run = host.run
         self._budget = host.budget
         self._work = host.work
-        self._serializations = host.serializations
         self._control_address = control_address
         self._transports = transports
 
@@ -124,23 +122,16 @@ class ParameterServer:
         return False
 
     def push(self, _: object, call: Call) -> Awaitable[None]:
-        """Answers each pushed shard with its receipt, in order."""
-        return PushStream(self._run, self._work, self._budget, call, exchanges=False).serve()
+        """Answer each pushed shard with its receipt, in order."""
+        return serve_stream(self._host, call, exchanges=False)
 
     def exchange(self, _: object, call: Call) -> Awaitable[None]:
-        """Answers each pushed shard with its receipt and, where they are newer, its parameters."""
-        return PushStream(self._run, self._work, self._budget, call, exchanges=True).serve()
+        """Answer each pushed shard with its receipt and, where they are newer, its parameters."""
+        return serve_stream(self._host, call, exchanges=True)
 
-    async def pull(self, message: bytes, context: Call) -> None:
-        """Sends the shards that are newer than those held, each as soon as it has the version wanted."""
-        num_shards = len(self._run.content.shards)
-        listed_bytes = convert.ENTRY_BYTES_MAX * num_shards + convert.LEASE_BYTES_MAX * LEASES_MAX
-        request = convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
-        if request.role != ROLE_OBSERVER:
-            self._access.require(context.role, PULL_AS_WORKER)
-        await PullStream(
-            self._run, self._work, self._budget, context, request, serializations=self._serializations
-        ).serve()
+    def pull(self, message: bytes, call: Call) -> Awaitable[None]:
+        """Send the shards that are newer than those held, each as soon as it has the version wanted."""
+        return serve_pull(self._host, call, message)
 
     async def proceed(self, message: bytes, context: Call) -> bytes:
         """Answers when the worker may begin its next step."""

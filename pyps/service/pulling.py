@@ -7,17 +7,18 @@ from functools import partial
 from threading import Lock
 
 from pyps.core.store import Store
+from pyps.roles import PULL_AS_WORKER
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
-from pyps.service.executor import KernelExecutor
-from pyps.service.limits import ByteBudget
-from pyps.service.responses import OrderedResponses
-from pyps.service.serializations import Serializations, Wanted
+from pyps.service.conversation import Conversation, Request
+from pyps.service.serializations import Answer, ReplyFrame, Wanted
+from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
-from pyps.service.work_queue import Ask, LeaseCall, lease_reply
+from pyps.service.work_queue import LEASES_MAX, Ask, LeaseCall, lease_reply
 from pyps.work import LeaseAnswer, Leased
 from pyps_wire import common_pb2 as common
+from pyps_wire import lane
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import InvalidArgument
 
@@ -25,32 +26,39 @@ from pyps_wire.errors import InvalidArgument
 FRAMES_MAX = 2
 
 
-class PullStream:
-    """One call of Pull."""
+def pull_request(run: Run, message: bytes) -> wire.PullRequest:
+    """Read a request to pull, which may list every shard and many leases."""
+    listed_bytes = convert.ENTRY_BYTES_MAX * len(run.content.shards) + convert.LEASE_BYTES_MAX * LEASES_MAX
+    return convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
 
-    def __init__(
-        self,
-        run: Run,
-        work: KernelExecutor,
-        budget: ByteBudget,
-        context: Call,
-        request: wire.PullRequest,
-        *,
-        serializations: Serializations,
-    ):
-        self._run = run
-        self._work = work
-        self._context = context
+
+async def serve_pull(host: Host, call: Call, message: bytes) -> None:
+    """Answer gRPC's Pull."""
+    request = pull_request(host.run, message)
+    if request.role != common.ROLE_OBSERVER:
+        host.access.require(call.role, PULL_AS_WORKER)
+    account = host.budget.account("" if request.role == common.ROLE_OBSERVER else request.sender.worker_id)
+    async with Conversation(host.work, account, call.write, ahead_max=FRAMES_MAX) as conversation:
+        await PullStream(host, conversation, request).serve()
+
+
+class PullStream:
+    """One request to pull, over gRPC or a lane."""
+
+    def __init__(self, host: Host, conversation: Conversation, request: wire.PullRequest):
+        """Refuse workers that the run does not know, and shards that they may not read. It renews a lease."""
+        self._run = host.run
+        self._work = host.work
+        self._conversation = conversation
         self._request = request
-        self._serializations = serializations
+        self._serializations = host.serializations
         self._codec = convert.codec_from(request.codec)
         self._observes = request.role == common.ROLE_OBSERVER
-        self._waits = VersionWait(run, work, request, request.sender, observer=self._observes)
+        self._waits = VersionWait(host.run, host.work, request, request.sender, observer=self._observes)
         self._worker_id = self._waits.worker_id
-        self._account = budget.account(self._worker_id)
 
     async def serve(self) -> None:
-        """Sends what is wanted, waiting as long as the request says."""
+        """Send the shards, waiting as long as the request says."""
         mutex = self._run.mutex
         if self._request.HasField("portion"):
             await self._serve_with_portion(mutex)
@@ -58,82 +66,60 @@ class PullStream:
             await self._send_each()
         else:
             await self._waits.all()
-            await self._send_whole(mutex)
+            await self._take(_Read(self, self._waits.shards, mutex))
 
     async def _serve_with_portion(self, mutex: Lock | None) -> None:
-        """Leases a portion, then sends what is newer: of that very moment where one mutex is held for the model.
+        """Lease a portion, then send the newer shards: under one mutex for the model, of that very moment.
 
-        Whoever gets no portion gets no parameters either.
+        A worker that gets no portion gets no parameters either.
         """
         self._require_worker()
         call = LeaseCall(self._run, self._work, self._request.portion)
         if mutex is None:
             answer = await call.answer()
-            await self._send([_lease_frame(answer)])
+            await self._take(_Sent([_lease_frame(answer)]))
             if isinstance(answer, Leased):
                 await self._send_each()
             return
-        wanted = self._all_wanted()
-        num_bytes = sum(each.payload_bytes for each in wanted)
-        frames: list[bytes] = []
+        read = _Read(self, self._waits.shards, mutex)
+        frames: list[Answer] = []
 
         async def within(ask: Ask) -> LeaseAnswer:
-            with self._account.holding(num_bytes):
+            with self._conversation.account.holding(read.held_bytes):
                 # Not on the loop: the mutex may be held by a push.
-                answer, frames[:] = await self._work.begin(partial(self._lease_and_take, mutex, wanted, ask))
+                answer, frames[:] = await self._work.begin(partial(_lease_and_read, read, ask))
             return answer
 
         answer = await call.answer(within)
-        with self._account.holding(sum(map(len, frames))):
-            await self._send([_lease_frame(answer), *frames])
+        await self._take(_Sent([_lease_frame(answer), *frames]))
 
-    async def _send(self, messages: list[bytes]) -> None:
-        messages.reverse()
-        while messages:
-            # What was sent is free before the next is.
-            await self._context.write(messages.pop())
+    async def _take(self, request: Request) -> None:
+        if (sent := self._conversation.take(request)) is not None:
+            await sent
 
     async def _send_each(self) -> None:
-        replies = OrderedResponses(self._context, self._work, self._account, ahead_max=FRAMES_MAX)
-        async with self._waits, replies:
+        async with self._waits:
             while (shard := await self._waits.next()) is not None:
-                await replies.room()
-                wanted = self._wanted(shard)
-                await replies.add(
-                    shard.shard_id,
-                    partial(self._take, wanted),
-                    num_parameters=shard.length * (1 + shard.num_pending),
-                    held_bytes=wanted.payload_bytes,
-                )
+                await self._take(_Read(self, [shard]))
 
-    def _take(self, wanted: Wanted) -> list[bytes]:
+    def read(self, shard: Store) -> list[ReplyFrame]:
+        """Return the shard's message where its parameters are newer, and count the pull."""
+        wanted = self.wanted(shard)
         frame = self._serializations.take(wanted, worker_id=self._worker_id)
         if frame is None:
             return []
-        shard_ids = (wanted.shard.shard_id,)
+        shard_ids = (shard.shard_id,)
         self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes, shard_ids=shard_ids)
         return [frame]
 
-    async def _send_whole(self, mutex: Lock) -> None:
-        """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
-        wanted = self._all_wanted()
-        num_bytes = sum(each.payload_bytes for each in wanted)
-        num_parameters = sum(each.shard.length * (1 + each.shard.num_pending) for each in wanted)
-        with self._account.holding(num_bytes):
-            await self._send(await self._work.compute(num_parameters, partial(self._take_whole, mutex, wanted)))
-
-    def _lease_and_take(self, mutex: Lock, wanted: Sequence[Wanted], ask: Ask) -> tuple[LeaseAnswer, list[bytes]]:
-        answers: list[LeaseAnswer] = []
-
-        def leased() -> bool:
-            answers.append(ask())
-            return isinstance(answers[0], Leased)
-
-        frames = self._take_whole(mutex, wanted, provided=leased)
-        return answers[0], frames
+    def wanted(self, shard: Store) -> Wanted:
+        """Return what the pull wants of a shard."""
+        shard_id, waits = shard.shard_id, self._waits
+        of_round = waits.min_versions.get(shard_id, 0) > 0
+        return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), of_round)
 
     def _require_worker(self) -> None:
-        """Refuses a portion to whom could not deliver it."""
+        """Refuse a portion to callers that could not deliver it."""
         portion, request = self._request.portion, self._request
         if self._observes or portion.sender != request.sender:
             raise InvalidArgument(
@@ -141,21 +127,52 @@ class PullStream:
                 f"as {portion.sender.worker_id!r}: ask as the worker that pulls"
             )
 
-    def _take_whole(
-        self, mutex: Lock, wanted: Sequence[Wanted], *, provided: Callable[[], bool] = lambda: True
-    ) -> list[bytes]:
-        """The messages of one state of the model; none where `provided`, which is asked in the same moment, says no."""
-        with mutex:
-            return [frame for each in wanted for frame in self._take(each)] if provided() else []
 
-    def _all_wanted(self) -> list[Wanted]:
-        return [self._wanted(shard) for shard in self._waits.shards]
+class _Read(Request):
+    """Reading shards: one, or all of one state of the model under its mutex."""
 
-    def _wanted(self, shard: Store) -> Wanted:
-        shard_id, waits = shard.shard_id, self._waits
-        of_round = waits.min_versions.get(shard_id, 0) > 0
-        return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), of_round)
+    def __init__(self, pull: PullStream, shards: Sequence[Store], mutex: Lock | None = None):
+        self._pull = pull
+        self._shards = shards
+        self._mutex = mutex
+        if mutex is None:
+            self.shard_id = shards[0].shard_id
+        self.num_parameters = sum(shard.length * (1 + shard.num_pending) for shard in shards)
+        self.held_bytes = sum(pull.wanted(shard).payload_bytes for shard in shards)
+
+    def work(self) -> list[ReplyFrame]:
+        return self.read_where(lambda: True)
+
+    def read_where(self, provided: Callable[[], bool]) -> list[ReplyFrame]:
+        """Return the shards' messages; under the mutex, none where `provided`, called in the same moment, says no."""
+        if self._mutex is None:
+            return self._pull.read(self._shards[0])
+        with self._mutex:
+            return [frame for shard in self._shards for frame in self._pull.read(shard)] if provided() else []
 
 
-def _lease_frame(answer: LeaseAnswer) -> bytes:
-    return wire.Parameters(lease=lease_reply(answer)).SerializeToString()
+class _Sent(Request):
+    """Answers that are ready to be sent."""
+
+    def __init__(self, answers: list[Answer]):
+        self._answers = answers
+        self.num_parameters = 0
+        self.held_bytes = sum(len(answer.payload) for answer in answers)
+
+    def work(self) -> list[Answer]:
+        return self._answers
+
+
+def _lease_and_read(read: _Read, ask: Ask) -> tuple[LeaseAnswer, list[ReplyFrame]]:
+    answers: list[LeaseAnswer] = []
+
+    def leased() -> bool:
+        answers.append(ask())
+        return isinstance(answers[0], Leased)
+
+    frames = read.read_where(leased)
+    return answers[0], frames
+
+
+def _lease_frame(answer: LeaseAnswer) -> Answer:
+    return Answer(lane.PULL, wire.Parameters(lease=lease_reply(answer)).SerializeToString())

@@ -17,6 +17,7 @@ from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.framing import PAYLOAD_FIELD, join
+from pyps_wire.lane import PULL
 
 # What the numbers of a message need in front of its parameters.
 HEADER_ROOM = 48
@@ -26,18 +27,37 @@ ROUND_BYTES_MAX = 64 * 2**20
 RECENT_BYTES_MAX = 16 * 2**20
 
 
-class ReplyFrame:
-    """A message with parameters, for which there is memory before they are known.
+class Answer:
+    """A message to a caller: by a lane as its header and its payload, by gRPC as one buffer."""
 
-    What kernels do not write goes into it in the end, from float32.
+    __slots__ = ("header", "kind", "payload")
+
+    def __init__(self, kind: int, header: bytes = b"") -> None:
+        """Make an answer without a payload; `kind` is that of lanes (`pyps_wire.lane`)."""
+        self.kind = kind
+        self.header = header
+        self.payload: bytes | memoryview = b""
+
+    @property
+    def whole(self) -> bytes:
+        """Return header and payload in one buffer."""
+        return self.header
+
+
+class ReplyFrame(Answer):
+    """An answer with parameters, whose memory exists before they are known.
+
+    Codecs that kernels do not write are encoded in the end, from float32.
     """
 
-    __slots__ = ("_frame", "_header_room", "codec", "reply")
+    __slots__ = ("_frame", "_header_room", "_whole", "codec", "reply")
 
-    def __init__(self, length: int, codec: Codec, *, header_room: int) -> None:
-        """For so many parameters, behind a header of at most so many bytes for most."""
+    def __init__(self, kind: int, length: int, codec: Codec, *, header_room: int) -> None:
+        """Make room for so many parameters, behind a header that rarely has more bytes than its room."""
+        self.kind = kind
         self.codec = codec
         self._header_room = header_room
+        self._whole: bytes | None = None
         if codec in NATIVE:
             # Memory that is not written costs nothing, should nothing newer be there.
             self._frame, offset = _kernels.new_frame(header_room, PAYLOAD_FIELD, length, codec)
@@ -45,22 +65,28 @@ class ReplyFrame:
         else:
             self.reply = Reply(bytearray(FLOAT32.max_bytes(length)), 0, FLOAT32)
 
-    def parts(self, header: wire.Parameters | wire.ExchangeReply) -> tuple[bytes, memoryview]:
-        """The same message as its header and its parameters, where these lie."""
+    def seal(self, header: wire.Parameters | wire.ExchangeReply) -> ReplyFrame:
+        """Complete the answer, once the parameters are written and its other fields known."""
         reply = self.reply
-        if reply.codec is not self.codec:
-            payload = memoryview(self.codec.encode(np.frombuffer(reply.buffer, np.float32)))
+        self.header = header.SerializeToString()
+        if reply.codec is self.codec:
+            self.payload = memoryview(reply.buffer)[reply.offset :]
         else:
-            payload = memoryview(reply.buffer)[reply.offset :]
-        return header.SerializeToString(), payload
+            self.payload = self.codec.encode(np.frombuffer(reply.buffer, np.float32))
+        return self
 
-    def complete(self, header: wire.Parameters | wire.ExchangeReply) -> bytes:
-        """The message, once the parameters are written and its other fields known."""
-        if self.reply.codec is not self.codec:
-            return join(header, self.codec.encode(np.frombuffer(self.reply.buffer, np.float32)))
-        fields, room = header.SerializeToString(), self._header_room
-        # A header that has much to say is longer than its room: those are few.
-        return self._frame if _kernels.write_header(self._frame, room, fields) else fields + self._frame[room:]
+    @property
+    def whole(self) -> bytes:
+        """Return header and payload in one buffer, made once."""
+        if self._whole is None:
+            room, header = self._header_room, self.header
+            if self.reply.codec is not self.codec:
+                self._whole = join(header, self.payload)
+            elif _kernels.write_header(self._frame, room, header):
+                self._whole = self._frame
+            else:
+                self._whole = header + self._frame[room:]
+        return self._whole
 
 
 class Wanted(NamedTuple):
@@ -78,20 +104,21 @@ class Wanted(NamedTuple):
         """The size of the shard's parameters as they are sent."""
         return self.codec.max_bytes(self.shard.length)
 
-    def frame(self, *, worker_id: str) -> tuple[int, bytes] | None:
-        """The shard's version and message, None when the caller's version is as new. A worker's pull is recorded."""
-        frame = ReplyFrame(self.shard.length, self.codec, header_room=HEADER_ROOM)
+    def frame(self, *, worker_id: str) -> tuple[int, ReplyFrame] | None:
+        """Return the shard's version and message; None when the caller's version is as new. Record a worker's pull."""
+        frame = ReplyFrame(PULL, self.shard.length, self.codec, header_room=HEADER_ROOM)
         version = self.shard.pull(frame.reply, held_version=self.held_version, worker_id=worker_id or None)
         if version is None:
             return None
         header = wire.Parameters(shard_id=self.shard.shard_id, version=version, epoch=self.shard.epoch)
         header.codec = self.codec  # type: ignore[assignment]
-        return version, frame.complete(header)
+        return version, frame.seal(header)
 
 
 class _Kept(NamedTuple):
     version: int
-    frame: bytes
+    frame: ReplyFrame
+    num_bytes: int
 
 
 class Serializations:
@@ -112,7 +139,7 @@ class Serializations:
         """The size of the frames kept."""
         return self._bytes
 
-    def take(self, wanted: Wanted, *, worker_id: str) -> bytes | None:
+    def take(self, wanted: Wanted, *, worker_id: str) -> ReplyFrame | None:
         """The shard's message, None when the caller's version is as new. Only pulls of a worker are recorded."""
         if wanted.shard.length < INLINE_PARAMETERS_MAX:
             # It is sooner made than found.
@@ -145,16 +172,17 @@ class Serializations:
         with self._lock:
             return self._making.setdefault((wanted.shard, wanted.codec), Lock())
 
-    def _keep(self, wanted: Wanted, version: int, frame: bytes) -> None:
+    def _keep(self, wanted: Wanted, version: int, frame: ReplyFrame) -> None:
         bytes_max = self._round_bytes_max if wanted.of_round else self._recent_bytes_max
+        kept = _Kept(version, frame, wanted.payload_bytes)
         with self._lock:
             self._drop(wanted.shard, wanted.codec)
-            self._frames[wanted.shard, wanted.codec] = _Kept(version, frame)
-            self._bytes += len(frame)
+            self._frames[wanted.shard, wanted.codec] = kept
+            self._bytes += kept.num_bytes
             while self._bytes > bytes_max:
                 self._drop(*next(iter(self._frames)))
 
     def _drop(self, shard: Store, codec: Codec) -> None:
         kept = self._frames.pop((shard, codec), None)
         if kept is not None:
-            self._bytes -= len(kept.frame)
+            self._bytes -= kept.num_bytes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from pyps.core.store import Store
 from pyps.run.handshake import RunState
@@ -95,8 +97,9 @@ class VersionWait:
             observer=observer,
             shard_ids=dict.fromkeys([want.shard_id for want in request.wants]),
         )
-        # The shards still to be sent; those that are ready are found by looking.
+        # The shards still to be sent, and of those the ones that may be ready, which other threads add.
         self._waiting = {shard.shard_id: shard for shard in self.shards}
+        self._arrived: deque[int] = deque()
         # Of the shards whose locks are needed.
         self._num_parameters = 0
         self._cancels: list[Callable[[], bool]] = []
@@ -112,16 +115,18 @@ class VersionWait:
         )
 
     async def __aenter__(self) -> VersionWait:
-        late = [
-            (shard, min_version)
-            for shard in self._waiting.values()
-            if shard.version < (min_version := self.min_versions.get(shard.shard_id, 0))
-        ]
-        self._num_parameters = sum(shard.length * (1 + shard.num_pending) for shard, _ in late)
+        late: list[Store] = []
+        for shard in self.shards:
+            if self.is_ready(shard):
+                self._arrived.append(shard.shard_id)
+            else:
+                late.append(shard)
+        self._num_parameters = sum(shard.length * (1 + shard.num_pending) for shard in late)
 
         def register() -> None:
-            for shard, min_version in late:
-                self._cancels.append(shard.when_version(min_version, self._parking.wake))
+            for shard in late:
+                arrive = partial(self._arrive, shard.shard_id)
+                self._cancels.append(shard.when_version(self.min_versions[shard.shard_id], arrive))
             if self._over:
                 self._cancel()
 
@@ -141,6 +146,10 @@ class VersionWait:
         else:
             self._work.hand_over(self._cancel)
 
+    def _arrive(self, shard_id: int) -> None:
+        self._arrived.append(shard_id)
+        self._parking.wake()
+
     def _cancel(self) -> None:
         for cancel in list(self._cancels):
             cancel()
@@ -152,9 +161,12 @@ class VersionWait:
             # Shards of a forgotten run are finished too, and no answer.
             if self._run.content.shards is not self._shards:
                 raise NotInitialized("the run was reset while the pull waited")
-            for shard_id, shard in self._waiting.items():
-                if self.is_ready(shard):
-                    return self._waiting.pop(shard_id)
+            # Not all that wait are scanned: each shard wakes the call once, and there may be hundreds.
+            while self._arrived:
+                if (shard := self._waiting.pop(self._arrived.popleft(), None)) is not None:
+                    return shard
+            if self._run.state == RunState.FINISHED:
+                return self._waiting.popitem()[1]
             if self._run.state == RunState.DRAINING:
                 raise ServerUnavailable("this server is shutting down: try again once it is back")
             await self._parking.wait()

@@ -203,7 +203,7 @@ def test_closing_ends_a_held_pull_and_pushes_take_another_way(start_server: Star
 
 
 def test_a_worker_slow_to_share_is_greeted_again(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
+    monkeypatch.setattr("pyps.service.listener.TICKET_SECONDS", 0.0)
     server = start_server()
     settings = common.OptimizerSettings(rule="sgd", groups=[common.GroupSettings(hyperparameters={"learning_rate": 1})])
     launch = Launch(servers=(server.data,), worker_id="worker", transport="shm")

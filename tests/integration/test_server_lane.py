@@ -12,14 +12,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
+from pyps.core.store import Pushed
 from pyps.service.lane.connection import MESSAGE_SECONDS, Connection
 from pyps.service.lane.listener import Tcp
+from pyps.service.pushing import Message
+from pyps.service.serializations import Answer
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.lane_pb2 import LaneOpen
@@ -188,7 +190,7 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     worker.sender.incarnation += 1
     worker.hello()
     assert refused(worker.sender, unused), "a later life shows an earlier one's"
-    monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
+    monkeypatch.setattr("pyps.service.listener.TICKET_SECONDS", 0.0)
     assert refused(worker.sender, worker.hello().lane.ticket)
     server.wait_for_output("callers at the lane showed what is not theirs, or was used count=")
     # One who only asks gets none.
@@ -247,6 +249,9 @@ def test_a_bad_first_message_ends_its_connection_alone(server: ServerThread, wor
 def test_an_impossible_message_is_refused_before_it_takes_memory(worker: WireWorker, prefix: bytes, error: str) -> None:
     with open_lane(worker) as lane:
         lane.socket.sendall(prefix + b"\xff" * 10)
+        if error == "MalformedFrame":
+            # A small message is read once all of it has come.
+            lane.socket.sendall(bytes(10))
         assert lane.refusal().startswith(error)
 
 
@@ -350,31 +355,37 @@ def test_mangled_messages_are_answered_or_refused(server: ServerThread, worker: 
     print(f"{mangler.num_sent} messages in {seconds:.0f} s; resident {resident} bytes, then {grown} more")
     assert grown < 16 * 2**20
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="all memory to be free")
-    wait_until(lambda: not any(each.name == "lane" for each in threading.enumerate()), what="the lanes' threads to end")
     assert "bug" not in server.output()
 
 
 def test_under_load_a_lane_has_one_message_at_a_time(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "pyps.service.lane.connection"
-    monkeypatch.setattr(f"{module}.AHEAD_BYTES_MAX", 1)
-    monkeypatch.setattr(f"{module}.INLINE_PARAMETERS_MAX", 0)
-    answer, held = Connection._answer, []
+    monkeypatch.setattr("pyps.service.conversation.AHEAD_BYTES_MAX", 1)
+    # Each message is long, and its work goes to a thread.
+    monkeypatch.setattr("pyps.service.pushing.SHORT_BYTES", 0)
+    monkeypatch.setattr("pyps.service.executor.KernelExecutor.is_little", lambda executor, count: False)
+    begun, answer = list[int](), Message.answer
 
-    def when_no_more_comes(connection: Connection, *message: Any, **settings: Any) -> None:
-        wait_until(lambda: connection._room._value == 0, what="the lane to receive as much as it may")
-        held.append(connection._account.num_bytes)
-        answer(connection, *message, **settings)
+    def count(message: Message, pushed: Pushed) -> Answer:
+        begun.append(message.plan.gradient.sequence)
+        return answer(message, pushed)
 
-    monkeypatch.setattr(Connection, "_answer", when_no_more_comes)
+    monkeypatch.setattr(Message, "answer", count)
     messages = [apart(worker.push_request(0.25)) for _ in range(4)]
     with open_lane(worker) as lane:
         for message in messages:
             lane.send(PUSH, *message)
-        for _ in messages:
+        for number in range(1, 5):
             assert lane.receive()[0] == PUSH
-    assert held == [len(payload) for _, payload in messages]
+            assert len(begun) <= number + 1
 
 
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receive all messages on threads, as large ones."""
+    monkeypatch.setattr("pyps_wire.lane._AHEAD_BYTES", 64)
+
+
+@pytest.mark.usefixtures("all_large")
 def test_a_slow_sender_is_disconnected(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,14 +397,25 @@ def test_a_slow_sender_is_disconnected(
         slow.socket.sendall(PREFIX.pack(PUSH, len(header), len(payload)) + header + payload[:-1])
         wait_until(lambda: inspect(server.control, "GetMemory").in_flight_bytes, what="the message to be held")
         assert silent.refusal() == slow.refusal() == ""
-        server.wait_for_output("callers at the lane that showed no ticket were cut count=1 newest=127.0.0.1")
-        server.wait_for_output("workers sent or took too little for too long count=1 newest=a")
+        server.wait_for_output("callers at the lane that showed no ticket were cut off count=1 newest=127.0.0.1")
+        server.wait_for_output("sent or took too little for too long and were cut off count=1 newest=a")
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [0]
 
 
+def test_a_slow_sender_of_a_small_message_is_disconnected(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.MESSAGE_SECONDS", 0.2)
+    with open_lane(worker) as slow:
+        header, payload = apart(worker.push_request(1.0))
+        slow.socket.sendall(PREFIX.pack(PUSH, len(header), len(payload)) + header + payload[:-1])
+        assert slow.refusal() == ""
+    assert versions(server) == [0]
+
+
 def test_who_takes_no_answers_is_disconnected(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyps.service.lane.connection.WRITE_SECONDS", 0.2)
+    monkeypatch.setattr("pyps.service.calls.WRITE_SECONDS", 0.2)
     monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 1e12)
     server = start_server()
     # More than the system keeps for a connection.
@@ -408,7 +430,7 @@ def test_who_takes_no_answers_is_disconnected(start_server: Start, monkeypatch: 
                         lane.send(EXCHANGE, *apart(worker.push_request(1.0)))
 
             sending = aside.submit(send)
-            server.wait_for_output("workers sent or took too little for too long count=1 newest=a")
+            server.wait_for_output("sent or took too little for too long and were cut off count=1 newest=a")
             sending.result(DEADLINE_SECONDS)
         wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
 
@@ -421,6 +443,7 @@ def begin_push(server: ServerThread, worker: WireWorker, lane: RawLane) -> bytes
     return payload[-1:]
 
 
+@pytest.mark.usefixtures("all_large")
 def test_half_a_message_delays_no_end(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +455,7 @@ def test_half_a_message_delays_no_end(
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.usefixtures("all_large")
 def test_the_last_message_is_answered(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,6 +470,7 @@ def test_the_last_message_is_answered(
         assert ended.result(DEADLINE_SECONDS) == 0
 
 
+@pytest.mark.usefixtures("all_large")
 def test_a_large_message_has_more_time(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,30 +504,8 @@ def test_beyond_the_bound_no_lane_is_offered(
             assert again.receive()[0] == PUSH
 
 
-def test_one_worker_gets_the_last_lane(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
-    admit, both = Tcp._admit, threading.Barrier(2, timeout=DEADLINE_SECONDS)
-
-    def admit_together(tcp: Tcp, *shown: Any) -> None:
-        try:
-            admit(tcp, *shown)
-        finally:
-            both.wait()
-
-    monkeypatch.setattr(Tcp, "_admit", admit_together)
-    with WireWorker(server.data, "b") as other:
-        offers = [each.hello().lane for each in (worker, other)]
-        with RawLane(offers[0].port) as first, RawLane(offers[1].port) as second:
-            first.open(worker.sender, offers[0].ticket)
-            second.open(other.sender, offers[1].ticket)
-            answers = [first.receive(), second.receive()]
-    assert sorted(kind for kind, _, _ in answers) == [OPEN, FAILURE]
-
-
 def test_callers_without_ticket_block_no_lane(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyps.service.lane.listener.STRANGERS_MAX", 2)
+    monkeypatch.setattr(Tcp, "unauthenticated_max", 2)
     port = worker.hello().lane.port
     with RawLane(port) as first, RawLane(port) as second, open_lane(worker) as lane:
         assert first.refusal() == ""
@@ -515,38 +518,37 @@ def test_callers_without_ticket_block_no_lane(worker: WireWorker, monkeypatch: p
 def test_a_cut_caller_keeps_its_ticket(
     server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit, begun, ended = Tcp._admit, threading.Event(), threading.Event()
+    open_lane_of, read = Connection._open, threading.Event()
 
-    def admit_once_cut(tcp: Tcp, connection: Connection, request: LaneOpen) -> None:
-        # Its thread may be quicker than who takes it in.
-        wait_until(lambda: connection in tcp._connections, what="the caller to be taken in")
-        begun.set()
-        wait_until(lambda: connection not in tcp._connections, what="the caller to be cut")
-        try:
-            admit(tcp, connection, request)
-        finally:
-            ended.set()
+    def open_once_cut(connection: Connection) -> LaneOpen:
+        request = open_lane_of(connection)
+        read.set()
+        callers = connection._admit.__self__._callers  # type: ignore[attr-defined]
+        wait_until(lambda: connection not in callers, what="the caller to be cut off")
+        return request
 
     offer = worker.hello().lane
     with monkeypatch.context() as patch:
-        patch.setattr("pyps.service.lane.listener.STRANGERS_MAX", 1)
-        patch.setattr(Tcp, "_admit", admit_once_cut)
+        patch.setattr(Connection, "_open", open_once_cut)
         with RawLane(offer.port).open(worker.sender, offer.ticket) as cut:
-            assert begun.wait(DEADLINE_SECONDS)
+            assert read.wait(DEADLINE_SECONDS)
+            # One more than may come without a ticket.
+            patch.setattr(Tcp, "unauthenticated_max", 1)
             with RawLane(offer.port):
                 assert cut.refusal() == ""
-                assert ended.wait(DEADLINE_SECONDS)
     [listed] = inspect(server.control, "ListWorkers").workers
     assert listed.transport != "tcp"
     with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
         assert lane.receive() == (OPEN, b"", b"")
 
 
-def test_a_caller_without_a_second_thread_leaves_none(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_without_a_thread_is_disconnected(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "lane":
+        if thread.name.startswith("lane"):
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -554,7 +556,7 @@ def test_a_caller_without_a_second_thread_leaves_none(worker: WireWorker, monkey
         patch.setattr(threading.Thread, "start", refuse)
         with RawLane(worker.hello().lane.port) as lane:
             assert lane.refusal() == ""
-    wait_until(lambda: all(each.name != "lane answers" for each in threading.enumerate()), 5, "its thread to end")
+    server.wait_for_output("can't start new thread")
     with open_lane(worker) as lane:
         lane.send(PUSH, *apart(worker.push_request(1.0)))
         assert lane.receive()[0] == PUSH

@@ -115,7 +115,7 @@ def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: Any
         worker.hello(parts=[0, 1])
         theirs = next(shard.shard_id for shard in worker.plan.shards if shard.shard_id not in ids_of(worker))
         assert worker.link is not None
-        with pytest.raises(NotInitialized, match="attach it anew"):
+        with pytest.raises(NotInitialized, match="attach it again"):
             worker.link.ask(worker.exchange_request([theirs]))
         assert {reply.version for reply in worker.exchange()} == {2}
 

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -182,10 +184,11 @@ def test_a_push_of_few_bytes_is_as_much_work_as_the_parameters_that_it_changes(m
     length, executor = INLINE_PARAMETERS_MAX, KernelExecutor(1)
     shards = {0: make_shard([0.0] * length), 1: make_shard([0.0] * (length // 2), protocol="hardsync")}
     push(shards[1], [1.0] * (length // 2), workers=roster("a", "b"))
+    held: Any = SimpleNamespace(content=SimpleNamespace(shards=shards))
 
     def is_little(shard_id: int = 0, *, exchanges: bool = False, **fields: object) -> bool:
         request = wire.PushRequest(shard_id=shard_id, codec=bits, kind=PayloadKind.GRADIENT, **fields)
-        message = Message(request, memoryview(b"\0"), shards, exchanges=exchanges, received_bytes=1)
+        message = Message(held, request, memoryview(b"\0"), exchanges=exchanges, received_bytes=1)
         return executor.is_little(message.num_parameters)
 
     few = [Extent(offset=8, length=8)]

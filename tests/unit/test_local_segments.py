@@ -5,6 +5,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,8 @@ import pytest
 from pyps.config import ServerConfig
 from pyps.core.gradient import Gradient
 from pyps.core.plan import Reply
-from pyps.run.run import Run
-from pyps.service.shm import sharers
+from pyps.service.shm import listener
 from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
-from pyps.service.shm.sharers import Sharers
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from shards import make_shard, roster
@@ -95,18 +94,18 @@ def test_large_memory_is_unmapped_on_a_thread():
 
 
 def test_a_worker_is_told_to_come_again_where_its_former_request_does_not_end(memory, monkeypatch):
-    monkeypatch.setattr(sharers, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "UNUSED_SECONDS", 0.05)
 
     async def come_back() -> None:
         with ThreadPoolExecutor(1) as executor:
-            server = Sharers(Run(ServerConfig()))
+            server = listener.SharedMemory(SimpleNamespace(config=ServerConfig()))
             memory.segment.hold()
             memory.segment.close()
             server._leaving.append(("a", memory.segment))
             with pytest.raises(ServerUnavailable, match=r"'a' that was cut off has worked in its memory for 0\.05 s"):
-                await server.quiet("a")
-            await server.quiet("another")
-            waits = asyncio.create_task(server.quiet("a"))
+                await server.wait_unused("a")
+            await server.wait_unused("another")
+            waits = asyncio.create_task(server.wait_unused("a"))
             await asyncio.sleep(0)
             executor.submit(memory.segment.let_go)
             await waits

@@ -7,7 +7,7 @@ from pyps.core.gradient import NATIVE
 from pyps.core.recorder import Pulled
 from pyps.core.shard import Shard
 from pyps.service.executor import INLINE_PARAMETERS_MAX
-from pyps.service.serializations import Serializations, Wanted
+from pyps.service.serializations import ReplyFrame, Serializations, Wanted
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import FLOAT16, FLOAT32
 from shards import Log, make_shard, pull, push, run_together
@@ -20,7 +20,7 @@ def large_shard(shard_id: int = 0, length: int = LENGTH, **others: object) -> Sh
     return make_shard(np.linspace(-1, 1, length), shard_id=shard_id, **others)
 
 
-def take(cache: Serializations, shard: Shard, *, worker_id: str = "a", **wants: object) -> bytes | None:
+def take(cache: Serializations, shard: Shard, *, worker_id: str = "a", **wants: object) -> ReplyFrame | None:
     return cache.take(Wanted(shard, **{"codec": FLOAT32, **wants}), worker_id=worker_id)  # type: ignore[arg-type]
 
 
@@ -30,14 +30,14 @@ def test_two_pullers_of_one_version_get_the_same_bytes() -> None:
         push(shard, np.ones(2 * LENGTH), epoch=3)
         first = take(cache, shard, codec=codec)
         assert take(cache, shard, worker_id="b", codec=codec) is first is not None, codec
-        message = wire.Parameters.FromString(first)
+        message = wire.Parameters.FromString(first.whole)
         assert (message.shard_id, message.version, message.epoch, message.codec) == (0, 1, 3, codec)
-        assert message.payload == bytes(codec.encode(pull(shard)[1])), codec
+        assert message.payload == bytes(first.payload) == bytes(codec.encode(pull(shard)[1])), codec
 
 
 def test_those_who_ask_at_once_make_one_frame() -> None:
     cache, shard = Serializations(), large_shard()
-    frames: list[bytes | None] = []
+    frames: list[ReplyFrame | None] = []
     run_together([lambda: frames.append(take(cache, shard))] * 8)
     assert len({id(frame) for frame in frames}) == 1
 
@@ -80,7 +80,7 @@ def test_tidying_lets_go_what_has_moved_on_or_was_reset() -> None:
     frames = {shard_id: take(cache, shard) for shard_id, shard in shards.items()}
     push(shards[0], np.ones(LENGTH))
     cache.tidy({0: shards[0], 1: shards[1], 2: large_shard(2)})
-    assert cache.bytes_held == len(frames[1] or b"")
+    assert cache.bytes_held == 4 * LENGTH
     assert take(cache, shards[1]) is frames[1]
     # The run was reset: another holds the same numbers.
     cache.tidy({})

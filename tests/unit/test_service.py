@@ -12,20 +12,22 @@ import grpc
 import pytest
 
 from pyps.config import resolve
+from pyps.core.store import Store
 from pyps.roles import Role
 from pyps.run.handshake import Greeting, Welcome
 from pyps.run.run import Run
 from pyps.service import convert, hosting
-from pyps.service.calls import Awaited
+from pyps.service.calls import Awaited, Call
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
-from pyps.service.pulling import PullStream
-from pyps.service.pushing import PushStream
+from pyps.service.pulling import serve_pull
+from pyps.service.pushing import serve_stream
 from pyps.service.security import Access
-from pyps.service.serializations import Serializations, Wanted
+from pyps.service.serializations import ReplyFrame, Serializations, Wanted
 from pyps.service.transport import Host
+from pyps.service.waiting import VersionWait
 from pyps.service.work_queue import LeaseCall
 from pyps.work import DataSpec, Leased
 from pyps_client.transport import grpc as channel
@@ -63,10 +65,16 @@ def greeting_with(num_tensors: int) -> bytes:
     ).SerializeToString()
 
 
-def host_of(run: Run, executor: KernelExecutor) -> Host:
-    """What a server around that run has."""
-    access, budget = Access(run.config), ByteBudget(2**20)
-    return Host(run.config, access, None, run, executor, budget, Awaited(1), Health(), Serializations(), None)
+def host_of(
+    run: Run,
+    executor: KernelExecutor,
+    *,
+    budget: ByteBudget | None = None,
+    serializations: Serializations | None = None,
+) -> Host:
+    """Return what a server around that run has."""
+    access, kept = Access(run.config), serializations or Serializations()
+    return Host(run.config, access, None, run, executor, budget or ByteBudget(2**20), Awaited(1), Health(), kept, None)
 
 
 def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
@@ -114,7 +122,8 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
             answers.append(message)
 
     async def scene() -> None:
-        await PushStream(run, work, ByteBudget(1), Caller(), exchanges=True).serve()  # type: ignore[arg-type]
+        host = host_of(run, work, budget=ByteBudget(1))
+        await serve_stream(host, Call(Caller(), host.awaited, host.budget), exchanges=True)  # type: ignore[arg-type]
 
     work = KernelExecutor(1)
     with pytest.raises(InvalidArgument, match="max-in-flight-bytes") if counts else nullcontext():
@@ -137,12 +146,13 @@ def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held() -> Non
     assert mutex is not None
 
     class Watching(Serializations):
-        def take(self, wanted: Wanted, *, worker_id: str) -> bytes | None:
+        def take(self, wanted: Wanted, *, worker_id: str) -> ReplyFrame | None:
             held.append(mutex.locked())
             return super().take(wanted, worker_id=worker_id)
 
     async def scene() -> None:
-        await PullStream(run, work, ByteBudget(2**20), listener, request, serializations=Watching()).serve()  # type: ignore[arg-type]
+        host = host_of(run, work, serializations=Watching())
+        await serve_pull(host, Call(listener, host.awaited, host.budget), request.SerializeToString())  # type: ignore[arg-type]
 
     wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
     request = wire.PullRequest(sender=SENDER, role=common.ROLE_WORKER, wants=wants, codec=common.CODEC_FLOAT32)
@@ -168,8 +178,9 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
 
     async def scene() -> Leased:
         with run.mutex:
-            pull = PullStream(run, work, ByteBudget(2**20), listener, request, serializations=Serializations())  # type: ignore[arg-type]
-            late = asyncio.create_task(pull.serve())
+            host = host_of(run, work)
+            call = Call(listener, host.awaited, host.budget)  # type: ignore[arg-type]
+            late = asyncio.create_task(serve_pull(host, call, request.SerializeToString()))
             await asyncio.sleep(0)
             async with asyncio.timeout(WAIT_SECONDS):
                 while not work._pool._work_queue.empty() or not work._pool._threads:
@@ -206,3 +217,42 @@ def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkey
         monkeypatch.setattr(Model, name, lambda *_: pytest.fail("the model was read or written again"))
     assert reply() == first
     assert convert.greeting_from(request, run.content.model).model is run.content.model
+
+
+def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, looks = 400, list[int]()
+    is_ready = VersionWait.is_ready
+
+    def look(waits: VersionWait, shard: Store) -> bool:
+        looks.append(shard.shard_id)
+        return is_ready(waits, shard)
+
+    monkeypatch.setattr(VersionWait, "is_ready", look)
+    run, listener = (
+        serving(model=Model(tuple(Tensor(f"w{number}", (1,), number) for number in range(count)))),
+        Listener(),
+    )
+    wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=0, min_version=1) for shard_id in range(count)]
+    request = wire.PullRequest(
+        sender=SENDER, role=common.ROLE_WORKER, epoch=run.content.epoch, wants=wants, wait_milliseconds=60_000
+    )
+
+    async def scene() -> None:
+        host = host_of(run, work)
+        call = Call(listener, host.awaited, host.budget)  # type: ignore[arg-type]
+        pulling = asyncio.create_task(serve_pull(host, call, request.SerializeToString()))
+        # Shard by shard, the last first.
+        for shard_id in reversed(range(count)):
+            await asyncio.sleep(0)
+            push = wire.PushRequest(
+                sender=SENDER, shard_id=shard_id, sequence=1, kind=1, codec=1, epoch=run.content.epoch
+            )
+            run.push(convert.plan_from(push, memoryview(bytes(4))), run_id="r")
+        async with asyncio.timeout(WAIT_SECONDS):
+            await pulling
+
+    work = KernelExecutor(1)
+    asyncio.run(scene())
+    work.shutdown()
+    assert sorted(parameters.shard_id for parameters in listener.taken) == list(range(count))
+    assert len(looks) <= 2 * count

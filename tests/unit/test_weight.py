@@ -10,9 +10,9 @@ from scripts import weight
 # Calls of a worker's step and of the server's round at most. With overlap the number of minibatches a push holds
 # depends on time, and with it the server's calls.
 LIMITS: dict[tuple[str, Literal["off", "step"]], tuple[int, int | None]] = {
-    ("grpc", "off"): (67, 60),
+    ("grpc", "off"): (67, 62),
     ("shm", "off"): (60, 60),
-    ("tcp", "off"): (70, 84),
+    ("tcp", "off"): (70, 62),
     ("grpc", "step"): (110, None),
     ("shm", "step"): (110, None),
     ("tcp", "step"): (110, None),

@@ -1,4 +1,4 @@
-"""One worker's lane: a thread receives its messages, another pushes them and sends what answers them."""
+"""One worker's lane: small messages are received, answered and sent on the event loop, large ones on threads."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from pyps import _kernels, logs
-from pyps.core.store import Pushed
-from pyps.run.run import Run
+from pyps import logs
 from pyps.service import convert
-from pyps.service.calls import WRITE_SECONDS, failure_of
-from pyps.service.executor import INLINE_PARAMETERS_MAX
-from pyps.service.limits import ByteBudget, check_message_bytes
-from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Staging, push_whole
-from pyps.service.responses import AHEAD_BYTES_MAX
-from pyps.service.tls import Tls
+from pyps.service.calls import SHORT_BYTES, failure_of, write_seconds
+from pyps.service.conversation import Conversation
+from pyps.service.limits import check_message_bytes
+from pyps.service.listener import Caller, peer_of
+from pyps.service.pulling import PullStream, pull_request
+from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Pushes
+from pyps.service.serializations import Answer
+from pyps.service.transport import Host
 from pyps_wire import lane, lane_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import InvalidArgument, NotAllowed
-from pyps_wire.framing import PAYLOAD_FIELD
 
-# Who connects shows its ticket at once.
+# A caller shows its ticket within so long.
 OPEN_SECONDS = 5.0
 OPEN_BYTES_MAX = 4096
 # A message that has begun is whole within so long, or at this rate where it is larger than by default.
@@ -40,73 +38,75 @@ MESSAGE_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 2**18
 # At the server's end a message of which nothing has come for so long is not waited for.
 STALL_SECONDS = 1.0
-# After a failure the other end reads it, and closes.
+# After a failure the other end reads it within so long, and closes.
 END_SECONDS = 5.0
 
-# Answers a pull, whose messages go to the second.
-Pull = Callable[[bytes, "Connection"], Coroutine[Any, Any, None]]
+log = logs.get("pyps.service")
+
+T = TypeVar("T")
 
 
-class Connection:
-    """A lane from its beginning to its end, with two threads of its own.
+class Connection(Caller):
+    """A lane from its beginning to its end. For the event loop.
 
-    No more than READ_AHEAD_MAX pushes are here at once: the next is received when the first of them is answered; one,
-    while all calls and lanes together hold much. A small one is answered by the thread that received it.
+    A thread takes part while a large message is received, and another while one is sent. At most READ_AHEAD_MAX pushes
+    are here at once, or one while all callers together hold much.
     """
 
     def __init__(
         self,
         end: socket.socket,
+        host: Host,
+        threads: Executor,
         *,
-        tls: Tls | None,
-        run: Run,
-        budget: ByteBudget,
         admit: Callable[[Connection, lane_pb2.LaneOpen], None],
-        pull: Pull,
-        on_closed: Callable[[Connection], None],
+        on_closed: Callable[[Caller], None],
         warnings: logs.Crowd,
     ):
-        """`admit` sets the sender or refuses, on this one's thread; `on_closed` is for the event loop."""
+        """`admit` accepts a worker or raises an error."""
         self.peer = peer_of(end)
-        self._lane = lane.Lane(end) if tls is None else lane.SecureLane(end, tls.context())
-        self._run = run
-        self._account = budget.account()
-        self._staging = Staging(run, self._account)
+        self._end = end
+        self._lane = lane.Lane(end) if host.tls is None else lane.SecureLane(end, host.tls.context())
+        self._host = host
+        self._threads = threads
         self._admit = admit
-        self._pull = pull
         self._on_closed = on_closed
         self._warnings = warnings
         self._loop = asyncio.get_running_loop()
-        # Whose it is, once it is open.
-        self.sender: Sender | None = None
-        # What is to be done by the second thread; None at the end.
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Pushes that may still be received, and those that are not answered.
-        self._room = threading.Semaphore(READ_AHEAD_MAX)
-        self._num_begun = self._num_answered = 0
-        self._pulling: Future[None] | None = None
+        self._account = host.budget.account()
+        self._conversation = Conversation(host.work, self._account, self._write, ahead_max=READ_AHEAD_MAX)
+        self._pushes = Pushes(host.run, self._conversation)
+        # The worker, once the lane is open.
+        self._sender: Sender | None = None
+        # Done with the error that ends the lane.
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        # Its error counts as seen where a failed delivery ends the lane first.
+        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         # Until its end is sent, after which the worker may begin another.
-        self._pulls = False
-        self._sending = threading.Lock()
-        self._failed = False
-        # When the other end is to have done its part: opened, sent a message, taken one. None while it owes nothing.
+        self._pulling: asyncio.Task[None] | None = None
+        # The newest message that a thread sends.
+        self._sending: asyncio.Task[None] | None = None
+        self._sending_lock = threading.Lock()
+        # Blocking work that may still use the socket.
+        self._blocking: set[Future[Any]] = set()
+        # When the other end is to have opened the lane, or sent a message. None while it owes nothing.
         self._receives_until: float | None = time.monotonic() + OPEN_SECONDS
-        self._sends_until: float | None = None
+        # Since when a thread sends a message, and its size.
+        self._sends: tuple[float, int] | None = None
         # The same for the rest of a push that is to be applied as a whole, and for its end after a failure.
         self._completes_until: float | None = None
-        self._answerer = threading.Thread(target=self._answer_all, name="lane answers", daemon=True)
-        self._receiver = threading.Thread(target=self._serve, name="lane", daemon=True)
-        self._answerer.start()
-        try:
-            self._receiver.start()
-        except RuntimeError:
-            # No thread is left: the other one ends.
-            self._jobs.put(None)
-            raise
+        self._task = self._loop.create_task(self._serve())
+
+    @property
+    def worker(self) -> tuple[str, int] | None:
+        return None if self._sender is None else (self._sender.worker_id, self._sender.incarnation)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the other end holds the lane up for longer than anybody may."""
-        limits = self._receives_until, self._sends_until, self._completes_until
+        if self._sends is not None:
+            since, num_bytes = self._sends
+            if now > since + max(write_seconds(self._host.budget), num_bytes / BYTES_PER_SECOND_MIN):
+                return True
+        limits = self._receives_until, self._completes_until
         return any(until is not None and now > until for until in limits)
 
     @property
@@ -117,63 +117,65 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way on an open lane."""
-        return not (
-            self.sender is None
-            or self._receives_until is not None
-            or self._num_begun != self._num_answered
-            or self._pulls
-        )
+        return self._receives_until is None and self._pulling is None and not self._conversation.under_way
 
     def shut(self) -> None:
-        """Cuts the lane, from any thread; its threads end."""
         self._lane.shut()
 
-    def finish(self) -> None:
-        """Takes nothing more; what has been received is answered."""
+    async def finish(self, seconds: float) -> None:
+        self.take_no_more()
+        await asyncio.wait([self._task], timeout=max(seconds, 0.0))
+
+    def take_no_more(self) -> None:
+        """Let the messages end; those received are answered."""
         with contextlib.suppress(OSError):
             self._lane.shut_reading()
 
-    def join(self, seconds: float) -> None:
-        """Waits for the lane's end, for so long at most."""
-        self._receiver.join(max(seconds, 0.0))
-
-    # The thread that receives.
-
-    def _serve(self) -> None:
+    async def _serve(self) -> None:
         try:
-            try:
-                self._open()
-                while not self._failed:
-                    self._take()
-            except (lane.LaneClosed, OSError):
-                raise
-            except Exception as error:
-                # Behind the answers to what came before.
-                self._jobs.put(partial(self._fail, error))
-            self._end_answers()
-            # Here too where the other thread has failed, and the rest of what was sent is on its way.
-            self._receives_until = time.monotonic() + END_SECONDS
-            self._lane.end()
+            request = await self._in_thread(self._open)
+            self._admit(self, request)
+            self._sender, self._receives_until = request.sender, None
+            self._account.caller = request.sender.worker_id
+            async with self._conversation:
+                self._write(Answer(lane.OPEN))
+                self._conversation.start(self._go_on())
+                await self._ended
         except (lane.LaneClosed, OSError):
             # The worker is gone, or comes again.
-            return
+            pass
+        except Exception as error:
+            with contextlib.suppress(lane.LaneClosed, OSError):
+                await self._end_with(error)
         finally:
-            self._end_answers()
+            self._loop.remove_reader(self._end)
+            self._lane.shut()
+            while self._blocking:
+                # The system would give their socket's number to another.
+                await asyncio.wait([asyncio.wrap_future(future) for future in list(self._blocking)])
             self._lane.close()
             self._account.close()
-            with contextlib.suppress(RuntimeError):
-                # The server may have ended meanwhile, and the loop with it.
-                self._loop.call_soon_threadsafe(self._on_closed, self)
+            self._on_closed(self)
 
-    def _end_answers(self) -> None:
-        """Returns when all is answered that will be."""
+    def _fail(self, error: Exception) -> None:
+        """End the lane, behind the answers to earlier messages."""
+        self._loop.remove_reader(self._end)
         if self._pulling is not None:
             self._pulling.cancel()
-        self._jobs.put(None)
-        self._answerer.join()
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
-    def _open(self) -> None:
+    async def _end_with(self, error: Exception) -> None:
+        """Send the reason, and wait until the other end has read it and closes."""
+        self._completes_until = time.monotonic() + END_SECONDS
+        sent = self._write(_failure(error))
+        if sent is not None:
+            await sent
+        await self._in_thread(self._lane.end)
+
+    # Receiving.
+
+    def _open(self) -> lane_pb2.LaneOpen:
         try:
             self._lane.handshake()
         except ssl.SSLError as error:
@@ -184,53 +186,99 @@ class Connection:
         kind, header, payload_bytes = self._lane.receive(header_bytes_max=OPEN_BYTES_MAX)
         if kind != lane.OPEN or payload_bytes:
             raise InvalidArgument("the first message on a lane shows the ticket of Hello")
-        request = convert.parse(lane_pb2.LaneOpen, header)
-        self._admit(self, request)
-        self._account.caller = request.sender.worker_id
-        self._send(lane.OPEN, b"")
-        self._receives_until = None
+        return convert.parse(lane_pb2.LaneOpen, header)
 
-    def _take(self) -> None:
-        self._room.acquire()
-        if self._account.budget.bytes_held >= AHEAD_BYTES_MAX:
-            # Where all together hold much, each has one at a time: the others keep the processors at work.
-            for _ in range(READ_AHEAD_MAX - 1):
-                self._room.acquire()
-            self._room.release(READ_AHEAD_MAX - 1)
-        if self._failed:
+    def _on_readable(self) -> None:
+        """Take one small message that has come, the usual case; a task goes on where there is more to do."""
+        try:
+            self._lane.fill()
+            message = self._lane.whole()
+            sent = None if message is None else self._take(*message)
+            if sent is not None or self._lane.has_more:
+                self._loop.remove_reader(self._end)
+                self._conversation.start(self._go_on(sent))
+        except BlockingIOError:
             return
-        self._lane.wait()
+        except Exception as error:
+            self._fail(error)
+
+    async def _go_on(self, sent: Awaitable[object] | None = None) -> None:
+        """Take messages until no more has come."""
+        try:
+            while True:
+                if sent is not None:
+                    await sent
+                    self._completes_until = _until(MESSAGE_SECONDS, 0) if self._pushes.parts else None
+                if (message := self._lane.whole()) is not None:
+                    sent = self._take(*message)
+                elif self._lane.is_large:
+                    sent = self._take(*await self._in_thread(self._receive))
+                elif self._fill():
+                    sent = None
+                else:
+                    break
+                del message
+                if sent is None:
+                    # Others have their turn.
+                    await asyncio.sleep(0)
+            if not self._lane.is_empty:
+                self._receives_until = time.monotonic() + MESSAGE_SECONDS
+                if (begun := self._lane.begun) is not None:
+                    self._check(*begun)
+            self._loop.add_reader(self._end, self._on_readable)
+        except Exception as error:
+            self._fail(error)
+
+    def _fill(self) -> bool:
+        try:
+            self._lane.fill()
+        except BlockingIOError:
+            return False
+        return True
+
+    def _receive(self) -> tuple[int, bytes, memoryview, int]:
+        """Receive a large message, on a thread."""
         self._receives_until = time.monotonic() + MESSAGE_SECONDS
         kind, header, payload_bytes = self._lane.receive(header_bytes_max=PUSH_HEADER_MAX)
-        check_message_bytes(len(header) + payload_bytes, bytes_max=self._run.config.max_message_bytes)
-        if kind == lane.PULL:
-            if payload_bytes:
-                raise InvalidArgument(f"a lane's Pull has a payload of {payload_bytes} bytes; expected none")
-            self._receives_until = None
-            self._room.release()
-            self._begin_pull(header)
-            return
-        if kind not in (lane.PUSH, lane.EXCHANGE):
-            raise InvalidArgument(f"a lane's message has kind {kind}, which workers do not send")
-        request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
-        self._require_own(request.sender)
+        self._check(kind, len(header), payload_bytes)
         self._receives_until = _until(MESSAGE_SECONDS, payload_bytes)
         self._account.hold(payload_bytes)
-        # From the heap, where the one before it has just become free; a gradient that waits for others keeps it.
+        # From the heap, where an earlier one has just become free; a gradient that waits for others keeps it.
         payload = np.empty(payload_bytes, np.uint8).data
         self._lane.receive_into(payload)
+        return kind, header, payload, payload_bytes
+
+    def _check(self, kind: int, header_bytes: int, payload_bytes: int) -> None:
+        """Refuse a message that no worker sends, before memory is taken for it."""
+        check_message_bytes(header_bytes + payload_bytes, bytes_max=self._host.config.max_message_bytes)
+        if kind not in (lane.PUSH, lane.EXCHANGE, lane.PULL):
+            raise InvalidArgument(f"a lane's message has kind {kind}, which workers do not send")
+        if kind == lane.PULL and payload_bytes:
+            raise InvalidArgument(f"a lane's Pull has a payload of {payload_bytes} bytes; expected none")
+
+    def _take(self, kind: int, header: bytes, payload: memoryview, bytes_held: int = 0) -> Awaitable[object] | None:
         self._receives_until = None
-        self._num_begun += 1
-        answer = partial(self._answer, request, payload, exchanges=kind == lane.EXCHANGE)
-        shard = self._run.content.shards.get(request.shard_id)
-        if (shard is None or shard.length < INLINE_PARAMETERS_MAX) and self._num_answered == self._num_begun - 1:
-            answer()
-        else:
-            self._jobs.put(answer)
+        received_bytes = payload.nbytes
+        if kind not in (lane.PUSH, lane.EXCHANGE):
+            self._check(kind, len(header), received_bytes)
+            self._begin_pull(header)
+            return None
+        request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
+        self._require_own(request.sender)
+        return self._pushes.take(
+            Message(
+                self._host.run,
+                request,
+                payload,
+                exchanges=kind == lane.EXCHANGE,
+                received_bytes=received_bytes,
+                bytes_held=bytes_held,
+            )
+        )
 
     def _require_own(self, sender: Sender) -> None:
-        assert self.sender is not None
-        own = self.sender
+        own = self._sender
+        assert own is not None
         if (sender.worker_id, sender.incarnation) != (own.worker_id, own.incarnation):
             raise NotAllowed(
                 f"the message is of worker {sender.worker_id!r} ({sender.incarnation}), on the lane of worker "
@@ -238,114 +286,76 @@ class Connection:
             )
 
     def _begin_pull(self, header: bytes) -> None:
-        self._require_own(convert.parse(wire.PullRequest, header, bytes_max=PUSH_HEADER_MAX).sender)
-        if self._pulls:
+        request = pull_request(self._host.run, header)
+        self._require_own(request.sender)
+        if self._pulling is not None:
             raise InvalidArgument("a pull is under way on this lane: read what it brings first")
-        self._pulls = True
-        self._pulling = asyncio.run_coroutine_threadsafe(self._serve_pull(header), self._loop)
+        self._pulling = self._loop.create_task(self._serve_pull(request))
 
-    async def _serve_pull(self, header: bytes) -> None:
+    async def _serve_pull(self, request: wire.PullRequest) -> None:
         try:
-            await self._pull(header, self)
-        except Exception as error:
-            self._jobs.put(partial(self._end_pull, error))
-        else:
-            self._jobs.put(self._end_pull)
-
-    def _end_pull(self, error: Exception | None = None) -> None:
-        self._pulls = False
-        if error is None:
-            self._send(lane.END, b"")
-        else:
-            self._send_failure(error)
-
-    async def write(self, message: bytes) -> None:
-        """Sends a pull's message; as of gRPC's context."""
-        sent = asyncio.get_running_loop().create_future()
-        self._jobs.put(partial(self._send_pulled, message, sent))
-        await sent
-
-    # The thread that answers; the first does what is little.
-
-    def _answer_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
             try:
-                if not self._failed:
-                    job()
+                await PullStream(self._host, self._conversation, request).serve()
+                await self._conversation.none_under_way()
+                answer = Answer(lane.END)
             except OSError:
-                self._failed = True
-                self._lane.shut()
+                raise
             except Exception as error:
-                with contextlib.suppress(OSError):
-                    self._fail(error)
-                # Also where nobody hears of it: the first thread is not to wait for what is never answered.
-                self._failed = True
-            # What it holds is free while the next is waited for.
-            del job
-            if self._failed:
-                # The first thread may wait for room.
-                self._room.release()
+                # The lane goes on.
+                answer = _failure(error)
+            self._pulling = None
+            if (sent := self._write(answer)) is not None:
+                await sent
+        except OSError as error:
+            self._pulling = None
+            self._fail(error)
 
-    def _answer(self, request: wire.PushRequest, payload: memoryview, *, exchanges: bool) -> None:
-        run, staging = self._run, self._staging
-        received_bytes = payload.nbytes
-        message = Message(request, payload, run.content.shards, exchanges=exchanges, received_bytes=received_bytes)
-        if staging.takes(message):
-            self._account.release(received_bytes)
-            for _ in staging.add(message):
-                parts = staging.drop()
-                for part, pushed in zip(parts, push_whole(run, parts), strict=True):
-                    self._reply(part, pushed)
-            # What follows is as large as this.
-            self._completes_until = _until(MESSAGE_SECONDS, received_bytes) if staging.parts else None
-        else:
-            staging.singly = message.push_id
-            with self._account.holding(message.held_bytes - received_bytes):
-                self._reply(message, run.push(message.plan, run_id=message.run_id))
-            self._account.release(received_bytes)
-        self._num_answered += 1
-        self._room.release()
+    # Sending.
 
-    def _reply(self, message: Message, pushed: Pushed) -> None:
-        header, payload = message.answer_in_parts(pushed, self._run)
-        self._send(lane.PUSH if message.frame is None else lane.EXCHANGE, header, payload)
+    def _write(self, answer: Answer) -> Awaitable[None] | None:
+        kind, header, payload = answer.kind, answer.header, answer.payload
+        num_bytes = len(payload)
+        send = partial(self._lane.send, kind, header, payload)
+        if num_bytes <= SHORT_BYTES and self._sending is None and not self._sending_lock.locked():
+            rest = self._lane.send_now(kind, header, payload)
+            if not rest:
+                return None
+            send = partial(self._lane.flush, rest)
+        self._sending = self._loop.create_task(self._send_after(self._sending, send, num_bytes))
+        return self._sending
 
-    def _send_pulled(self, message: bytes, sent: asyncio.Future[None]) -> None:
-        header, offset, length = _kernels.split_frame(message, PAYLOAD_FIELD)
-        self._send(lane.PULL, header, memoryview(message)[offset : offset + length])
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(_settle, sent)
+    async def _send_after(self, before: asyncio.Task[None] | None, send: Callable[[], None], num_bytes: int) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        self._sends = time.monotonic(), num_bytes
+        try:
+            await self._in_thread(partial(self._send, send))
+        finally:
+            self._sends = None
+            if self._sending is asyncio.current_task():
+                self._sending = None
 
-    def _send(self, kind: int, header: bytes, payload: memoryview | bytes = b"") -> None:
-        with self._sending:
-            self._sends_until = _until(WRITE_SECONDS, memoryview(payload).nbytes)
-            self._lane.send(kind, header, payload)
-            self._sends_until = None
+    def _send(self, send: Callable[[], None]) -> None:
+        # A cancelled task does not end its thread.
+        with self._sending_lock:
+            send()
 
-    def _fail(self, error: Exception) -> None:
-        """Says why nothing more is answered."""
-        if not self._failed:
-            self._send_failure(error)
-            self._failed = True
-            self._completes_until = time.monotonic() + END_SECONDS
-
-    def _send_failure(self, error: Exception) -> None:
-        self._send(lane.FAILURE, failure_of(error, "a message on a lane").SerializeToString())
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError as error:
+            # No thread is left, or the server has ended.
+            log.warning("a lane was cut off", reason=str(error))
+            raise ConnectionAbortedError(str(error)) from None
+        self._blocking.add(future)
+        future.add_done_callback(self._blocking.discard)
+        return await asyncio.wrap_future(future)
 
 
-def peer_of(end: socket.socket) -> str:
-    """The address of who has connected; empty where it has gone again."""
-    try:
-        return str(end.getpeername()[0])
-    except OSError:
-        return ""
+def _failure(error: Exception) -> Answer:
+    return Answer(lane.FAILURE, failure_of(error, "a message on a lane").SerializeToString())
 
 
 def _until(seconds: float, payload_bytes: int) -> float:
-    """When a message that begins now is to be whole."""
+    """Return when a message that begins now is to be whole."""
     return time.monotonic() + max(seconds, payload_bytes / BYTES_PER_SECOND_MIN)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -1,4 +1,4 @@
-"""One caller at the local socket: its requests come in, are answered one by one, and its memory goes when it goes."""
+"""One caller at the local socket: its requests are answered one by one, and its memory is unmapped when it ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 
 from pyps.service.calls import failure_of, log_bug
+from pyps.service.conversation import Conversation, Request
 from pyps.service.limits import check_message_bytes
+from pyps.service.listener import Caller
 from pyps.service.pushing import PUSH_HEADER_MAX
-from pyps.service.shm.requests import Requests
+from pyps.service.shm.requests import Exchange, Pull
 from pyps.service.shm.segment import Attachment
+from pyps.service.transport import Host
 from pyps_wire import local_pb2 as local
-from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError
 
 # Each message follows its length.
 LENGTH = struct.Struct("<I")
@@ -28,7 +32,7 @@ RECEIVE_BYTES = 65_536
 ATTACH_BYTES_MAX = 2**18
 # What a request says of each of its shards, beside the extents of all.
 SHARD_BYTES_MAX = 1024
-# Who connects says at once what for.
+# A caller attaches its memory within so long.
 ATTACH_SECONDS = 10.0
 # A message that has begun is whole within so long, and an answer is taken.
 MESSAGE_SECONDS = 60.0
@@ -36,32 +40,30 @@ MESSAGE_SECONDS = 60.0
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 
 
-class Connection:
-    """A caller, from its connection to its end. For the event loop, whose callbacks it lives in.
+class Connection(Caller):
+    """A caller, from its connection to its end. For the event loop.
 
-    A request is read in the callback that hears of it, and a small one is answered there: no task, no thread.
+    A request is read in the loop's callback, and a small one is answered there: no task, no thread.
     """
 
     def __init__(
         self,
         end: socket.socket,
+        host: Host,
         *,
-        requests: Requests,
-        message_bytes_max: int,
-        attach: Callable[[local.LocalAttach, int], Awaitable[Attachment]],
-        on_attached: Callable[[Connection], Awaitable[None]],
-        on_closed: Callable[[Connection], None],
+        attach: Callable[[Connection, local.LocalAttach, int], Awaitable[Attachment]],
+        on_closed: Callable[[Caller], None],
     ):
+        """`attach` maps a worker's memory and lets the worker in; the descriptor can be closed afterwards."""
         self._socket = end
-        self._requests = requests
-        self._message_bytes_max = message_bytes_max
+        self._host = host
         self._take_memory = attach
-        self._on_attached = on_attached
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
+        self._conversation = Conversation(host.work, host.budget.account(), self._reply, ahead_max=1)
         self.attachment: Attachment | None = None
-        # The request that is worked on elsewhere; the next is not read before it is answered.
-        self.task: asyncio.Task[local.LocalReply] | None = None
+        # The request that a task works on; the next is not read before it is answered.
+        self._task: asyncio.Task[None] | None = None
         self.closed = False
         # Bytes of a request that is not whole yet, and of a reply that is not taken yet.
         self._inbox = bytearray()
@@ -70,29 +72,40 @@ class Connection:
         self._more = False
         self._descriptor = -1
         # When the caller's turn began: to attach, to send the rest of a request, to take a reply. None else.
-        self._turn_since: float | None = self._loop.time()
+        self._turn_since: float | None = time.monotonic()
         self._hang_up = select.poll()
         self._hang_up.register(end, select.POLLRDHUP)
         self._loop.add_reader(end, self._on_readable)
 
     @property
+    def worker(self) -> tuple[str, int] | None:
+        return None if self.attachment is None else (self.attachment.worker_id, self.attachment.incarnation)
+
+    @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return self.task is None and not self._outbox and not self._inbox
+        return self._task is None and not self._outbox and not self._inbox
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the caller holds the server up for longer than anybody may."""
-        if self._turn_since is None or self.task is not None:
+        if self._turn_since is None or self._task is not None:
             return False
         return now - self._turn_since > (ATTACH_SECONDS if self.attachment is None else MESSAGE_SECONDS)
 
     @property
     def is_hung_up(self) -> bool:
-        """Whether the caller has gone, though what it sent before may not be read yet."""
+        """Return whether the caller has hung up, though its earlier messages may not be read yet."""
         return bool(self._hang_up.poll(0))
 
-    def close(self) -> None:
-        """Ends the connection and its request; memory that a thread still works in is unmapped when it is done."""
+    @property
+    def is_gone(self) -> bool:
+        # Behind a further request, which is not read while one is worked on.
+        return self._task is not None and self.is_hung_up
+
+    async def finish(self, seconds: float) -> None:
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=max(seconds, 0.0))
+
+    def shut(self) -> None:
+        """End the connection and its request; memory that a thread still works in is unmapped when it is done."""
         if self.closed:
             return
         self.closed = True
@@ -102,8 +115,8 @@ class Connection:
         self._drop_descriptor()
         if self.attachment is not None:
             self.attachment.memory.close()
-            if self.task is not None:
-                self.task.cancel()
+            if self._task is not None:
+                self._task.cancel()
         self._on_closed(self)
 
     # What comes in.
@@ -113,7 +126,7 @@ class Connection:
             if self._more:
                 # What has come already is handled first.
                 return
-            if self.task is None and not self._outbox:
+            if self._task is None and not self._outbox:
                 self._receive()
             else:
                 self._look_for_the_end()
@@ -121,15 +134,15 @@ class Connection:
             return
         except OSError:
             # The caller is gone.
-            self.close()
+            self.shut()
         except Exception as error:
             log_bug(error, "a local request")
-            self.close()
+            self.shut()
 
     def _receive(self) -> None:
         received = self._socket.recv(RECEIVE_BYTES) if self.attachment is not None else self._receive_with_descriptor()
         if not received:
-            self.close()
+            self.shut()
         elif not self._inbox and len(received) > 4 and LENGTH.unpack_from(received)[0] == len(received) - 4:
             # The usual case: one request, and all of it.
             if self._admits(len(received) - 4):
@@ -148,17 +161,17 @@ class Connection:
         return received
 
     def _look_for_the_end(self) -> None:
-        """Closes the connection where the caller has gone while its request was worked on."""
+        """Close the connection where the caller has gone while its request was worked on."""
         if self._socket.recv(1, socket.MSG_PEEK):
-            # The next request; it is heard of again once this one is answered.
+            # The next request; it is read once this one is answered.
             self._loop.remove_reader(self._socket)
         else:
-            self.close()
+            self.shut()
 
     def _take_next(self) -> None:
-        """Takes one request where it is whole. Others have their turn before the one behind it."""
+        """Take one request where it is whole. Other callers have their turn before the next."""
         self._more = False
-        if self.closed or self.task is not None or self._outbox:
+        if self.closed or self._task is not None or self._outbox:
             return
         message = self._whole_message()
         if message is not None:
@@ -167,7 +180,7 @@ class Connection:
                 self._more = True
                 self._loop.call_soon(self._take_next)
         elif self._inbox and self._turn_since is None:
-            self._turn_since = self._loop.time()
+            self._turn_since = time.monotonic()
 
     @property
     def _request_bytes_max(self) -> int:
@@ -185,13 +198,13 @@ class Connection:
         return message
 
     def _admits(self, length: int) -> bool:
-        """Whether a message may be so long; one that may not is refused for good: where it ends is not looked for."""
+        """Return whether a message may be so long; the connection of one that may not ends."""
         try:
             if self.attachment is None and length > ATTACH_BYTES_MAX:
                 raise LimitExceeded(
                     f"the first message is {length} bytes long; Attach has {ATTACH_BYTES_MAX} at the most"
                 )
-            check_message_bytes(length, bytes_max=self._message_bytes_max)
+            check_message_bytes(length, bytes_max=self._host.config.max_message_bytes)
             if length > PUSH_HEADER_MAX and length > self._request_bytes_max:
                 # Read, a list of millions takes a hundred times its bytes, and holds up the event loop.
                 raise LimitExceeded(
@@ -209,7 +222,7 @@ class Connection:
     def _take(self, message: bytes) -> None:
         if self._hang_up.poll(0):
             # Nobody waits for the answer, and the memory may be in other use already.
-            self.close()
+            self.shut()
             return
         try:
             request = local.LocalRequest.FromString(message)
@@ -222,43 +235,41 @@ class Connection:
         except Exception as error:
             self._refuse(error)
             return
-        if isinstance(answer, local.LocalReply):
-            self._reply(answer)
-        else:
+        if answer is not None:
             self._turn_since = None
-            self.task = self._loop.create_task(answer)
-            self.task.add_done_callback(self._on_done)
+            self._task = self._loop.create_task(answer)
+            self._task.add_done_callback(self._on_done)
 
-    def _answer(self, request: local.LocalRequest) -> local.LocalReply | Coroutine[Any, Any, local.LocalReply]:
-        if self.attachment is not None:
-            return self._requests.answer(self.attachment, request)
+    def _answer(self, request: local.LocalRequest) -> Coroutine[Any, Any, None] | None:
+        """Answer at once where that is little work and nothing has to be waited for."""
+        attachment = self.attachment
+        if attachment is not None:
+            asked: Request
+            if request.HasField("exchange"):
+                asked = Exchange(self._host, attachment, request.exchange)
+            elif request.HasField("pull"):
+                asked = Pull(self._host, attachment, request.pull.request)
+            else:
+                raise InvalidArgument("expected LocalExchange or LocalPull: memory is attached once a connection")
+            return cast("Coroutine[Any, Any, None] | None", self._conversation.take(asked))
         if not request.HasField("attach") or self._descriptor < 0:
             raise InvalidArgument(
                 "expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message"
             )
         return self._attach(request.attach)
 
-    async def _attach(self, request: local.LocalAttach) -> local.LocalReply:
+    async def _attach(self, request: local.LocalAttach) -> None:
         # From here on it belongs to this call, which a closed connection does not end.
         descriptor, self._descriptor = self._descriptor, -1
         try:
-            attachment = await self._take_memory(request, descriptor)
+            attachment = await self._take_memory(self, request, descriptor)
         finally:
             os.close(descriptor)
-        if self.closed:
-            attachment.memory.close()
-            raise ServerUnavailable("the caller hung up before its memory was attached")
-        self.attachment = attachment
-        try:
-            await self._on_attached(self)
-        except BaseException:
-            self.attachment = None
-            attachment.memory.close()
-            raise
-        return local.LocalReply(attached=local.LocalAttached(nonce=attachment.memory.nonce))
+        self._conversation.account.caller = attachment.worker_id
+        self._reply(local.LocalReply(attached=local.LocalAttached(nonce=attachment.memory.nonce)))
 
-    def _on_done(self, task: asyncio.Task[local.LocalReply]) -> None:
-        self.task = None
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or self.closed:
             if error is not None and not isinstance(error, PypsError):
@@ -266,8 +277,6 @@ class Connection:
             return
         if error is not None:
             self._refuse(error)
-        else:
-            self._reply(task.result())
         if not self.closed:
             self._loop.add_reader(self._socket, self._on_readable)
             self._take_next()
@@ -276,10 +285,13 @@ class Connection:
 
     def _refuse(self, error: BaseException, *, for_good: bool = False) -> None:
         self._reply(local.LocalReply(failure=failure_of(error, "a local request")))
-        if for_good or self.attachment is None or not self._requests.serves(self.attachment):
-            self.close()
+        attachment = self.attachment
+        if for_good or attachment is None or self._host.run.content.shards is not attachment.content.shards:
+            self.shut()
 
     def _reply(self, reply: local.LocalReply) -> None:
+        if self.closed:
+            return
         message = reply.SerializeToString()
         frame = LENGTH.pack(len(message)) + message
         self._turn_since = None
@@ -288,11 +300,11 @@ class Connection:
         except BlockingIOError:
             sent = 0
         except OSError:
-            self.close()
+            self.shut()
             return
         if sent < len(frame):
             self._outbox = memoryview(frame)[sent:]
-            self._turn_since = self._loop.time()
+            self._turn_since = time.monotonic()
             self._loop.add_writer(self._socket, self._on_writable)
 
     def _on_writable(self) -> None:
@@ -301,7 +313,7 @@ class Connection:
         except BlockingIOError:
             return
         except OSError:
-            self.close()
+            self.shut()
             return
         if not self._outbox:
             self._turn_since = None

@@ -245,7 +245,7 @@ class Attachment:
                 f"model's {content.plan.num_shards}"
             )
         membership.require_part(self.worker_id, shard_id, content.plan.part_of(shard_id))
-        raise NotInitialized("the worker declares other parts since this memory was attached: attach it anew")
+        raise NotInitialized("the worker declares other parts since this memory was attached: attach it again")
 
     def require_sender(self, sender: common.Sender) -> None:
         """Refuses whoever speaks for another worker than the one that attached; to say nothing is enough."""
@@ -260,7 +260,7 @@ class Attachment:
     def require_shards(self, shards: Mapping[int, Store]) -> None:
         """Refuses to serve other shards than the memory was laid out for: those that the run has now."""
         if shards is not self.content.shards:
-            raise NotInitialized("the run was reset since this memory was attached: say Hello, then attach it anew")
+            raise NotInitialized("the run was reset since this memory was attached: say Hello, then attach it again")
 
 
 def check_layout(request: local.LocalAttach, content: Content) -> None:

@@ -1,4 +1,4 @@
-"""The replies of one stream: their order, what runs ahead of them, their errors and callers who take none."""
+"""One caller's conversation: the order of its answers, what runs ahead, errors and callers that take no answer."""
 
 import asyncio
 import threading
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from pyps.service import responses as module
+from pyps.core.membership import Member, Membership
+from pyps.service import calls
+from pyps.service import conversation as module
 from pyps.service.calls import Awaited, Call
+from pyps.service.conversation import Conversation, Request
 from pyps.service.executor import INLINE_PARAMETERS_MAX, KernelExecutor
 from pyps.service.limits import HEADER_BYTES, ByteBudget
-from pyps.service.responses import OrderedResponses
 from pyps_wire.errors import InvalidArgument, LimitExceeded, WaitTimedOut
+from pyps_wire.partition import Model, Tensor
 from shards import serving
 
 MUCH, LITTLE = INLINE_PARAMETERS_MAX, 10
@@ -44,8 +47,8 @@ class Scene:
     def __init__(self, threads: int) -> None:
         self.work, self.budget = KernelExecutor(threads), ByteBudget(2**30)
 
-    def replies(self, caller: Caller, *, ahead_max: int = 3) -> OrderedResponses:
-        return OrderedResponses(caller, self.work, self.budget.account("a"), ahead_max=ahead_max)  # type: ignore[arg-type]
+    def replies(self, caller: Caller, *, ahead_max: int = 3) -> Conversation:
+        return Conversation(self.work, self.budget.account("a"), caller.write, ahead_max=ahead_max)
 
 
 def played(act: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -60,10 +63,24 @@ def played(act: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
+class Asked(Request):
+    def __init__(self, shard_id: int, job: Callable[[], list[bytes]], num_parameters: int, held_bytes: int) -> None:
+        self.shard_id, self.num_parameters, self.held_bytes = shard_id, num_parameters, held_bytes
+        self.work = job  # type: ignore[method-assign]
+
+
 async def add(
-    replies: OrderedResponses, shard_id: int, job: Callable[[], list[bytes]], num_parameters: int = MUCH
+    replies: Conversation,
+    shard_id: int,
+    job: Callable[[], list[bytes]],
+    num_parameters: int = MUCH,
+    *,
+    held_bytes: int | None = None,
 ) -> None:
-    await replies.add(shard_id, job, num_parameters=num_parameters, held_bytes=num_parameters)
+    held_bytes = num_parameters if held_bytes is None else held_bytes
+    sent = replies.take(Asked(shard_id, job, num_parameters, held_bytes))
+    if sent is not None:
+        await sent
 
 
 @played
@@ -147,17 +164,16 @@ async def test_no_more_runs_ahead_than_there_is_room_for(scene: Scene) -> None:
                 for number in range(8):
                     await add(replies, number, lambda: [b"reply"])
                     added.append(number)
-                    await replies.room()
 
         with scene.budget.account("b").holding(held_elsewhere):
             reader = asyncio.create_task(read(caller, added))
-            while len(added) < ahead:
+            while scene.budget.bytes_held < held_elsewhere + ahead * MUCH:
                 await asyncio.sleep(0)
-            assert scene.budget.bytes_held == held_elsewhere + ahead * MUCH
             # Whatever else may happen now does not need this caller.
             for _ in range(100):
                 await asyncio.sleep(0)
-            assert len(added) == ahead
+            assert len(added) == ahead - 1
+            assert scene.budget.bytes_held == held_elsewhere + ahead * MUCH
             caller.listen()
             await reader
         assert len(caller.taken) == 8
@@ -219,7 +235,7 @@ async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None
         with pytest.raises(error, match="--max-in-flight-bytes"):
             async with scene.replies(Caller()) as replies:
                 undone = partial(pytest.fail, "it was done")
-                await replies.add(0, undone, num_parameters=1, held_bytes=held_bytes)
+                await add(replies, 0, undone, 1, held_bytes=held_bytes)
     other.release(1)
 
 
@@ -265,30 +281,70 @@ def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_n
         budget.account("early").hold(shard)
 
 
-@played
-async def test_a_caller_that_takes_nothing_loses_its_call(scene: Scene) -> None:
-    writer = Call(Caller(deaf=True), Awaited(1), write_seconds=0.05)  # type: ignore[arg-type]
-    with pytest.raises(WaitTimedOut, match=r"the caller took no reply for 0\.05 s: call again"):
-        await writer.write(b"reply")
-    task = asyncio.current_task()
-    assert task is not None and task.cancelling() == 0
+def test_a_message_under_pressure_scans_neither_workers_nor_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = serving("early", model=Model(tuple(Tensor(f"w{number}", (1,), number) for number in range(400))))
+    for index in range(254):
+        run.membership.join(f"w{index}", 1, now=run.clock())
+    alive, scans = Membership.alive, list[Membership]()
+
+    def count(membership: Membership) -> list[Member]:
+        scans.append(membership)
+        return alive(membership)
+
+    monkeypatch.setattr(Membership, "alive", count)
+    budget = ByteBudget(2**20, run)
+    budget.account("early").hold(2**19)
+    for _ in range(1000):
+        with budget.account("w1").holding(100):
+            pass
+    assert len(scans) == 1
+    # Another worker changes what is kept for whom.
+    run.membership.join("late", 1, now=run.clock())
+    budget.account("late").hold(100)
+    assert len(scans) == 2
 
 
-@played
-async def test_the_watch_over_slow_callers_counts_each_message_anew(scene: Scene) -> None:
-    loop = asyncio.get_running_loop()
-    now = loop.time()
-    loop.time = lambda: now  # type: ignore[method-assign]
-    caller = Caller()
-    writer = Call(caller, Awaited(1), write_seconds=4.0)  # type: ignore[arg-type]
-    for _ in range(4):
-        caller.stop_listening()
-        sending = asyncio.create_task(writer.write(b"reply"))
+async def pass_seconds(clock: list[float], seconds: float) -> None:
+    """Let time pass on a loop that is set by a clock."""
+    asyncio.get_running_loop().time = lambda: clock[0]  # type: ignore[method-assign]
+    # What has begun, has begun by now.
+    await asyncio.sleep(0)
+    clock[0] += seconds
+    for _ in range(5):
         await asyncio.sleep(0)
-        now += 3.5
-        for _ in range(5):
-            await asyncio.sleep(0)
-        caller.listen()
-        await sending
-    assert caller.taken == [b"reply"] * 4
-    writer.close()
+
+
+@pytest.mark.parametrize(("held_share", "seconds"), [(0.4, calls.WRITE_SECONDS), (0.6, calls.CROWDED_WRITE_SECONDS)])
+def test_a_caller_that_takes_nothing_loses_its_call(held_share: float, seconds: float) -> None:
+    async def act() -> None:
+        clock, budget = [asyncio.get_running_loop().time()], ByteBudget(1000)
+        await pass_seconds(clock, 0)
+        # What callers that read nothing hold is free sooner where it is much.
+        with budget.account("b").holding(int(held_share * 1000)):
+            writer = Call(Caller(deaf=True), Awaited(1), budget)  # type: ignore[arg-type]
+            sending = asyncio.create_task(writer.write(b"reply"))
+            await pass_seconds(clock, seconds - 1)
+            assert not sending.done()
+            await pass_seconds(clock, calls.CROWDED_WRITE_SECONDS)
+            with pytest.raises(WaitTimedOut, match=r"the caller took no reply for \d+ s: call again"):
+                await sending
+            assert sending.cancelling() == 0
+
+    asyncio.run(act())
+
+
+def test_the_limit_for_slow_callers_is_that_of_each_message() -> None:
+    async def act() -> None:
+        clock, caller = [asyncio.get_running_loop().time()], Caller()
+        await pass_seconds(clock, 0)
+        writer = Call(caller, Awaited(1), ByteBudget(1))  # type: ignore[arg-type]
+        for _ in range(4):
+            caller.stop_listening()
+            sending = asyncio.create_task(writer.write(b"reply"))
+            await pass_seconds(clock, 0.9 * calls.WRITE_SECONDS)
+            caller.listen()
+            await sending
+        assert caller.taken == [b"reply"] * 4
+        writer.close()
+
+    asyncio.run(act())
