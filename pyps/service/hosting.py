@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import resource
 import socket
+import stat
+import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
+from pyps import logs
 from pyps.config import ConfigError, flag_name
 from pyps.service.calls import Awaited, MessageReader
 from pyps.service.limits import ByteBudget
@@ -23,21 +31,21 @@ from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE, mes
 CONTROL_BYTES_MAX = 64 * 2**10
 # A worker has a handful of calls under way on its connection, each of which may make the server hold a message.
 _CALLS_PER_CONNECTION_MAX = 32
-# Observers and commands come beside the workers; commands alone to the control port.
+# For observers and commands, in addition to the workers; the control port has commands alone.
 _MORE_CONNECTIONS = 64
 _CONTROL_CONNECTIONS_MAX = 256
-# Who says nothing after connecting, and who makes no call for so long, holds a place that others need. A worker gives
-# heartbeats more often, and ends its other connection by itself, as beside a lane, within a minute without a call;
-# whoever is cut off connects anew with its next call.
+# A connection without a handshake, or without a call, ends after so long. A worker sends heartbeats more often, and
+# with a lane ends its other connection within a minute without a call; a client whose connection was ended connects
+# again with its next call.
 _HANDSHAKE_MS = 5_000
 _IDLE_MS = 10_000
 _DATA_IDLE_MS = 90_000
 _IDLE_HEARTBEATS = 12
 # Messages that may be late at once on the control port.
 _CONTROL_LATE_MAX = 64
-# Beyond the longest message: so much is taken in to say what was wrong with it.
+# Beyond the longest message: so much is received to say what was wrong with it.
 _TOO_LONG_BYTES = 2**20
-# Health checks that have begun, on a port where gRPC takes in messages of any call as large as a tensor's.
+# Health checks that have begun, on a port where gRPC receives messages of any call as large as a tensor's.
 _OPEN_READS_MAX = 16
 # Clients ping an idle connection every 60 s; the server allows twice that pace before it calls it abuse.
 _PING_INTERVAL_MIN_MS = 30_000
@@ -48,27 +56,132 @@ _KEEPALIVE_TIMEOUT_MS = 20_000
 # and 4 MiB (benchmarks/link.py). Four workers' peak of memory grows by 25 MB (benchmarks/rounds.py).
 _LOOKAHEAD_BYTES = 2**22
 
+# How often connections are counted, and the part of them that is kept free for newcomers.
+_COUNT_SECONDS = 0.5
+_FREE_SHARE = 4
+
+log = logs.get("pyps.service")
+
 Options = list[tuple[str, int]]
 
 
-def make_control_server(access: Access, *, budget: ByteBudget) -> grpc.aio.Server:
-    """A server for small calls, on a port of its own: large messages stand in nobody's way there."""
-    options = [
-        ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
-        ("grpc.max_allowed_incoming_connections", _connections(_CONTROL_CONNECTIONS_MAX, files_share=8)),
-        ("grpc.max_connection_idle_ms", _IDLE_MS),
-    ]
-    return _make_server(MessageReader(access, Awaited(_CONTROL_LATE_MAX), budget), options)
+class Port:
+    """One of gRPC's ports.
+
+    gRPC refuses newcomers where it has as many connections as it may. So the oldest connections that have made no call
+    of a known caller end before that. gRPC does not list its connections: they are found among the process's files.
+    """
+
+    def __init__(self, reader: MessageReader, connections_max: int, options: Options):
+        self._connections_max = connections_max
+        limit = ("grpc.max_allowed_incoming_connections", connections_max)
+        self.server = grpc.aio.server(interceptors=[reader], options=[*_common_options(), limit, *options])
+        self._number = 0
+        # Addresses whose connections have made a call, and since when the others were seen.
+        self._known: set[str] = set()
+        self._since: dict[str, float] = {}
+        self._counting: asyncio.Task[None] | None = None
+        reader.on_caller = self._on_caller
+
+    def bind(self, host: str, port: int, *, tls: Tls | None, field: str) -> str:
+        """Bind the port, with `tls` for TLS alone, and return its address.
+
+        ConfigError names the port and the setting when it is taken.
+        """
+        bound = 0
+        # gRPC would log a port that is taken in lines of its own, which say less.
+        if _can_listen(host, port):
+            with contextlib.suppress(RuntimeError):
+                address = address_of(host, port)
+                bound = (
+                    self.server.add_insecure_port(address)
+                    if tls is None
+                    else self.server.add_secure_port(address, tls.credentials())
+                )
+        if bound == 0:
+            raise ConfigError(busy_port(host, port, field=field))
+        self._number = bound
+        return address_of(host, bound)
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        await self.server.start()
+        self._counting = asyncio.create_task(self._keep_room())
+
+    async def stop(self) -> None:
+        """End all connections."""
+        if self._counting is not None:
+            self._counting.cancel()
+        await self.server.stop(0.1)
+
+    def _on_caller(self, peer: str) -> None:
+        # "ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234"
+        self._known.add(urllib.parse.unquote(peer).partition(":")[2])
+
+    async def _keep_room(self) -> None:
+        kept = self._connections_max - max(1, self._connections_max // _FREE_SHARE)
+        while True:
+            await asyncio.sleep(_COUNT_SECONDS)
+            files = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
+            if len(files) > kept or len(self._known) > 4 * self._connections_max:
+                self._end_oldest(files, kept)
+
+    def _end_oldest(self, files: Sequence[int], kept: int) -> None:
+        now = time.monotonic()
+        with contextlib.ExitStack() as ends:
+            found = {}
+            for file in files:
+                if (end := _own_socket(file)) is not None:
+                    ends.enter_context(end)
+                    if (peer := self._peer_of(end)) is not None:
+                        found[peer] = end
+            self._known &= found.keys()
+            self._since = {peer: self._since.get(peer, now) for peer in found if peer not in self._known}
+            oldest = sorted(self._since, key=self._since.__getitem__)[: max(0, len(found) - kept)]
+            for peer in oldest:
+                with contextlib.suppress(OSError):
+                    found[peer].shutdown(socket.SHUT_RDWR)
+        if oldest:
+            log.warning("connections that made no call were ended for others", count=len(oldest), newest=oldest[-1])
+
+    def _peer_of(self, end: socket.socket) -> str | None:
+        """Return the other end's address of a connection at this port; None for any other socket."""
+        try:
+            if end.family not in (socket.AF_INET, socket.AF_INET6) or end.getsockname()[1] != self._number:
+                return None
+            host, port, *_ = end.getpeername()
+        except OSError:
+            # It listens, or has ended.
+            return None
+        return address_of(str(host).removeprefix("::ffff:"), port)
+
+
+def _own_socket(file: int) -> socket.socket | None:
+    """Return a socket of this process by its number, as a second one that others cannot close."""
+    try:
+        copy = os.dup(file)
+    except OSError:
+        return None
+    try:
+        if stat.S_ISSOCK(os.fstat(copy).st_mode):
+            return socket.socket(fileno=copy)
+    except OSError:
+        pass
+    os.close(copy)
+    return None
+
+
+def control_port(access: Access, *, budget: ByteBudget) -> Port:
+    """Return a port for small calls, apart from large messages."""
+    options = [("grpc.max_receive_message_length", CONTROL_BYTES_MAX), ("grpc.max_connection_idle_ms", _IDLE_MS)]
+    reader = MessageReader(access, Awaited(_CONTROL_LATE_MAX), budget)
+    return Port(reader, _connections(_CONTROL_CONNECTIONS_MAX, files_share=8), options)
 
 
 def _connections(count: int, *, files_share: int) -> int:
-    """So many connections, or fewer where each would leave no file for a checkpoint."""
+    """Return so many connections, or fewer where each would leave no file for a checkpoint."""
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return count if files_max == resource.RLIM_INFINITY else max(1, min(count, files_max // files_share))
-
-
-def _make_server(reader: MessageReader, options: Options) -> grpc.aio.Server:
-    return grpc.aio.server(interceptors=[reader], options=[*_common_options(), *options])
 
 
 def handlers_of(service: str, servicer: object) -> grpc.GenericRpcHandler:
@@ -79,26 +192,6 @@ def handlers_of(service: str, servicer: object) -> grpc.GenericRpcHandler:
         if hasattr(servicer, name)
     }
     return grpc.method_handlers_generic_handler(service, handlers)
-
-
-def bind(server: grpc.aio.Server, host: str, port: int, *, tls: Tls | None, field: str) -> str:
-    """Binds a port, with `tls` for TLS alone, and returns its address.
-
-    ConfigError names the port and the setting when it is taken.
-    """
-    try:
-        # gRPC would tell of a port that is taken in lines of its own, which say less.
-        if not _can_listen(host, port):
-            bound = 0
-        elif tls is None:
-            bound = server.add_insecure_port(address_of(host, port))
-        else:
-            bound = server.add_secure_port(address_of(host, port), tls.credentials())
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise ConfigError(busy_port(host, port, field=field))
-    return address_of(host, bound)
 
 
 def _can_listen(host: str, port: int) -> bool:
@@ -114,7 +207,7 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 def busy_port(host: str, port: int, *, field: str) -> str:
-    """What to say of a port that cannot be bound."""
+    """Return the words for a port that cannot be bound."""
     if port == 0:
         return f"cannot listen on {host}: it is no address of this machine; choose another with --host"
     return (
@@ -124,7 +217,7 @@ def busy_port(host: str, port: int, *, field: str) -> str:
 
 
 def address_of(host: str, port: int) -> str:
-    """host:port, with an IPv6 host in brackets."""
+    """Return host:port, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -144,7 +237,7 @@ def _common_options() -> Options:
 
 
 class Grpc(Transport):
-    """gRPC, over which every call of the contract goes: the way of all workers that have no nearer one."""
+    """gRPC, over which every call of the contract goes: the transport of all workers that have no nearer one."""
 
     name = "grpc"
 
@@ -164,34 +257,32 @@ class Grpc(Transport):
             # setting, and one far too long is never held.
             ("grpc.max_receive_message_length", config.max_message_bytes + _TOO_LONG_BYTES),
             ("grpc.max_send_message_length", -1),
-            # A worker has one, and may have left another behind that has yet to end.
-            (
-                "grpc.max_allowed_incoming_connections",
-                _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2),
-            ),
             (
                 "grpc.max_connection_idle_ms",
                 max(_DATA_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds)),
             ),
-            # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in
-            # what it believes to be under way, several messages of each caller.
+            # A message is received once it is read, and so much of the next. By default gRPC would receive what it
+            # believes to be under way, several messages of each caller.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ]
         open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
         reader = MessageReader(host.access, host.awaited, host.budget, open_awaited=open_awaited)
-        self._server = _make_server(reader, options)
-        self._address = bind(self._server, config.host, config.port, tls=host.tls, field="port")
+        # A worker has one, and may have left another behind that has yet to end.
+        connections_max = _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2)
+        self._port = Port(reader, connections_max, options)
+        self._address = self._port.bind(config.host, config.port, tls=host.tls, field="port")
         return self._address
 
     async def start(self, services: Sequence[Service], address: str) -> None:
-        self._server.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._host.health, self._server)
-        add_reflection(self._server, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, health.SERVICE_NAME])
-        await self._server.start()
+        server = self._port.server
+        server.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
+        health_pb2_grpc.add_HealthServicer_to_server(self._host.health, server)
+        add_reflection(server, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, health.SERVICE_NAME])
+        await self._port.start()
 
     async def stop(self, seconds: float) -> None:
-        await self._server.stop(0.1)
+        await self._port.stop()
 
     def used_by(self, worker_id: str, incarnation: int) -> bool:
         return True

@@ -148,12 +148,12 @@ class Server:
         `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
         once the server answers.
         """
-        control = hosting.make_control_server(self._host.access, budget=self._budget)
+        control = hosting.control_port(self._host.access, budget=self._budget)
         collector = RunCollector(self._host, transports=self._transports)
         metrics = MetricsServer(collector, self._host)
         addresses = self._bind(control, metrics)
         self._resume()
-        self._add_inspector(control, addresses)
+        self._add_inspector(control.server, addresses)
         services = self._services(addresses)
         await self._set_health(_Health.SERVING)
         if signals:
@@ -174,11 +174,11 @@ class Server:
 
     # The start.
 
-    def _bind(self, control: grpc.aio.Server, metrics: MetricsServer) -> Addresses:
+    def _bind(self, control: hosting.Port, metrics: MetricsServer) -> Addresses:
         return Addresses(
             data="".join([transport.bind() for transport in self._transports]),
-            control=hosting.bind(
-                control, self._config.host, self._config.control_port, tls=self._host.tls, field="control_port"
+            control=control.bind(
+                self._config.host, self._config.control_port, tls=self._host.tls, field="control_port"
             ),
             metrics=metrics.address,
         )
@@ -364,7 +364,7 @@ class Server:
 
     # The end.
 
-    async def _end(self, control: grpc.aio.Server, metrics: MetricsServer) -> int:
+    async def _end(self, control: hosting.Port, metrics: MetricsServer) -> int:
         """Stops serving, drains, saves; in this order, so that what was acknowledged is in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
@@ -385,7 +385,7 @@ class Server:
         if self._update_log is not None:
             await asyncio.to_thread(self._update_log.end)
         metrics.stop()
-        await control.stop(0.1)
+        await control.stop()
         if self._checkpoints is not None:
             # Not before: a call may have asked for a checkpoint.
             self._checkpoints.close()

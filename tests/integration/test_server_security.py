@@ -140,6 +140,46 @@ def test_connections_without_a_call_leave_their_places_to_others(start_server, m
         wait_until(answered, what="a place")
 
 
+@pytest.mark.parametrize("said", PREFACES)
+def test_the_oldest_connections_without_a_call_end_for_newcomers(start_server, monkeypatch, said):
+    # None of them ends by itself while this test lasts.
+    for name in ("_HANDSHAKE_MS", "_IDLE_MS", "_DATA_IDLE_MS"):
+        monkeypatch.setattr(hosting, name, 600_000)
+    monkeypatch.setattr(hosting, "_CONTROL_CONNECTIONS_MAX", 40)
+    monkeypatch.setattr(hosting, "_MORE_CONNECTIONS", 40)
+    server = start_server("--max-workers", "4")
+    with contextlib.ExitStack() as stack:
+        # A caller that was there before stays.
+        earlier = [stack.enter_context(connected(address)) for address in (server.control, server.data)]
+        ask = stub_of(INSPECTOR, earlier[0]).GetStatus
+        ask(inspector_pb2.GetStatusRequest(), timeout=20)
+        worker = stack.enter_context(WireWorker(server.data))
+        worker.join(1.0)
+        for address in (server.control, server.data):
+            for _ in range(100):
+                idle = stack.enter_context(socket.create_connection(address.rsplit(":", 1), timeout=20))
+                with contextlib.suppress(ConnectionError):
+                    idle.sendall(PREFACES[said])
+
+        def answered() -> bool:
+            with connected(server.control) as channel, contextlib.suppress(grpc.RpcError):
+                stub_of(INSPECTOR, channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
+                return True
+            return False
+
+        def joined() -> bool:
+            with contextlib.suppress(grpc.RpcError), WireWorker(server.data, "late") as late:
+                late.hello()
+                return True
+            return False
+
+        wait_until(answered, what="a place at the control port")
+        wait_until(joined, what="a place at the data port")
+        ask(inspector_pb2.GetStatusRequest(), timeout=20)
+        worker.push(worker.push_request(1.0))
+    server.wait_for_output("connections that made no call were ended for others")
+
+
 def test_health_needs_no_token(guarded):
     for address in (guarded.data, guarded.control):
         with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
