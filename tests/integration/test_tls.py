@@ -6,7 +6,6 @@ import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -60,78 +59,59 @@ def test_a_worker_trains_over_mutual_tls_on_all_ports(start_server: Start, made:
     server.wait_for_output("PEER_DID_NOT_RETURN_A_CERTIFICATE")
 
 
+def served_by(made: Path, kind: str) -> list[str]:
+    """A server's flags by the folder of its certificates; "mutual" asks callers for one, and "" is in the clear."""
+    name, _, mutual = kind.partition(" ")
+    return served(made / name, mutual=bool(mutual)) if name else []
+
+
+def shown_by(made: Path, kind: str) -> dict[str, str]:
+    name, _, mutual = kind.partition(" ")
+    return shown(made / name, mutual=bool(mutual)) if name else {}
+
+
+CLOSED = "closed the connection|ALERT"
+SOUND, MUTUAL = "sound", "sound mutual"
 # What the server has, what the caller has, what OpenSSL says to the caller, and what `pyps certs check` does.
-REFUSALS: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str, str]], str, str]] = {
-    "an expired server": (
-        lambda made: served(made / "expired"),
-        lambda made: shown(made / "sound"),
-        "certificate has expired",
-        "its certificate has expired: make another",
-    ),
-    "a server of another name": (
-        lambda made: [*served(made / "sound"), "--host", "127.0.0.2"],
-        lambda made: shown(made / "sound"),
-        "IP address mismatch",
-        "its certificate is not for 127.0.0.2: .*--host 127.0.0.2",
-    ),
+REFUSALS = {
+    "an expired server": ("expired", SOUND, "certificate has expired", "its certificate has expired: make another"),
+    "a server of another name": (SOUND, SOUND, "IP address mismatch", "its certificate is not for 127.0.0.2: .*--host"),
     "a server of another CA": (
-        lambda made: served(made / "strange"),
-        lambda made: shown(made / "sound"),
-        "unable to get|certificate signature failure|self.signed",
+        *("strange", SOUND, "unable to get|certificate signature failure|self.signed"),
         "its certificate is not signed by .*sound/ca.crt: set PYPS_TLS_CA",
     ),
-    "a plain server": (
-        lambda made: [],
-        lambda made: shown(made / "sound"),
-        "WRONG_VERSION|RECORD_LAYER",
-        "it does not answer by TLS .*unset PYPS_TLS_CA",
-    ),
+    "a plain server": ("", SOUND, "WRONG_VERSION|RECORD_LAYER", "it does not answer by TLS .*unset PYPS_TLS_CA"),
     "a caller without a certificate": (
-        lambda made: served(made / "sound", mutual=True),
-        lambda made: shown(made / "sound"),
-        "closed the connection|CERTIFICATE_REQUIRED",
+        *(MUTUAL, SOUND, "closed the connection|CERTIFICATE_REQUIRED"),
         "it wants a certificate: set PYPS_TLS_CERT and PYPS_TLS_KEY",
     ),
-    "an expired caller": (
-        lambda made: served(made / "sound", mutual=True),
-        lambda made: shown(made / "expired", mutual=True),
-        "closed the connection|ALERT",
-        "it refuses .*worker.crt, which has expired",
-    ),
+    "an expired caller": (MUTUAL, "expired mutual", CLOSED, "it refuses .*worker.crt, which has expired"),
     "a caller of tomorrow": (
-        lambda made: served(made / "sound", mutual=True),
-        lambda made: shown(made / "early", mutual=True),
-        "closed the connection|ALERT",
+        *(MUTUAL, "early mutual", CLOSED),
         "it refuses .*worker.crt, which is not valid yet: compare this machine's clock",
     ),
     "a caller of another CA": (
-        lambda made: served(made / "sound", mutual=True),
-        lambda made: shown(made / "strange", mutual=True),
-        "closed the connection|ALERT",
+        *(MUTUAL, "strange mutual", CLOSED),
         "it refuses .*: the server's --tls-client-ca has not signed it",
     ),
-    "a plain caller": (
-        lambda made: served(made / "sound"),
-        lambda made: {},
-        "takes TLS only: set tls_ca",
-        "it takes TLS only: set PYPS_TLS_CA",
-    ),
+    "a plain caller": (SOUND, "", "takes TLS only: set tls_ca", "it takes TLS only: set PYPS_TLS_CA"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_wrong_certificates_are_reported_to_workers_and_commands(start_server: Start, made: Path, case: str) -> None:
     has, shows, reason, words = REFUSALS[case]
-    server = start_server(*has(made))
+    own = shown_by(made, shows)
+    server = start_server(*served_by(made, has), *(["--host", "127.0.0.2"] if "name" in case else []))
     command = ("--servers", server.data)
     began = time.monotonic()
 
     with pytest.raises(NotAuthenticated, match=rf"{re.escape(server.data)}.*({reason})"):
-        make_client(server.data, start_wait_seconds=300.0, **shows(made))
-    status = shell("status", *command, status=1, **variables(shows(made)))
+        make_client(server.data, start_wait_seconds=300.0, **own)
+    status = shell("status", *command, status=1, **variables(own))
     assert re.search(reason, status) and status.count("\n") == 1
-    assert re.search(reason, shell("health", *command, status=1, **variables(shows(made))))
-    checked = shell("certs", "check", *command, status=1, **variables(shows(made)))
+    assert re.search(reason, shell("health", *command, status=1, **variables(own)))
+    checked = shell("certs", "check", *command, status=1, **variables(own))
     assert re.match(f"{re.escape(server.data)}: {words}", checked), checked
     assert time.monotonic() - began < 20
 
@@ -255,26 +235,10 @@ def test_a_key_unknown_to_grpc_is_refused_by_name(start_server: Start, made: Pat
         start_server(*served(folder))
 
 
-def test_a_worker_waits_for_files_being_renewed(start_server: Start, made: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(made / "sound", tmp_path / "sound")
-    server = start_server(*served(made / "sound", mutual=True))
-    own = shown(folder, mutual=True)
-    with make_client(server.data, transport="grpc", **own) as client, ThreadPoolExecutor() as aside:
-        [connection] = client.session._servers
-        lost = connection.outage.lost
-        (folder / "worker.key").rename(folder / "former.key")
-        connection.cut()
-        pulled = aside.submit(client.pull)
-        wait_until(
-            lambda: pulled.done() or any(x.num_waits and "cannot be used" in x.problem for x in list(lost.values())),
-            what="a try without the key",
-        )
-        assert not pulled.done()
-        (folder / "former.key").rename(folder / "worker.key")
-        pulled.result(20)
-
-
-def test_a_worker_with_an_expired_certificate_waits(start_server: Start, made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", ["cannot be used", "pyps certs check"])
+def test_a_worker_waits_for_a_missing_key_and_for_a_good_certificate(
+    start_server: Start, made: Path, tmp_path: Path, problem: str
+) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(made / "sound", mutual=True))
     with (
@@ -283,12 +247,15 @@ def test_a_worker_with_an_expired_certificate_waits(start_server: Start, made: P
     ):
         [connection] = client.session._servers
         lost = connection.outage.lost
-        put_worker(made / "expired", folder)
+        if problem == "cannot be used":
+            (folder / "worker.key").unlink()
+        else:
+            put_worker(made / "expired", folder)
         connection.cut()
         pulled = aside.submit(client.pull)
         wait_until(
-            lambda: pulled.done() or any(x.num_waits and "pyps certs check" in x.problem for x in list(lost.values())),
-            what="a refusal",
+            lambda: pulled.done() or any(x.num_waits and problem in x.problem for x in list(lost.values())),
+            what="a try that fails",
         )
         assert not pulled.done()
         put_worker(made / "sound", folder)
@@ -378,24 +345,12 @@ def test_ends_that_agree_on_no_tls_are_told_so_by_the_alert(made: Path, mutual: 
     assert "PROTOCOL_VERSION" in told and "`pyps certs check --servers a:7610`" in told
 
 
-# What stands at the lane's port instead of the server's own, what the worker shows, and what it is told.
-LANES: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str, str]], str]] = {
-    "in the clear": (lambda made: [], lambda made: shown(made / "sound"), "TLS with {} failed"),
-    "by TLS alone": (
-        lambda made: served(made / "sound"),
-        lambda made: {},
-        "the lane was closed at once, .*TLS only: set tls_ca",
-    ),
-    "of another CA": (
-        lambda made: served(made / "strange"),
-        lambda made: shown(made / "sound"),
-        "TLS with {} failed",
-    ),
-    "for callers with certificates": (
-        lambda made: served(made / "sound", mutual=True),
-        lambda made: shown(made / "sound"),
-        "TLS with {} failed",
-    ),
+# What stands at the lane's port instead of the server's own, what the worker shows, and what it hears.
+LANES = {
+    "in the clear": ("", SOUND, "TLS with {} failed"),
+    "by TLS alone": (SOUND, "", "the lane was closed at once, .*TLS only: set tls_ca"),
+    "of another CA": ("strange", SOUND, "TLS with {} failed"),
+    "for callers with certificates": (MUTUAL, SOUND, "TLS with {} failed"),
 }
 
 
@@ -404,10 +359,10 @@ def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
     start_server: Start, made: Path, case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has, shows, words = LANES[case]
-    own = shows(made)
+    own = shown_by(made, shows)
     server = start_server("--local-socket", "off", *(served(made / "sound") if own else []))
     port = server_port()
-    start_server("--lane-port", str(port), *has(made))
+    start_server("--lane-port", str(port), *served_by(made, has))
     offered = TcpLane.offered
     monkeypatch.setattr(TcpLane, "offered", lambda lane, offer: offered(lane, LaneOffer(port=port, ticket=b"x")))
     model = small_model()
