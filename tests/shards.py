@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -220,6 +222,24 @@ def run_together(functions: Sequence[Callable[[], None]]) -> None:
         assert not thread.is_alive(), "a thread did not end in time"
     if errors:
         raise errors[0]
+
+
+def effort_of(call: Callable[[], object], event: str = "line") -> int:
+    """Return how many lines of Python, or with "opcode" instructions, a call takes, whatever the machine's speed."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, what: str, _: object) -> Callable[..., Any]:
+        nonlocal count
+        frame.f_trace_opcodes = event == "opcode"
+        count += what == event
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 # Shards in checkpoints.

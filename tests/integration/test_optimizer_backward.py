@@ -34,6 +34,14 @@ def remote(model: torch.nn.Module, servers: str, **options) -> RemoteOptimizer:
     return joined(model, adam, servers, **how)
 
 
+def backward_around(model: torch.nn.Sequential, hook) -> None:
+    """Computes a minibatch's gradients, and calls the hook between the last layers' and the first layer's."""
+    inputs, classes = next(batches(1))
+    hidden = model[1](model[0](inputs))
+    hidden.register_hook(hook)
+    torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+
+
 # Over these a shard leaves by itself.
 over_messages = pytest.mark.parametrize("transport", ["grpc", "tcp"])
 
@@ -85,10 +93,7 @@ def test_shards_go_amid_the_backward_pass_and_the_model_changes_in_step(start_se
             seen.append(status_of(server).tally.bytes_in)
             np.testing.assert_array_equal(parameters_of(model), before)
 
-        inputs, classes = next(batches(1))
-        hidden = model[1](model[0](inputs))
-        hidden.register_hook(look)
-        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        backward_around(model, look)
         np.testing.assert_array_equal(parameters_of(model), before)
         optimizer.step()
         assert 0 < seen[0] < status_of(server).tally.bytes_in
@@ -137,10 +142,7 @@ def test_a_slow_backward_pass_is_no_lost_link(start_server, monkeypatch, caplog,
             late = time.monotonic() + 2 * seconds
             wait_until(lambda: time.monotonic() > late, what="the deadline of what has left")
 
-        inputs, classes = next(batches(1))
-        hidden = model[1](model[0](inputs))
-        hidden.register_hook(dawdle)
-        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        backward_around(model, dawdle)
         # A busy machine may take longer for what is not looked at here.
         monkeypatch.undo()
         optimizer.step()
@@ -159,10 +161,7 @@ def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, tra
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"), remote(model, server.data, transport=transport):
-        inputs, classes = next(batches(1))
-        hidden = model[1](model[0](inputs))
-        hidden.register_hook(fail)
-        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        backward_around(model, fail)
     np.testing.assert_array_equal(parameters_of(model), before)
     versions = [shard.version for shard in inspect(server.control, "ListShards").shards]
     assert (versions[0], versions[-1]) == (0, 1), "the first layer's gradients were never computed"
@@ -221,10 +220,8 @@ def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_
             wait_until(lambda: departures[0].left, what="a shard that has left")
             raise RuntimeError("out of luck")
 
-        hidden = model[1](model[0](inputs))
-        hidden.register_hook(fail)
         with pytest.raises(RuntimeError, match="out of luck"):
-            torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+            backward_around(model, fail)
         with pytest.raises(ServerUnavailable, match=r"Waited .* for server 0"):
             optimizer.zero_grad()
         # It has been told.
@@ -344,9 +341,7 @@ def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, ca
             return gradient * float("nan")
 
         optimizer.zero_grad()
-        hidden = model[1](model[0](inputs))
-        hidden.register_hook(spoil)
-        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        backward_around(model, spoil)
         optimizer.step()
         after = parameters_of(model)
         assert np.isfinite(after).all() and optimizer.skipped == 2

@@ -1,10 +1,8 @@
 """Who may begin a step: each pacer's rule, and that no order of comings and goings stops everybody."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random
-from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from pyps.core.pacing import ClockBound, Pacer, Release, StagedPacer, TurnTaking
 from pyps_wire.errors import InvalidArgument
+from shards import effort_of
 
 WORKERS = "abcde"
 MAKERS: list[Callable[[], Pacer]] = [
@@ -350,24 +349,6 @@ def test_turns_begin_when_those_that_compute_together_have_asked_again() -> None
     assert turns.arrive("b", 1) == ["a"]
 
 
-def instructions_of(action: Callable[[], object]) -> int:
-    """Returns how many of Python's instructions an action takes, whatever the machine's speed."""
-    count, before = 0, sys.gettrace()
-
-    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def steps_together(make: Callable[[], Pacer], num_workers: int) -> int:
     """Returns the cost of two steps of so many workers, each asking as soon as it may, and of whom they wait for."""
     pacer, names = make(), [f"{i:03}" for i in range(num_workers)]
@@ -379,7 +360,7 @@ def steps_together(make: Callable[[], Pacer], num_workers: int) -> int:
             pacer.waited_for([name])
         pacer.waited_for(names)
 
-    return instructions_of(play)
+    return effort_of(play, "opcode")
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -1,7 +1,5 @@
 """A run over real shards, without a server: rounds, the gate, changes and what waits."""
 
-import sys
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -12,7 +10,7 @@ from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ScheduleOwned, WaitTimedOut
-from shards import RunDriver, gradient, pull, refusal, serving
+from shards import RunDriver, effort_of, gradient, pull, refusal, serving
 
 
 def test_a_round_that_waits_for_a_silent_worker_is_completed_at_its_lease_by_a_tick():
@@ -68,23 +66,6 @@ class Name(str):
         return str.__hash__(self)
 
 
-def effort_of(call: Callable[[], object]) -> int:
-    """How many lines of Python a call takes and how often it looks at workers' names."""
-    lines, looks, before = 0, Name.looks, sys.gettrace()
-
-    def trace(frame: object, event: str, argument: object) -> object:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines + Name.looks - looks
-
-
 def test_a_push_to_a_round_of_many_workers_takes_no_more_than_one_to_a_round_of_few():
     def last_before_the_update(num_workers: int) -> int:
         names = [Name(f"w{index:02d}") for index in range(num_workers)]
@@ -94,7 +75,8 @@ def test_a_push_to_a_round_of_many_workers_takes_no_more_than_one_to_a_round_of_
         for name in names[:-2]:
             driver.push(name, base_version=1)
             driver.run.content.shards[0].when_version(2, lambda: None)
-        return effort_of(lambda: driver.push(names[-2], base_version=1))
+        looks = Name.looks
+        return effort_of(lambda: driver.push(names[-2], base_version=1)) + Name.looks - looks
 
     few, many = last_before_the_update(8), last_before_the_update(64)
     assert many - few < 56 / 4, (few, many)

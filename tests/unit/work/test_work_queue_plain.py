@@ -1,15 +1,12 @@
 """Plain work: epochs without a coordinator, each portion with one worker."""
 
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from types import FrameType
 
 import pytest
 
 from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
 from pyps_wire.errors import InvalidArgument, Superseded, WaitTimedOut
-from shards import begin_pass, counted, data_spec, plain_queue, refusal, restored_queue
+from shards import begin_pass, counted, data_spec, effort_of, plain_queue, refusal, restored_queue
 
 
 def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, **more):
@@ -235,23 +232,6 @@ def test_what_comes_next_is_told_and_not_held():
     assert lease(queue, "b").next is None
 
 
-def lines_executed(call: Callable[[], object]) -> int:
-    """How many lines of Python a call takes."""
-    count, before = 0, sys.gettrace()
-
-    def trace(frame: FrameType, event: str, _: object):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def test_a_lease_costs_as_much_however_many_workers_have_left():
     lines = []
     for departed in (1, 300):
@@ -260,7 +240,7 @@ def test_a_lease_costs_as_much_however_many_workers_have_left():
             lease(queue, f"departed-{number}")
             queue.release(f"departed-{number}", lost=False)
         lease(queue, "other")
-        lines.append(lines_executed(lambda queue=queue: lease(queue)))
+        lines.append(effort_of(lambda queue=queue: lease(queue)))
     # A look at each of them would take hundreds; a few are the interpreter's own, which collects what is left over.
     assert lines[1] < lines[0] + 100
 
