@@ -26,11 +26,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pyps.roles import Role, role_in
 from pyps_wire.errors import InvalidArgument
 
-# The authority's own; after that all certificates are to be made anew.
+# Of the authority's certificate; after that all certificates must be made again.
 AUTHORITY_DAYS = 3650
-# What X.509 lets a common name have.
+# Characters of a common name in X.509.
 NAME_MAX = 64
-# How far clocks may be apart.
+# How far clocks may differ.
 _CLOCKS = timedelta(hours=1)
 # Of callers, the highest last.
 ROLES = tuple(role.word for role in Role if role)
@@ -43,9 +43,9 @@ Signed: TypeAlias = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a certificate says."""
+    """The facts of a certificate."""
 
-    # "CA", "server" or, of a caller, "worker", "observer" or "operator".
+    # "CA", "server", or a caller's role.
     role: str
     names: tuple[str, ...]
     since: datetime
@@ -53,10 +53,10 @@ class Certificate:
 
 
 class Authority:
-    """Signs certificates with the key in its folder, `ca.key`; whoever trusts `ca.crt` trusts them."""
+    """Signs certificates with `ca.key` in its folder; ends that trust `ca.crt` trust them."""
 
     def __init__(self, folder: Path, *, create: bool = False):
-        """Makes the authority where it is missing and `create` says so. InvalidArgument otherwise."""
+        """Read the authority; make it if it is missing and `create` is set, else raise InvalidArgument."""
         self._folder = folder
         self._unwritten: dict[str, Signed] = {}
         if create and not (folder / "ca.crt").exists():
@@ -68,7 +68,7 @@ class Authority:
             begun = begun.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             begun = begun.add_extension(x509.KeyUsage(**usage), critical=True)
             self._key, self._certificate = key, begun.sign(key, SHA256())
-            # Written with the first that it signs: what is refused leaves nothing.
+            # Written with the first certificate: a refusal leaves no file.
             self._unwritten = {"ca": (key, self._certificate)}
             return
         self._certificate = _read(folder / "ca.crt")
@@ -80,26 +80,25 @@ class Authority:
         self._key = read
 
     def make_server(self, hosts: Sequence[str], *, days: int) -> Path:
-        """Makes `server.crt` and `server.key` for servers that are called by these names or addresses, or on loopback.
+        """Make `server.crt` and `server.key` for servers with these names or addresses, and for loopback.
 
-        A server may show its certificate as a caller too, and is an operator then: commands on its machine need no
-        other.
+        As a caller's certificate it is an operator's: commands on the server's machine need no other.
         """
         names = [_host(host) for host in dict.fromkeys((*hosts, *_LOOPBACK))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        # Whoever checks a server's name reads the whole ones, beside the subject.
+        # The extension has the whole names.
         subject = _named(hosts[0][:NAME_MAX], role=ROLES[-1])
         return self._make("server", subject, usages, names, days=days)
 
     def make_worker(self, name: str, *, role: str = "worker", days: int) -> Path:
-        """Makes `NAME.crt` and `NAME.key` for a caller of that name and role."""
+        """Make `NAME.crt` and `NAME.key` for a caller of that name and role."""
         if not _NAME.fullmatch(name) or name in ("ca", "server"):
             raise InvalidArgument(
                 f"the worker's name is {name!r}; expected letters, digits, . _ and -, not 'ca' or 'server'"
             )
         if len(name) > NAME_MAX:
             raise InvalidArgument(
-                f"the worker's name has {len(name)} characters, of which a certificate holds {NAME_MAX}"
+                f"the worker's name has {len(name)} characters, and a certificate holds {NAME_MAX} at most"
             )
         if role not in ROLES:
             raise InvalidArgument(f"--role is {role!r}; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
@@ -115,11 +114,11 @@ class Authority:
         days: int,
     ) -> Path:
         now, end = datetime.now(UTC), self._certificate.not_valid_after_utc
-        # The rest of a day counts as one: a new CA has all of its days.
+        # Rounded up: a new CA has all of its days.
         days_max = -((now - end) // timedelta(days=1))
         if days > days_max:
             raise InvalidArgument(
-                f"--days is {days}, but the CA is good for {max(days_max, 0)} more, and what it signs for no longer"
+                f"--days is {days}, but the CA is valid for {max(days_max, 0)} more, and its certificates no longer"
             )
         until = min(now + timedelta(days=days), end)
         key = ec.generate_private_key(ec.SECP256R1())
@@ -135,7 +134,7 @@ class Authority:
         return self._folder / f"{stem}.crt"
 
     def _write(self, made: Mapping[str, Signed]) -> None:
-        """Writes both files of each, for their owner alone; InvalidArgument where one is there already."""
+        """Write both files of each, readable for their owner alone; InvalidArgument if one exists."""
         contents: dict[Path, bytes] = {}
         for stem, (key, certificate) in made.items():
             private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -155,21 +154,19 @@ class Authority:
 
 
 def describe(path: Path) -> Certificate:
-    """What the certificate in a file says. InvalidArgument where it holds none."""
+    """Return the facts of the certificate in a file; InvalidArgument if there is none."""
     found = _read(path)
     names = [attribute.value for attribute in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    role, kinds = (
-        role_in(found.subject.rfc4514_string()).word,
-        {type(extension.value): extension.value for extension in found.extensions},
-    )
+    role = role_in(found.subject.rfc4514_string()).word
+    kinds = {type(extension.value): extension.value for extension in found.extensions}
     constraints, usage = kinds.get(x509.BasicConstraints), kinds.get(x509.ExtendedKeyUsage)
     if isinstance(constraints, x509.BasicConstraints) and constraints.ca:
         role = "CA"
     elif isinstance(usage, x509.ExtendedKeyUsage) and ExtendedKeyUsageOID.SERVER_AUTH in usage:
         role = "server"
-    for extension in kinds.values():
-        if isinstance(extension, x509.SubjectAlternativeName):
-            names = [str(name.value) for name in extension]
+    hosts = kinds.get(x509.SubjectAlternativeName)
+    if isinstance(hosts, x509.SubjectAlternativeName):
+        names = [str(name.value) for name in hosts]
     since, until = found.not_valid_before_utc, found.not_valid_after_utc
     return Certificate(role, tuple(dict.fromkeys(map(str, names))), since, until)
 

@@ -1,4 +1,4 @@
-"""Log lines: one event a line, for people as `time level event key=value ...`, for machines as JSON.
+"""Log lines, an event each: as `time level event key=value ...`, or as JSON.
 
 log = logs.get("pyps.checkpoint")
 log.info("checkpoint written", path=path, seconds=0.2)
@@ -38,16 +38,16 @@ get = Log
 
 
 class Crowd:
-    """Warnings of what may come by the thousands: one line for all of a kind. May be used from any thread."""
+    """Warnings of events that may come by the thousands: a line for all of a kind. For any thread."""
 
     def __init__(self, log: Log):
         self._log = log
         self._lock = threading.Lock()
-        # Guarded by _lock. By event: how often it came, and the newest's fields.
+        # Guarded by _lock. By event, its count and the newest fields.
         self._noted: dict[str, tuple[int, dict[str, object]]] = {}
 
     def note(self, event: str, /, **fields: object) -> bool:
-        """Notes one; whether nothing waited to be told."""
+        """Count an event; return whether it is the first since the last lines."""
         with self._lock:
             is_first = not self._noted
             count, _ = self._noted.get(event, (0, {}))
@@ -55,7 +55,7 @@ class Crowd:
         return is_first
 
     def tell(self) -> None:
-        """Writes the lines of what was noted since the last time, if anything was."""
+        """Write a line for each kind of event since the last lines."""
         with self._lock:
             noted, self._noted = self._noted, {}
         for event, (count, fields) in noted.items():
@@ -63,7 +63,7 @@ class Crowd:
 
 
 def configure(format: Format = "text", *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Sends all that is logged to `stream` (stderr), one line an event; replaces what was configured."""
+    """Log to `stream` (stderr by default), in place of all earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     root = logging.getLogger()
@@ -78,7 +78,7 @@ class TextFormatter(logging.Formatter):
         words = [_time(record), f"{record.levelname:<7}", _one_line(record.getMessage())]
         words += [f"{name}={_text(value)}" for name, value in _fields(record).items()]
         line = " ".join(words)
-        # A traceback is the only thing of several lines; it means a bug, and is wanted whole.
+        # A traceback means a bug, and alone has several lines.
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -108,7 +108,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _text(value: object) -> str:
-    """The value as one word: plain where that is unambiguous, else quoted."""
+    """Return the value as one word, quoted if plain text would be ambiguous."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
@@ -117,5 +117,5 @@ def _text(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    # What a caller sent may stand in a message; it must not start a line of its own.
+    # Text from a caller must not start a line of its own.
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -385,7 +385,6 @@ class Server:
         return self._name
 
     def address(self) -> dict[str, Any]:
-        """Return the content of the server's ready file."""
         if self._failure:
             raise JobError(self._failure)
         return self._served

@@ -1,22 +1,22 @@
 """A TorchX component of two roles, servers and workers: `torchx run "$(python -m pyps.torchx):train" --script FILE`.
 
-TorchX reads annotations as they stand, so they are no strings here, and Optional and Dict by their old names.
+TorchX reads annotations of types, not of strings, and knows Optional and Dict by these names.
 """
 
 import secrets
 import shlex
 from pathlib import Path
-from typing import Dict, List, Optional  # noqa: UP035 - what TorchX takes
+from typing import Dict, List, Optional  # noqa: UP035 - the names that TorchX knows
 
 from torchx import specs
 from torchx.specs import macros
 
 from pyps_wire.contract import DATA_PORT
 
-# Servers may share a machine: each has this many ports of its own, its control, metrics and lane ports after the first.
+# Ports of each server, as several may share a machine: data, control, metrics, lane, and spare ones.
 PORTS = 10
-# The host of server 0 is in the variable of that name; of server 1 in that with a 1 for the 0, where machines differ.
-# A dollar for the shell is two for TorchX.
+# The variable of rank 0 has server 0's host; with another number for its 0 it has another server's, if machines differ.
+# TorchX needs two dollars for one of the shell.
 _SERVERS = (
     "zero={rank0}; servers=; for i in {indices}; do name=$${{zero/_0/_$$i}}; "
     "servers+=,$${{!name:-localhost}}:$$(({port} + {ports} * i)); done; export PYPS_SERVERS=$${{servers#,}}"
@@ -44,22 +44,22 @@ def train(
     memMB: int = 4096,
     h: Optional[str] = None,  # noqa: UP045
 ) -> specs.AppDef:
-    """Trains a script by several workers, each a process, on parameters that servers hold.
+    """Train a script by several workers, each a process, on parameters that servers hold.
 
     Args:
         script_args: arguments of the script
-        script: the worker's script, in which RemoteOptimizer names no servers
+        script: the worker's script, whose RemoteOptimizer names no servers
         servers: how many servers hold the parameters
         workers: how many workers train
         name: the job's name
-        image: image with pyps-client, in servers pyps, and the script; of no meaning to local_cwd and slurm
-        run_id: the run's name; of another job to go on from its checkpoints
-        host: address that servers listen on; beyond this machine with TLS and a token in env
+        image: image with pyps, pyps-client and the script; local_cwd and slurm ignore it
+        run_id: the run's name; name an earlier job's to resume its checkpoints
+        host: address that servers listen on; beyond this machine they need TLS and a token in env
         port: the first server's data port; the next servers have later ones
         checkpoint_dir: folder on a disk that all machines share, where servers keep the run and find it again
-        max_restarts: how often a worker that failed is started again, the others going on
-        max_retries: how often the scheduler starts the whole job again, where it can
-        idle_seconds: how long a server waits for workers when none is there, before it ends
+        max_restarts: how often a failed worker is restarted while the others go on
+        max_retries: how often the scheduler restarts the whole job, if it can
+        idle_seconds: how long a server without any worker waits before it ends
         env: variables of all processes; PYPS_ ones are settings of servers (PYPS_PROTOCOL) and workers
         mounts: mounts of all containers, as in dist.ddp
         cpu: processors of each server and worker
@@ -77,7 +77,7 @@ def train(
         if number < least:
             raise ValueError(f"--{option} is {number}; expected {least} or more")
     serve = ["pyps", "serve", "--host", host, "--run-id", run_id, "--expected-workers", str(workers)]
-    # Between a worker's two lives it may be that none is there.
+    # Between two lives of the only worker there is none.
     serve += ["--exit-when", f"{'finished' if max_restarts else 'gone'},idle={idle_seconds}"]
     if checkpoint_dir:
         serve += ["--checkpoint-dir", f"{checkpoint_dir}/server-{macros.replica_id}", "--resume"]
@@ -92,7 +92,7 @@ def train(
         "PYPS_WORKER_ID": f"worker-{macros.replica_id}",
         "PYPS_WORKER_INDEX": macros.replica_id,
         "PYPS_WORKER_COUNT": str(workers),
-        # By which one that is started again takes the place of the one that died at once.
+        # With it a restarted worker replaces the one that died at once.
         "PYPS_WORKER_KEY": f"{secrets.token_hex(16)}-{macros.replica_id}",
         "PYPS_PROCESS_HOOKS": "1",
     }
@@ -100,7 +100,7 @@ def train(
     return specs.AppDef(
         name=name,
         roles=[
-            # First, since schedulers tell where the first role's replicas are.
+            # First, since schedulers publish the hosts of the first role.
             specs.Role(
                 name="server",
                 args=["-c", f"exec {shlex.join(serve)} {ports}"],

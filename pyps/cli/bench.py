@@ -52,15 +52,15 @@ OPTIMIZER = OptimizerSettings(
 )
 
 
-class Way(NamedTuple):
-    """A transport, "auto" (shared memory or a lane where offered) or "grpc", with a codec."""
+class Setup(NamedTuple):
+    """A transport, "auto" (shared memory or a lane if offered) or "grpc", with a codec."""
 
     transport: str
     codec: str
 
 
-WAYS = (Way("auto", "float32"), Way("grpc", "float32"), Way("grpc", "bfloat16"))
-TRANSPORTS = {"shm": "shared memory", "tcp": "lane", "grpc": "gRPC", "mixed": "several ways"}
+SETUPS = (Setup("auto", "float32"), Setup("grpc", "float32"), Setup("grpc", "bfloat16"))
+TRANSPORTS = {"shm": "shared memory", "tcp": "lane", "grpc": "gRPC", "mixed": "several"}
 
 Array = npt.NDArray[Any]
 
@@ -167,19 +167,19 @@ def _require_free(address: str, greeting: HelloReply) -> None:
 def _measure(
     results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
 ) -> None:
-    """Measure each way with each size into `results`, which keeps its rounds whatever ends the measurement."""
+    """Measure each setup with each size into `results`, which keeps its rounds whatever ends the measurement."""
     stages = itertools.count(1)
     for size in sizes:
         run_id = new_name()
         session = partial(_session, addresses, Model((Tensor("bench", (size,)),)), token=token, run_id=run_id)
         try:
             # A worker that never pushes keeps the run between measurements.
-            with session(Way("grpc", "float32"), name="holder"):
-                for way in WAYS:
-                    stage = f"{next(stages)} of {len(sizes) * len(WAYS)}"
-                    typer.echo(f"{stage}: {size:,} parameters, {way.transport}, {way.codec} ...", err=True)
-                    with session(way, name=f"{way.transport}-{way.codec}") as worker:
-                        _make_rounds(worker, way, size, results, seconds=seconds)
+            with session(Setup("grpc", "float32"), name="holder"):
+                for setup in SETUPS:
+                    stage = f"{next(stages)} of {len(sizes) * len(SETUPS)}"
+                    typer.echo(f"{stage}: {size:,} parameters, {setup.transport}, {setup.codec} ...", err=True)
+                    with session(setup, name=f"{setup.transport}-{setup.codec}") as worker:
+                        _make_rounds(worker, setup, size, results, seconds=seconds)
         except BaseException:
             # The first error is reported, not that a lost server does not answer here either.
             with suppress(PypsError):
@@ -188,7 +188,7 @@ def _measure(
         _wait_until_forgotten(addresses, token, run_id)
 
 
-def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, run_id: str, name: str) -> Session:
+def _session(servers: tuple[str, ...], model: Model, setup: Setup, *, token: str, run_id: str, name: str) -> Session:
     """Join the servers as a worker, the first of which begins the run."""
     launch = Launch(
         servers=servers,
@@ -198,28 +198,28 @@ def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, ru
         start_wait_seconds=WAIT_SECONDS,
         loss_wait_seconds=WAIT_SECONDS,
         wait_seconds=6 * WAIT_SECONDS,
-        gradient_codec=way.codec,
-        parameter_codec=way.codec,
-        transport=way.transport,
+        gradient_codec=setup.codec,
+        parameter_codec=setup.codec,
+        transport=setup.transport,
     )
     size = model.num_parameters
     return Session(model, OPTIMIZER, launch=launch, initial=lambda: [np.zeros(size, np.float32)], device="cpu")
 
 
-def _make_rounds(session: Session, way: Way, size: int, results: list[Rounds], *, seconds: float) -> None:
+def _make_rounds(session: Session, setup: Setup, size: int, results: list[Rounds], *, seconds: float) -> None:
     """Make rounds for so long, and a few at least, into `results`; none where "auto" comes down to gRPC."""
     lent = session.lend()
-    if way.transport == "auto" and session.transport == "grpc":
+    if setup.transport == "auto" and session.transport == "grpc":
         return
     gradient, parameters = lent.gradients[0], lent.parameters
-    payload = codec_of(way.codec).encode(np.full(size, 1e-3, np.float32))
+    payload = codec_of(setup.codec).encode(np.full(size, 1e-3, np.float32))
     gradient[0][:] = np.frombuffer(payload, gradient[0].dtype)
     session.pull(parameters)
 
     for _ in range(WARM_UP_ROUNDS):
         _make_round(session, gradient, parameters)
     # Appended before the first round, so that no interruption loses rounds.
-    rounds = Rounds(session.transport, way.codec, size)
+    rounds = Rounds(session.transport, setup.codec, size)
     results.append(rounds)
     end = time.perf_counter() + seconds
     while len(rounds.seconds) < TIMED_ROUNDS_MIN or time.perf_counter() < end:

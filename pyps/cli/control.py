@@ -65,7 +65,7 @@ def change_token(context: typer.Context, file: Path | None) -> Path | None:
 
 
 class Control:
-    """A connection to a server's control port, found through its data port where that one was named."""
+    """A connection to a server's control port, found through its data port if that one is named."""
 
     def __init__(self, address: str, *, token: str):
         self.address = address
@@ -82,7 +82,7 @@ class Control:
         return self._call(INSPECTOR, method, request, timeout_seconds)
 
     def hello(self) -> HelloReply:
-        """Return an observer's Hello; raise ProtocolMismatch where the address is no data port."""
+        """Return an observer's Hello; raise ProtocolMismatch if the address is no data port."""
         request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=f"pyps {__version__}", role=ROLE_OBSERVER)
         reply: HelloReply = self._call(PARAMETER_SERVER, "Hello", request, TIMEOUT_SECONDS)
         return reply
@@ -138,7 +138,7 @@ class Control:
 
 
 def control_addresses(servers: str) -> tuple[str, ...]:
-    """Return the servers' addresses, with the control port where none is named; exit where there are none."""
+    """Return the servers' addresses, with the control port if none is named; exit if there are none."""
     try:
         return found(servers, port=CONTROL_PORT)
     except PypsError as error:
@@ -146,12 +146,12 @@ def control_addresses(servers: str) -> tuple[str, ...]:
 
 
 def found(servers: str, *, port: int = DATA_PORT) -> tuple[str, ...]:
-    """Return the servers' present addresses, with `port` where none is named."""
+    """Return the servers' present addresses, with `port` if none is named."""
     return tuple(address_of(place, port=port) for place in parse_servers(servers, port=port))
 
 
 def data_addresses(servers: str, token: str) -> tuple[str, ...]:
-    """Return the data addresses of servers, of which either port is named."""
+    """Return the data addresses of servers, given any of their ports."""
     addresses = []
     for address in found(servers):
         with Control(address, token=token) as control:
@@ -173,28 +173,15 @@ def inherited_token() -> str:
     return read_token(Path(file) if file else None)
 
 
-def call_each(servers: str, token_file: Path | None, method: str, request: Any) -> list[tuple[str, Any]]:
-    """Make the same call on every server; print each refusal, and exit with 1 if there was one."""
-    token = read_token(token_file)
-    replies, refusals = call_all(control_addresses(servers), token, method, request)
-    for refusal in refusals:
-        typer.echo(f"pyps: {refusal}", err=True)
-    if refusals:
-        raise typer.Exit(1)
-    return replies
-
-
 def change_each(
     servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[tuple[str, Any]]:
     """Make a change on every server once all would accept it; print each refusal, and exit with 1 if there was one."""
     addresses, token = control_addresses(servers), read_token(token_file)
     replies, refusals = change_all(addresses, token, method, request, timeout_seconds=timeout_seconds)
-    for refusal in refusals:
-        typer.echo(f"pyps: {refusal}", err=True)
     if refusals:
         done = f"was done on {', '.join(address for address, _ in replies)} only" if replies else "was done nowhere"
-        fail(f"{method} {done}")
+        fail("\npyps: ".join([*map(str, refusals), f"{method} {done}"]))
     return replies
 
 
@@ -228,7 +215,7 @@ def call_all(
 
 
 def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_seconds: float) -> Observer:
-    """Connect a reader of the run; raise NotInitialized where it has no parameters in time."""
+    """Connect a reader of the run; raise NotInitialized if it has no parameters in time."""
     launch = Launch(servers, token=token, start_wait_seconds=start_wait_seconds, loss_wait_seconds=loss_wait_seconds)
     try:
         try:
@@ -292,8 +279,12 @@ def configure(
 
 
 def require_all(servers: str, token_file: Path | None) -> None:
-    statuses = [status for _, status in call_each(servers, token_file, "GetStatus", pb.GetStatusRequest())]
-    if hint := not_asked(statuses):
+    addresses, token = control_addresses(servers), read_token(token_file)
+    replies, refusals = call_all(addresses, token, "GetStatus", pb.GetStatusRequest())
+    if refusals:
+        fail("\npyps: ".join(map(str, refusals)))
+    statuses = [status for _, status in replies]
+    if hint := not_named(statuses):
         total = max(status.num_servers for status in statuses)
         fail(f"nothing was set, as the run has {total} servers: {hint}, or set it on those named with --partial")
 
@@ -310,7 +301,7 @@ def in_force(reply: Any) -> str:
 
 
 def settled(reply: Any) -> str:
-    """Return what became of waiting gradients, "" where there were none."""
+    """Return the result for waiting gradients; "" if there were none."""
     if not reply.gradients_settled:
         return ""
     return (
@@ -318,15 +309,15 @@ def settled(reply: Any) -> str:
     )
 
 
-def not_asked(statuses: Sequence[pb.Status]) -> str:
-    """Return a line on the run's servers that are not among these, "" where all are."""
+def not_named(statuses: Sequence[pb.Status]) -> str:
+    """Return a line on the run's servers that are not among these; "" if all are."""
     total = max((status.num_servers for status in statuses), default=0)
     named = {status.server_index for status in statuses if status.num_servers}
     missing = [str(index) for index in range(total) if index not in named]
     if not missing:
         return ""
     subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
-    return f"{subject} not asked: name all with --servers"
+    return f"{subject} not named: name all with --servers"
 
 
 def save(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:

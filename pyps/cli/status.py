@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import Control, ObserverTokenFile, Servers, control_addresses, not_asked, read_token
+from pyps.cli.control import Control, ObserverTokenFile, Servers, control_addresses, not_named, read_token
 from pyps.units import in_bytes, in_seconds
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
@@ -83,7 +83,7 @@ def status(
                     errors[address] = str(error)
             if watch:
                 Console().clear()
-            _tell(answers, errors, as_json=as_json, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
+            _print(answers, errors, as_json=as_json, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
             if not watch:
                 raise typer.Exit(1 if errors else 0)
             time.sleep(WATCH_SECONDS)
@@ -91,7 +91,7 @@ def status(
         raise typer.Exit(0 if watch else 130) from None
 
 
-def _tell(
+def _print(
     answers: Sequence[Answer], errors: dict[str, str], *, as_json: bool, wide: bool, shards_shown: int | None
 ) -> None:
     if as_json:
@@ -99,7 +99,7 @@ def _tell(
         typer.echo(json.dumps({"servers": [*(answer.to_json() for answer in answers), *failed]}, indent=2))
     elif answers:
         _show(answers, wide=wide, shards_shown=shards_shown)
-        if not errors and (hint := not_asked([answer.status for answer in answers])):
+        if not errors and (hint := not_named([answer.status for answer in answers])):
             typer.echo(hint)
     for message in errors.values():
         typer.echo(f"pyps: {message}", err=True)

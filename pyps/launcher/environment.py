@@ -58,7 +58,6 @@ class JobSettings:
 
     @property
     def num_processes(self) -> int:
-        """Return the processes of each worker."""
         return self.num_parts or 1
 
     def workers_in_words(self) -> str:
@@ -73,7 +72,6 @@ class JobSettings:
 
 
 def workers_noun(num_processes: int) -> str:
-    """Return "worker", or "replica" for one of several processes."""
     return "replica" if num_processes > 1 else "worker"
 
 

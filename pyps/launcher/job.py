@@ -35,8 +35,6 @@ class JobError(Exception):
 
 
 class ServerAddresses(NamedTuple):
-    """A server's addresses."""
-
     data: str
     control: str
 
@@ -108,7 +106,6 @@ class Job:
 
     @property
     def workers(self) -> list[ChildProcess]:
-        """Return the processes of all workers' last lives."""
         return self._replicas.children
 
     @property
@@ -216,7 +213,6 @@ class Job:
             self.run_id = ready["run_id"] or self.run_id
 
     def _start_worker(self, index: int) -> list[ChildProcess]:
-        """Start all processes of a worker."""
         settings = self.settings
         groups: list[Group] | list[None] = [None]
         if settings.num_parts is not None:

@@ -25,7 +25,6 @@ class Life:
 
     @property
     def over(self) -> bool:
-        """Return whether all processes have ended."""
         return len(self.ends) == len(self.children)
 
     def first(self, *, failed: bool) -> tuple[ChildProcess, float] | None:
@@ -95,14 +94,12 @@ class Replicas:
         self._started_at = time.monotonic()
 
     def add(self) -> None:
-        """Start the next worker."""
         index = len(self._all)
         name = worker_name(index, self._settings.num_processes)
         self._all.append(Replica(name, Life(self._start(index))))
 
     @property
     def children(self) -> list[ChildProcess]:
-        """Return the processes of all workers' last lives."""
         return [child for replica in self._all for child in replica.life.children]
 
     @property

@@ -47,8 +47,6 @@ class Found:
 
 
 class LineSearch(Protocol):
-    """A line search."""
-
     def search(self, line: Line, start: Start) -> Found | None:
         """Return a step that holds Armijo's condition at least; None if no trial did."""
         ...

@@ -95,7 +95,6 @@ class Measures:
 
     @property
     def finite(self) -> bool:
-        """Whether the gradient is usable."""
         return math.isfinite(self.gradient_norm) and math.isfinite(self.slope)
 
 

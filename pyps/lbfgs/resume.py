@@ -39,12 +39,10 @@ class Pair:
 
     @property
     def s(self) -> str:
-        """The name of s on the servers."""
         return f"s{self.number}"
 
     @property
     def y(self) -> str:
-        """The name of y on the servers."""
         return f"y{self.number}"
 
 

@@ -135,7 +135,7 @@ class VirtualServer:
             shard_id, min_version = shard.shard_id, min_versions[shard.shard_id]
             if shard.version < min_version and not shard.finished:
                 self._waits(worker_id, shard.waiting_for(self.run.rounds.roster_of(shard_id)), shard_id, min_version)
-            shard.when_version(min_version, lambda shard_id=shard_id: then(shard_id, self._resumes_at[shard_id]))
+            shard.when_version(min_version, partial(self._readable, shard_id, then))
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
         shard = self.shards[shard_id]
@@ -198,6 +198,9 @@ class VirtualServer:
         for shard_id, values in enumerate(parameters):
             initialization.add(shard_id, FLOAT32, memoryview(values.tobytes()))
         run.commit(initialization)
+
+    def _readable(self, shard_id: int, then: Callable[[int, float], None]) -> None:
+        then(shard_id, self._resumes_at[shard_id])
 
     def _after(self, seconds: float, action: Callable[[], None], *, at: At) -> None:
         """Call the action after that time, at once for 0."""

@@ -45,14 +45,14 @@ def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_
         for step in range(3):
             client.push(gradients_like(small_model(), seed=step))
         half = shell("status", "--servers", servers[0].control)
-    assert "server 1 of 2 was not asked: name all with --servers" in half
+    assert "server 1 of 2 was not named: name all with --servers" in half
     assert "not counted" in half and "no run yet" not in half
 
     output = shell("status", "--wide", "--servers", controls(servers))
     # A worker's own words are shown as they are, not as markup.
     for words in (*controls(servers).split(","), "[red]worker[/red]", "finished", "async, divide, adagrad", "KiB"):
         assert words in output
-    assert "not asked" not in output
+    assert "not named" not in output
     for server in servers:
         for shard in inspect(server.control, "ListShards").shards:
             assert shard.checksum in output
@@ -282,7 +282,7 @@ def test_set_on_some_of_the_servers_changes_nothing_unless_it_is_meant(start_ser
         untouched = inspect(servers[0].control, "GetStatus").protocol
         shell(*change, "--partial")
         changed = inspect(servers[0].control, "GetStatus").protocol
-    assert "nothing was set, as the run has 2 servers: server 1 of 2 was not asked" in refused
+    assert "nothing was set, as the run has 2 servers: server 1 of 2 was not named" in refused
     assert (untouched, changed) == ("async", "softsync:n=1")
 
 

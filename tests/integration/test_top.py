@@ -152,9 +152,9 @@ def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(star
         async def second_story(pilot: Pilot[None]) -> None:
             await see(pilot, "protocol")
             await pilot.press("p")
-            await see(pilot, "nothing is set: server 1 of 2 was not asked")
+            await see(pilot, "nothing is set: server 1 of 2 was not named")
             await pilot.press("3")
-            await see(pilot, "\n server 1 of 2 was not asked: name all with --servers")
+            await see(pilot, "\n server 1 of 2 was not named: name all with --servers")
 
         watch(partly, second_story)
 

@@ -40,7 +40,7 @@ def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path
     folder = tmp_path / "certs"
     into = ("--folder", str(folder))
     name = f"server-0.{'servers' * 9}.default.svc.cluster.local"
-    refused = "--days is {}, but the CA is good for 3650 more"
+    refused = "--days is {}, but the CA is valid for 3650 more"
     for days in ("3651", "4000000"):
         assert refused.format(days) in shell("certs", "init", "--host", name, "--days", days, *into, status=2)
     assert "--host is" in shell("certs", "init", "--host", "no host", *into, status=2)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli import status
-from pyps.cli.control import not_asked
+from pyps.cli.control import not_named
 from pyps.cli.status import harmless, work_tables
 from pyps.cli.top.history import BANDS, Answer, History, Point
 from pyps.units import in_bytes, in_seconds
@@ -159,7 +159,7 @@ def waits(history: History) -> RenderableType:
     lines = [f"{name} waits for {', '.join(others)}" for name, others in waiting.items() if others]
     lines += status.lines([replace(answer, events=()) for answer in history.answers])
     lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]
-    if not history.silent and (hint := not_asked([answer.status for answer in history.answers])):
+    if not history.silent and (hint := not_named([answer.status for answer in history.answers])):
         lines.append(hint)
     return harmless_lines(lines or ["nobody waits"])
 

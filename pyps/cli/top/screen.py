@@ -20,7 +20,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
-from pyps.cli.control import not_asked
+from pyps.cli.control import not_named
 from pyps.cli.status import harmless
 from pyps.cli.top import pictures
 from pyps.cli.top.history import INTERVAL_SECONDS, Answer, History, Point, configure, poll
@@ -81,7 +81,6 @@ class Top(App[None]):
         self._refusal = "no server has answered yet"
 
     def compose(self) -> ComposeResult:
-        """Lay out the headline, figures and stream above the tabs."""
         yield Static(id="headline")
         with Horizontal(id="charts"):
             yield Static(id="figures")
@@ -93,7 +92,6 @@ class Top(App[None]):
         yield Keys()
 
     def on_mount(self) -> None:
-        """Start the threads that call servers."""
         settings = {"interval_seconds": self._interval_seconds, "running": self._unpaused, "closed": self._unmounted}
         for address in self._addresses:
             arguments = (address, self._token_file, self._report)
@@ -102,12 +100,10 @@ class Top(App[None]):
         self._draw()
 
     def on_unmount(self) -> None:
-        """End these threads."""
         self._unmounted.set()
         self._unpaused.set()
 
     def on_tabbed_content_tab_activated(self) -> None:
-        """Draw the tab that was chosen."""
         self._draw()
 
     def _report(self, address: str, answer: Answer | str) -> None:
@@ -115,7 +111,6 @@ class Top(App[None]):
         self._answers.put((address, pictures.drawable(address, answer)))
 
     def _update(self) -> None:
-        """Take the queued answers, and draw them."""
         count = self._answers.qsize()
         for _ in range(count):
             self.history.take(*self._answers.get())
@@ -165,12 +160,10 @@ class Top(App[None]):
         self.query_one(f"#{name} ScrollableContainer").focus()
 
     def action_sort(self) -> None:
-        """Sort workers by the next column."""
         self._sorted_by, self._reverse = (self._sorted_by + 1) % len(pictures.COLUMNS), False
         self._draw()
 
     def action_reverse(self) -> None:
-        """Reverse the order of workers."""
         self._reverse = not self._reverse
         self._draw()
 
@@ -180,17 +173,14 @@ class Top(App[None]):
         self._draw()
 
     def action_why(self) -> None:
-        """Show why nothing can be changed."""
         self._notify(self._refusal)
 
     @work
     async def action_protocol(self) -> None:
-        """Change the protocol."""
         await self._change("protocol", lambda status: status.protocol, lambda text: {"protocol": text})
 
     @work
     async def action_rate(self) -> None:
-        """Change the learning rate."""
         await self._change("learning rate", _present_rate, _rate)
 
     async def _change(self, name: str, present: Callable[[pb.Status], str], fields: Callable[[str], Any]) -> None:
@@ -207,7 +197,7 @@ class Top(App[None]):
         """Return whether a server of the run does not answer, or there is no run, and show it."""
         silent = [f"{server.address} does not answer" for server in self.history.silent]
         statuses = [answer.status for answer in self.history.answers]
-        missing = "; ".join(silent) or not_asked(statuses)
+        missing = "; ".join(silent) or not_named(statuses)
         if not missing and not any(status.num_servers for status in statuses):
             missing = "there is no run yet"
         if missing:
@@ -222,7 +212,6 @@ class Keys(Footer):
     """The keys: one line, or two lines of four keys in a narrow terminal."""
 
     def compose(self) -> ComposeResult:
-        """Leave the number of columns to the style sheet."""
         yield from super().compose()
         self.styles.grid_size_columns = None
 
@@ -235,7 +224,6 @@ class Stream(Widget):
         self._points = points
 
     def render(self) -> RenderResult:
-        """Draw the present points."""
         width, height = self.content_size
         return pictures.stream(self._points, width=width, height=height)
 
@@ -254,13 +242,11 @@ class Change(ModalScreen[dict[str, Any] | None]):
         self._wanted: dict[str, Any] | None = None
 
     def compose(self) -> ComposeResult:
-        """Show the present value."""
         with Vertical():
             yield Static(f"Change {self._what} to: (Enter goes on, Escape leaves all as it is)", markup=False)
             yield Input(harmless(self._present).plain)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Ask for confirmation."""
         old, new = self._present or "none", event.value.strip()
         try:
             self._wanted = self._fields(new)
@@ -273,7 +259,6 @@ class Change(ModalScreen[dict[str, Any] | None]):
         self.query_one(Static).update(pictures.harmless_lines([words]))
 
     def action_change(self) -> None:
-        """Return the fields."""
         if self._wanted:
             self.dismiss(self._wanted)
 
