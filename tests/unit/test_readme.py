@@ -261,6 +261,10 @@ def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
             assert len(words) < 4 or " ".join(words) in spoken, words
 
 
+def test_the_page_on_architecture_can_be_read_in_one_sitting():
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split()) <= 4000
+
+
 def test_no_line_of_a_page_is_longer_than_160_characters():
     long = [
         f"{page.name}:{number}"
