@@ -168,9 +168,7 @@ def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., A
     program.wait(20)
 
 
-def test_prometheus_scrapes_and_queries_answer(
-    servers: list[ServerThread], ask: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_prometheus_scrapes_and_answers(servers: list[ServerThread], ask: Callable[..., Any], tmp_path: Path) -> None:
     wait_until(lambda: ask("query", query="sum(up) == 2"), what="a scrape of both")
     for query in [*panel_queries(window="10s"), *(rule.without_threshold for rule in RULES)]:
         wait_until(lambda query=query: ask("query", query=query), what=f"an answer to {query}")

@@ -25,9 +25,7 @@ with make_client(sys.argv[1], worker_id=sys.argv[2], tensors=gradient, **json.lo
 """
 
 
-def test_a_worker_killed_in_its_round_leaves_no_partial_update(
-    start_server_process: Start, start_python: StartPython
-) -> None:
+def test_a_killed_worker_leaves_no_partial_update(start_server_process: Start, start_python: StartPython) -> None:
     server = start_server_process("--staleness", "none")
     with make_client(server.data, worker_id="steady", tensors=GRADIENT, **OPTIONS) as steady:
         steady.exchange(GRADIENT)

@@ -85,7 +85,7 @@ def test_the_worker_ends_an_idle_grpc_connection_first(start_server: Start, monk
         client.pull()
 
 
-def test_a_lane_that_fails_to_open_means_grpc(
+def test_no_lane_is_grpc(
     start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as refusing:

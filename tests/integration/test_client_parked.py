@@ -224,9 +224,7 @@ def test_a_restart_ends_the_waits_of_the_epoch(start_server: Start, pool: Thread
 
 
 @pytest.mark.parametrize(("before", "after"), [("hardsync", "async"), ("serial", "async"), ("hardsync", "ssp:s=2")])
-def test_a_new_protocol_ends_earlier_waits(
-    start_server: Start, pool: ThreadPoolExecutor, before: str, after: str
-) -> None:
+def test_a_new_protocol_ends_old_waits(start_server: Start, pool: ThreadPoolExecutor, before: str, after: str) -> None:
     server = start_server("--protocol", before)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, before)

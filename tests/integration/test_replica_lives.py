@@ -90,9 +90,7 @@ def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and
     assert "Traceback" not in leader.output()
 
 
-def test_sigterm_in_a_hung_collective(
-    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
-) -> None:
+def test_sigterm_in_hung_collective(start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]) -> None:
     servers = start_servers(start_server, 2)
     hangs, stopped = start_pair(addresses(servers), "joined")
     stopped.wait_for_output("joined")

@@ -160,9 +160,7 @@ def test_a_barrier_takes_replicas_for_workers(start_server: Start, start_python:
     assert {shard.version for shard in shards_of(job.addresses)} == {12}
 
 
-def test_p5_no_step_is_pushed_before_all_finish_it(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_p5_no_step_goes_before_all_finish_it(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     """Process 1 of replica 0 is held before a step that process 0 has begun; each push is an update."""
     steps = 4
     files = ("--pause-at", str(steps), "--pause", str(tmp_path / "go"), "--hold", str(tmp_path / "release"))
@@ -193,7 +191,7 @@ def test_p5_no_step_is_pushed_before_all_finish_it(
     assert ended[0] == ended[1] > steps
 
 
-def test_portions_of_a_replica_that_is_killed_go_to_another_and_each_counts_once_an_epoch(
+def test_portions_of_a_killed_replica_go_to_another(
     start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     """Replica 0 ends one epoch, in which one replica waits for the other's last portion, and dies amid a portion."""
@@ -227,9 +225,7 @@ def test_portions_of_a_replica_that_is_killed_go_to_another_and_each_counts_once
 
 
 @pytest.mark.parametrize("later", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_two_parts_go_on_with_one_process(
-    start_server: Start, start_python: StartPython, tmp_path: Path, later: int
-) -> None:
+def test_two_parts_go_on_with_one(start_server: Start, start_python: StartPython, tmp_path: Path, later: int) -> None:
     servers = serve(start_server, 2, checkpoints=tmp_path)
     ReplicaJob(start_python, servers, "--steps", "4").ended_well()
     kept(servers, tmp_path)

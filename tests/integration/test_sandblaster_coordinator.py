@@ -148,9 +148,7 @@ def test_a_plan_too_large_is_refused_with_one_that_fits(start_server: Start, sta
         tried.kill()
 
 
-def test_the_older_of_two_coordinators_hears_of_the_newer(
-    job: SandblasterJob, undisturbed: str, tmp_path: Path
-) -> None:
+def test_the_older_of_two_coordinators_hears_of_it(job: SandblasterJob, undisturbed: str, tmp_path: Path) -> None:
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -220,9 +218,7 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Sa
     assert job.bits() == undisturbed
 
 
-def test_an_interrupted_coordinator_says_how_to_resume(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_an_interrupted_coordinator_says_how(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
     job = SandblasterJob(start_server, start_python, servers=1)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS)
@@ -234,9 +230,7 @@ def test_an_interrupted_coordinator_says_how_to_resume(
     assert coordinator.output().splitlines()[-1].startswith("pyps: interrupted; `pyps coordinate` goes on")
 
 
-def test_a_coordinator_of_servers_under_another_protocol_is_refused(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_a_coordinator_under_another_protocol_is_refused(start_server: Start, start_python: StartPython) -> None:
     server = start_server("--run-id", "other")
     with Client({"w": np.ones(4, np.float32)}, launch=Launch(server.data, run_id="other")) as client:
         client.pull()

@@ -403,9 +403,7 @@ def test_a_process_with_a_part_of_the_model_is_refused(monkeypatch: pytest.Monke
         pyps_client.Client({"weights": np.zeros(3)}, optimizer=("sgd", {"learning_rate": 0.1}))
 
 
-def test_layers_that_change_the_loss_are_warned(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_change_the_loss_warn(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYPS_START_WAIT_SECONDS", "0")
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Dropout(0.0), nn.Linear(4, 3))
     model[0].weight.requires_grad_(False)

@@ -113,9 +113,7 @@ def refused(channel: grpc.Channel, method: str, metadata: Metadata, *, streams: 
 
 
 @pytest.mark.parametrize("by", ["tokens", "certificates"])
-def test_every_call_of_every_service_is_taken_from_the_roles_of_the_table_alone(
-    start_server: Start, holders: Holders, by: str
-) -> None:
+def test_every_call_is_taken_from_the_roles_of_the_table_alone(start_server: Start, holders: Holders, by: str) -> None:
     certified = by == "certificates"
     server = start_server(*(holders.by_certificates() if certified else holders.by_tokens(*ROLES)))
     for port, address in (("data", server.data), ("control", server.control)):

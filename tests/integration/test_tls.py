@@ -181,9 +181,7 @@ def test_an_expired_certificate_replaces_no_good_one(start_server: Start, made: 
     start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
 
 
-def test_a_future_certificate_waits(
-    start_server: Start, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_future_certificates(start_server: Start, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(folder))
     host, port = server.metrics.split(":")
@@ -236,9 +234,7 @@ def test_a_key_unknown_to_grpc_is_refused_by_name(start_server: Start, made: Pat
 
 
 @pytest.mark.parametrize("problem", ["cannot be used", "pyps certs check"])
-def test_a_worker_waits_for_a_missing_key_and_for_a_good_certificate(
-    start_server: Start, made: Path, tmp_path: Path, problem: str
-) -> None:
+def test_a_worker_waits_for_key_and_certificate(start_server: Start, made: Path, tmp_path: Path, problem: str) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(made / "sound", mutual=True))
     with (
@@ -262,9 +258,7 @@ def test_a_worker_waits_for_a_missing_key_and_for_a_good_certificate(
         pulled.result(20)
 
 
-def test_an_expired_lane_leaves_grpc(
-    start_server: Start, made: Path, tmp_path: Path, proxies: dict[int, CuttingProxy]
-) -> None:
+def test_an_expired_lane(start_server: Start, made: Path, tmp_path: Path, proxies: dict[int, CuttingProxy]) -> None:
     folder = shutil.copytree(made / "sound", tmp_path / "sound")
     server = start_server(*served(made / "sound", mutual=True), "--local-socket", "off")
     model = small_model()

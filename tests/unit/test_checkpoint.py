@@ -217,9 +217,7 @@ def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> N
     assert write_checkpoint(folder).name == "checkpoint-00000003"
 
 
-def test_a_run_whose_checkpoints_cannot_be_listed_is_not_reset_as_they_would_bring_it_back(
-    folder: CheckpointFolder,
-) -> None:
+def test_a_run_whose_checkpoints_cannot_be_listed_is_not_reset(folder: CheckpointFolder) -> None:
     """As on a volume that is away for a moment."""
     write_checkpoint(folder)
     run = restored_run(folder)

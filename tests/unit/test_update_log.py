@@ -106,9 +106,7 @@ def test_a_shard_is_read_while_its_log_is_written_and_the_next_push_waits_for_it
         assert second.result(DEADLINE_SECONDS).version_after == 2
 
 
-def test_updates_of_one_call_are_logged_with_the_parameters_that_each_of_them_made(
-    log: UpdateLog, tmp_path: Path
-) -> None:
+def test_updates_of_one_call_are_logged_with_their_parameters(log: UpdateLog, tmp_path: Path) -> None:
     """Two rounds that end with one worker: the first checksum is of parameters that the second has changed."""
     shard = logged_shard(log, protocol="softsync:n=1", policy="none")
     workers = roster("a", "b", "c", "d")

@@ -146,9 +146,7 @@ def test_frames_are_made_when_there_is_room_for_them(channel: GrpcChannel) -> No
 @pytest.mark.parametrize(
     ("message", "error"), [(b"fail UnknownWorker", UnknownWorker), (b"fail LimitExceeded", Busy), (b"end", LinkLost)]
 )
-def test_a_verdict_ends_the_round(
-    server: EchoServer, channel: GrpcChannel, message: bytes, error: type[Exception]
-) -> None:
+def test_a_verdict_ends_round(server: EchoServer, channel: GrpcChannel, message: bytes, error: type[Exception]) -> None:
     assert echo(channel, b"before") == [b"before"]
     with pytest.raises(error):
         echo(channel, b"first", message, b"last", b"never answered")
