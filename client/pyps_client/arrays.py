@@ -18,7 +18,7 @@ from pyps_client.data.portions import Stepper, others_wait
 from pyps_client.figures import Answer, Figures, ask
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
-from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
+from pyps_client.pull import Holdings, LeaseCall, LongPoll, read, receivers
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Connection, Servers
 from pyps_client.transport.grpc import GrpcChannel
@@ -326,11 +326,11 @@ class Observer:
         self._holdings = Holdings(whole)
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
-        self._intakes = intakes(self._servers, self._vectors, self._holdings, codec=FLOAT32)
+        self._receivers_into = receivers(self._servers, self._vectors, self._holdings, codec=FLOAT32)
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
-        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._intakes, poll=LongPoll(0.0))
+        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._receivers_into, poll=LongPoll(0.0))
         return split_tensors(self.model, self._vectors)
 
     def figures(self, every_seconds: float = 10.0) -> Iterator[tuple[int, dict[str, float]]]:

@@ -36,9 +36,9 @@ Heard = Callable[[Connection, HeartbeatReply, float], None]
 
 
 class Lease:
-    """Gives heartbeats to every server from the first Hello that it answered until the worker leaves.
+    """Sends heartbeats to each server from its first answer to a Hello until the worker leaves.
 
-    Where a server tells that the worker's replica is lost, it leaves all servers at once, so that nobody waits for the
+    When a server reports that the worker's replica is lost, it leaves all servers at once, so that nobody waits for the
     other parts, and the process ends, whatever its main thread waits for.
     """
 
@@ -51,7 +51,7 @@ class Lease:
         self._lost = LostReplica()
         self._heartbeat = Heartbeat(launch=launch, request=request, heard=heard, refused=self._refused)
         self._met: dict[int, Connection] = {}
-        # Whoever leaves meanwhile waits until that is said.
+        # A second thread that leaves waits for the first.
         self._leaving = threading.Lock()
         self._left = False
         self.hurry = self._heartbeat.hurry
@@ -110,10 +110,9 @@ class Lease:
 
 
 class Heartbeat:
-    """Sends heartbeats to servers, to each on a daemon thread and over a connection of its own.
+    """Sends heartbeats, to each server on a daemon thread and a connection of its own.
 
-    So none waits for a server that is slow, nor for a gradient on its way over a slow link: it would come too late to
-    keep the lease.
+    So none waits for a slow server, nor for a gradient on a slow link, and comes too late to keep the lease.
     """
 
     def __init__(
@@ -147,16 +146,16 @@ class Heartbeat:
         threading.Thread(target=self._keep, args=beat, name="pyps-heartbeat", daemon=True).start()
 
     def hurry(self, seconds: float) -> None:
-        """Looks from now on whether servers are there at all, and cuts the calls to those that are silent for so long.
+        """Cancel calls to servers that are silent for so long from now on.
 
-        A call's own deadline leaves room for a slow link, where heartbeats pass beside it.
+        A call's own deadline leaves room for a slow link, on which heartbeats pass in parallel.
         """
         with self._lock:
             self._end_seconds = seconds
             ways = list(self._ways.values())
         self._hurried.set()
         for way in ways:
-            # What is under way may wait longer.
+            # A call under way may wait longer.
             way.cut()
 
     def end(self) -> None:
@@ -192,7 +191,7 @@ class Heartbeat:
                 if self._ended.is_set():
                     return
                 if type(error) in (NotAuthenticated, NotAllowed):
-                    # By what is open already, pushes and pulls go on, and do not meet it.
+                    # Pushes and pulls go on by transports that are open already.
                     if not is_shut_out:
                         is_shut_out = True
                         logger.warning(
@@ -216,10 +215,9 @@ class Heartbeat:
 
 
 class LostReplica:
-    """What a heartbeat learned of the replica's end, until the thread that trains comes to know it.
+    """The replica's end, as a heartbeat learned it, until the thread that trains learns it too.
 
-    That thread, which is the one that made this, may wait for a process that is gone: torch's collective calls then
-    end late or never.
+    That thread, which makes this, may wait for a lost process: torch's collective calls then end late or never.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker's end: it leaves its run however its program ends, and what ended that is told.
+"""A worker's end: it leaves its run however its program ends, and reports the cause.
 
 Nothing of the process is changed but by `install_process_hooks`.
 """
@@ -66,9 +66,9 @@ _pipe: tuple[socket.socket, socket.socket] | None = None
 
 
 def expect(worker: Any, *, of: object = None) -> None:
-    """Sees to it that the worker leaves at the program's end at the latest, by its `close(cause, message)`.
+    """Let the worker leave at the program's end at the latest, by its `close(cause, message)`.
 
-    With `of`, once nobody holds that object any more; the worker must not hold it either.
+    `of`: leave once this object is collected; the worker must not hold it.
     """
     _close_at_exit()
     _open.add(worker)
@@ -133,9 +133,9 @@ def end_process(words: str, status: int) -> None:
 def install_process_hooks() -> None:
     """Makes this process a worker as `pyps run` starts one, before its first client is made.
 
-    * An error of pyps that nobody catches ends it with one sentence; that one, any other and `sys.exit(1)` are told to
-      the servers as the worker's failure (`sys.excepthook`, `sys.exit`), and `raise SystemExit(1)` from Python 3.12 on.
-    * SIGTERM, where it has no handler, unwinds it, so that the worker leaves and nobody waits out its lease.
+    * An uncaught error of pyps ends it with one sentence; that one, any other and `sys.exit(1)` are reported to the
+      servers as the worker's failure (`sys.excepthook`, `sys.exit`), and `raise SystemExit(1)` from Python 3.12 on.
+    * SIGTERM, where it has no handler, unwinds it, so that the worker leaves and nobody waits for its lease to expire.
     * The client's messages appear on stderr, until the program sets up logging of its own.
     * glibc's allocator keeps the blocks of large messages.
 
@@ -172,10 +172,9 @@ class Terminated(SystemExit):
 
 
 def watch(lease: Any) -> None:
-    """Has it terminated, by its `terminate(error)`, where SIGTERM comes and the main thread does not take it.
+    """Call its `terminate(error)` after a SIGTERM that the main thread does not take; `watched.discard` ends that.
 
-    Only where the hooks took charge of the signal, and nobody else of the interpreter's wakeup_fd. Who is no longer
-    to be is taken out of `watched`.
+    Only where the hooks handle the signal, and nobody else uses the interpreter's wakeup_fd.
     """
     global _pipe
     watched.add(lease)
@@ -206,10 +205,7 @@ def _close_all() -> None:
 
 
 def _abandoned(worker: Any, guard: ForkGuard) -> None:
-    """Lets a worker leave whose holder is gone: perhaps by the garbage collector, amid anything, on any thread.
-
-    So it waits for no lock, which that thread may hold.
-    """
+    """Let a worker leave whose holder was collected, on any thread, which may hold any lock: so it waits for none."""
     if guard.in_child:
         # Its connections are the parent's.
         kept_alive.add(worker)
@@ -221,9 +217,9 @@ def _abandoned(worker: Any, guard: ForkGuard) -> None:
 
 
 def _close_and_free(workers: list[Any], done: _thread.LockType) -> None:
-    """Closes the one in the list, which nobody else holds.
+    """Close the worker in the list, which holds the only reference.
 
-    What it had is freed before the program may end: a tensor that is freed beside the interpreter's end aborts that.
+    Its tensors are freed before the program ends: one that is freed during the interpreter's end aborts it.
     """
     try:
         _close(workers.pop())
@@ -291,10 +287,7 @@ def _last_error() -> BaseException | None:
 
 
 def _told(error: PypsError, trace: TracebackType | None) -> str:
-    """The error's message, and below it the line of the user's program that it came from.
-
-    That is the last one in the user's own code; failing that, in anybody's but ours.
-    """
+    """Return the error's message, and below it the newest line of the user's own code, or else of another package."""
     others = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(trace)

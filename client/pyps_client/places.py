@@ -1,4 +1,4 @@
-"""The places of servers, by which they are found anew after they moved: addresses, lines of a file, a DNS name of all.
+"""The places of servers, where they are found again after they moved: addresses, lines of a file, a DNS name of all.
 
 A place is a line of text: "host:7610", which gRPC looks up by itself; "file:/path#1", the second line of a file; or
 "dns:2@name:7610#1", the second of two servers, all of whose addresses the name stands for.

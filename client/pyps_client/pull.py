@@ -1,4 +1,4 @@
-"""What is held of the run's parameters, how newer ones arrive, and how long a worker waits for others."""
+"""Pulls: the held versions, the way of newer parameters into vectors, and waits for other workers."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ from pyps_wire.parameter_server_pb2 import Parameters, ProceedReply, ProceedRequ
 from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
-# A server is asked to hold a call for so long at the most; what it then says it waited for goes to the log, and
-# it is asked again.
+# The longest wait of one call. Its answer goes to the log, and the next call follows.
 PARK_SECONDS = 30.0
 
-# Asks server 0 for a portion.
+# A call for a portion to server 0.
 LeaseCall = Callable[[GrpcChannel, LeaseRequest, threading.Event], LeaseReply]
 
-# A call that moves more is worth telling the allocator of.
+# The allocator keeps the blocks of longer calls.
 LARGE_BYTES = 1 << 20
 
 
 class Versions(dict[int, int]):
-    """Shard id -> version, as held at one moment, with each server's epoch at that moment.
+    """Shard id -> held version, with each server's epoch, at one moment. Immutable once it is handed out.
 
-    A version says nothing without its epoch: after a restore a server counts again from an older one. Not to be changed
-    once it is told.
+    A version says nothing without its epoch: after a restore a server counts again from an older one.
     """
 
     epochs: tuple[int, ...] = ()
@@ -54,7 +52,7 @@ class Versions(dict[int, int]):
 
 
 class Held:
-    """The versions that a caller holds of one server's shards, and those that it is to wait for; all of one epoch.
+    """The held versions of one server's shards, and those to wait for, all of one epoch.
 
     One thread may note versions to wait for while another pulls.
     """
@@ -97,12 +95,11 @@ class Held:
 
 
 class Holdings:
-    """Versions held and versions wanted, over all servers. One thread may note receipts while another pulls.
+    """Held and wanted versions of all servers. One thread may note receipts while another pulls.
 
-    A worker waits for the rounds that took its gradient, unless the same push came too late for another shard:
-    that one's round waits for this worker, as may those whom the other rounds wait for, and two workers could
-    wait for each other for ever. So the late shard is made good first: the next pull waits for nothing, and the
-    next push leaves out the shards whose rounds have this worker's gradient already.
+    A worker waits for the rounds that took its gradient. If the same push came too late for another shard, that shard's
+    round waits for this worker, and two workers could wait for each other for ever. So the late shard comes first: the
+    next pull waits for nothing, and the next push leaves out the shards whose rounds have this worker's gradient.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -134,7 +131,7 @@ class Holdings:
             version = receipt.min_version
             if receipt.reason in OUTDATED:
                 late.append(receipt.shard_id)
-                # What came too late asks for a pull of what is there already.
+                # A late gradient needs a pull of the present parameters.
                 version = max(version, receipt.version_before)
             if version > 0:
                 held = self.of_server[self._server_of[receipt.shard_id]]
@@ -145,7 +142,7 @@ class Holdings:
         """Return whether gradients of a held version would be refused: it is of another epoch, or too old."""
         for connection in connections:
             held = self.of_server[connection.index]
-            # A server without a shard sends nothing that could bring its epoch here.
+            # A server without a shard sends nothing that brings its epoch.
             if held.versions and (connection.epoch != held.epoch or (held._wanted and held.wanted)):
                 return True
         return False
@@ -159,7 +156,7 @@ class Holdings:
         return self.of_server[server_index].wanted.keys() - self.late if self.late else frozenset()
 
 
-class Intake:
+class Receiver:
     """Writes one server's parameters into a caller's vectors, one a group."""
 
     def __init__(
@@ -168,7 +165,7 @@ class Intake:
         """`codec`: of the payloads; the vectors are of its type, or float32. `name`: the server's."""
         self.held = held
         self.codec = codec
-        # Is told of each shard that has come whole in a message, on whatever thread took it.
+        # Called for each shard that a message has brought, on any thread.
         self.on_landed: Callable[[ShardRange], object] | None = None
         self._name = name
         self._converter = converter
@@ -233,7 +230,7 @@ class LongPoll:
         now = time.monotonic()
         waited = now - self._began
         if stop.is_set():
-            # Or a call to another server failed, whose error goes before this one.
+            # Or a call to another server failed, whose error is raised.
             raise RunFinished("The client was closed while it waited for other workers.")
         if waited >= self.wait_seconds:
             raise WaitTimedOut(
@@ -249,9 +246,9 @@ class LongPoll:
             )
 
     def proceed(self, sender: Sender, *, clock: int) -> Callable[[GrpcChannel, threading.Event], ProceedReply]:
-        """Asks server 0 whether the next step may begin: protocols that give turns, or that bound a lead.
+        """Return the question to server 0 whether the next step may begin, under protocols that pace workers.
 
-        Asked again after a loss: the same clock tells the server that it is the same question.
+        After a loss it is repeated: the same clock makes it the same question.
         """
 
         def ask(channel: GrpcChannel, stop: threading.Event) -> ProceedReply:
@@ -277,31 +274,29 @@ class IncomingPull:
 
     sender: Sender
     role: Role
-    intake: Intake
+    receiver: Receiver
     connection: Connection
     # Shard id to the version to wait for, while `poll` lasts.
     min_versions: Mapping[int, int]
     poll: LongPoll
-    # Whether the vectors are.
+    # Whether the vectors are lent.
     lent: bool = False
-    # With this the server leases a portion too, in the moment of which the parameters are: `lease` then has its answer,
-    # and without a portion no parameters come.
+    # Lease a portion too, at the moment of these parameters; `lease` has the answer. Without a portion none come.
     portion: LeaseRequest | None = None
     lease: LeaseReply = field(init=False, default_factory=LeaseReply)
 
     def __post_init__(self) -> None:
-        self._held = self.intake.held
+        self._held = self.receiver.held
         self._waiting = set(self._held.shards)
         self._changed: set[int] = set()
 
     def __call__(self, channel: GrpcChannel, stop: threading.Event) -> set[int]:
         answered = 0
-        # A further round comes where the epoch changed between two tries of the first, and while versions are
-        # waited for.
+        # A further round follows after a change of epoch, and while versions are waited for.
         while self._waiting:
             asked = sorted(self._waiting)
             request = self._request(asked)
-            num_bytes = self.intake.codec.max_bytes(sum(self._held.shards[i].length for i in asked))
+            num_bytes = self.receiver.codec.max_bytes(sum(self._held.shards[i].length for i in asked))
             if num_bytes > LARGE_BYTES:
                 keep_large_blocks()
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
@@ -332,7 +327,7 @@ class IncomingPull:
             self.lease, self.portion = reply.lease, None
         if reply.codec != CODEC_UNSPECIFIED:
             if payload is not None:
-                self.intake.write(reply.shard_id, reply.codec, payload)
+                self.receiver.write(reply.shard_id, reply.codec, payload)
             self._accept(reply)
         # The server says which reply is the last.
         return False
@@ -343,7 +338,7 @@ class IncomingPull:
             sender=self.sender,
             role=self.role,
             epoch=self._held.epoch,
-            codec=self.intake.codec,  # type: ignore[arg-type]
+            codec=self.receiver.codec,  # type: ignore[arg-type]
             wait_milliseconds=round(self.poll.call_seconds * 1000) if waits else 0,
             portion=self.portion,
         )
@@ -358,27 +353,27 @@ class IncomingPull:
     def _accept(self, reply: Parameters) -> None:
         if reply.epoch != self._held.epoch:
             self._held.enter(reply.epoch)
-            # A heartbeat may have told of a later restore meanwhile.
+            # A heartbeat may have reported a later restore meanwhile.
             self.connection.epoch = max(self.connection.epoch, reply.epoch)
             self._waiting = set(self._held.shards)
-            # Versions of the epoch before: nobody may wait for them any more.
+            # They are of the epoch before.
             self.min_versions = {}
-        self.intake.accept(reply.shard_id, reply.version)
+        self.receiver.accept(reply.shard_id, reply.version)
         self._waiting.discard(reply.shard_id)
         self._changed.add(reply.shard_id)
 
 
-def intakes(
+def receivers(
     servers: Servers, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter = NUMPY
-) -> list[Intake]:
-    """The way of each server's parameters into the vectors, one a group, which travel in that codec.
+) -> list[Receiver]:
+    """Return what receives each server's parameters into the vectors, one a group.
 
-    The vectors are of the codec's type, or float32, into which they are converted.
+    Vectors are of the codec's type, or float32: then parameters are converted.
     """
     dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
     check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
     return [
-        Intake(vectors, holdings.of_server[each.index], codec=codec, name=each.name, converter=converter)
+        Receiver(vectors, holdings.of_server[each.index], codec=codec, name=each.name, converter=converter)
         for each in servers
     ]
 
@@ -387,22 +382,24 @@ def read(
     servers: Servers,
     sender: Sender,
     role: Role,
-    intakes: Sequence[Intake],
+    receivers: Sequence[Receiver],
     *,
     poll: LongPoll,
     min_versions: Sequence[Mapping[int, int]] | None = None,
     lent: bool = False,
 ) -> set[int]:
-    """Brings what is newer than held; returns changed shard ids.
+    """Pull newer parameters, and return the changed shards' ids.
 
-    Waits for `min_versions`, shard id to version for each server, while `poll` lasts. `lent`: the vectors are.
+    Waits for `min_versions`, shard id -> version for each server, while `poll` lasts. `lent`: the vectors are lent.
     """
     return set().union(
         *servers.on_all(
             [
-                IncomingPull(*(sender, role, intake), connection=connection, min_versions=wanted, poll=poll, lent=lent)
-                for connection, intake, wanted in zip(
-                    servers, intakes, min_versions or [{}] * len(intakes), strict=True
+                IncomingPull(
+                    *(sender, role, receiver), connection=connection, min_versions=wanted, poll=poll, lent=lent
+                )
+                for connection, receiver, wanted in zip(
+                    servers, receivers, min_versions or [{}] * len(receivers), strict=True
                 )
             ]
         )

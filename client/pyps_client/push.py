@@ -1,4 +1,4 @@
-"""A worker's pushes, over all servers: described, numbered, checked, cut for each server and sent."""
+"""A worker's pushes to all servers: described, numbered, checked, and sent a message a shard."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.departures import Departures
+from pyps_client.early_shards import EarlyShards
 from pyps_client.group import ALONE, Group
 from pyps_client.leave import keep_large_blocks
-from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
+from pyps_client.pull import LARGE_BYTES, Holdings, Receiver, Versions
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import Connection, call_seconds
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 T = TypeVar("T")
-# What of a shard is pushed; no ranges at all for nothing.
+# A shard and the pushed ranges of it; None where nothing is pushed.
 Part = tuple[ShardRange, Extents | None]
 
 # Messages and answers that need no further thread: a connection holds so much in each direction.
@@ -59,46 +59,44 @@ class Plan:
 
     # One a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says; or float32.
     gradients: Vectors
-    # Where what is newer arrives, one a group, as for a pull; None for a push alone.
+    # The place of newer parameters, one a group, as for a pull; None for a push alone.
     parameters: Vectors | None = None
-    # One flag a tensor, in the model's order; numbers of absent tensors are not sent, and a shard with nothing present
-    # only says so. None for all.
+    # One flag a tensor, in the model's order: absent tensors are not sent, and a shard without a present one says so.
+    # None for all.
     present: Sequence[bool] | None = None
     example_count: int = 0
     minibatch_count: int = 1
-    # A `held_versions` taken when the parameters were pulled that the gradient was computed on (the oldest, where
-    # several are summed, and the newest); None for those held now, and for the same.
+    # `held_versions` of the parameters that the gradient was computed on: the oldest, where several are summed, and the
+    # newest. None for those held now, and for the oldest.
     base_versions: Mapping[int, int] | None = None
     newest_base_versions: Mapping[int, int] | None = None
     # A PayloadKind a group, gradients by default.
     kinds: Sequence[int] | None = None
-    # New ones, and momenta, by group, from the worker that owns the schedule, or provisional ones.
+    # New rates and momenta by group.
     learning_rates: Mapping[int, GroupRate] | None = None
-    # What `Worker.norm` gave, or 0, for a thread beside the one that makes a replica's collective calls: there are none
-    # then; `meet` follows. None has it found where servers clip.
+    # The result of `Worker.norm`, or 0, on another thread than the one that makes a replica's collective calls; `meet`
+    # follows then. None: computed where servers clip.
     gradient_norm: float | None = None
-    # The worker's own count of steps; None for that of now.
+    # The worker's count of steps; None for the present one.
     clock: int | None = None
-    # Which of the lent gradients these are, where that is known, and the parameters are the lent ones too.
+    # The index of these among the lent gradients, where the caller knows it, and that the parameters are lent too.
     lent_index: int | None = None
-    # Where gradients are still computed, which of them may leave; in messages, whatever memory is shared. Servers must
-    # not clip then: nobody knows the norm.
-    departures: Departures | None = None
+    # Sends shards in messages while gradients of others are computed. Servers must not clip then: the norm is unknown.
+    early: EarlyShards | None = None
 
 
 class LearningRates:
-    """What this worker set, by parameter group, and which server has taken it. Used by the thread that pushes.
+    """The rates that this worker set, by parameter group, and the servers that took them. For the thread that pushes.
 
-    A push that was refused, or a server that was restored, may have left the old rate in force: the new one goes
-    with the next push again.
+    After a refused push, or on a restored server, the old rate may be in force: the next push carries the new one.
     """
 
     def __init__(self, num_servers: int, *, num_groups: int) -> None:
         self._num_groups = num_groups
-        # Replaced whole by each change: the same object is known to say the same.
+        # Replaced whole by each change: the same object has the same rates.
         self.rates = _NO_RATES
         self._provisional = _NO_RATES
-        # For each server the epoch and the rates that it took last.
+        # For each server the epoch and the rates of its newest push.
         self._taken: list[tuple[int, Mapping[int, GroupRate]]] = [(-1, _NO_RATES)] * num_servers
 
     def change(self, rates: Mapping[int, GroupRate]) -> None:
@@ -116,9 +114,9 @@ class LearningRates:
             self._provisional = {group: rate for group, rate in changed.items() if rate.provisional}
 
     def owed(self, server_index: int, *, epoch: int) -> Mapping[int, GroupRate]:
-        """What the server's next push has to carry; nothing when it has it all.
+        """Return the rates that the server's next push has to carry.
 
-        A provisional rate goes with each push: between two of them other workers' may have been in force.
+        Each push carries provisional rates: between two of them other workers' may have been in force.
         """
         taken_in, taken = self._taken[server_index]
         return self._provisional if taken_in == epoch and taken is self.rates else self.rates
@@ -153,8 +151,8 @@ class Pushes:
         self._holdings = holdings
         self._rates = LearningRates(partition.num_servers, num_groups=self._num_groups)
         self._gradients_only = [PAYLOAD_KIND_GRADIENT] * self._num_groups
-        # The newest cut for each server, and what it was made of: mostly the next push is cut likewise.
-        self._cuts: list[tuple[object, Cut] | None] = [None] * len(connections)
+        # For each server the newest template and its settings: most pushes have those of the one before.
+        self._templates: list[tuple[object, Template] | None] = [None] * len(connections)
         self._sequences = count(1)
 
     def outgoing(
@@ -163,14 +161,13 @@ class Pushes:
         *,
         clock: int,
         clip_norm: float,
-        intakes: Sequence[Intake] | None = None,
+        receivers: Sequence[Receiver] | None = None,
         lent_index: int | None = None,
     ) -> list[Outgoing]:
-        """The push for each server. With intakes, one a server, it is an exchange.
+        """Return the push for each server; with receivers, one a server, an exchange.
 
-        `lent_index`: which of the lent gradients it is, where the intakes' vectors are lent too. Float32 is converted.
-        The push's norm, of all processes of the replica, is told where `clip_norm` is not 0; it is found here where the
-        plan does not tell.
+        `lent_index`: of the lent gradients, where the receivers' vectors are lent too. Where servers clip (`clip_norm`)
+        and the plan has no norm, it is computed, over all processes of the replica.
         """
         vectors, kinds, present = plan.gradients, plan.kinds or self._gradients_only, plan.present
         partition = self._partition
@@ -188,7 +185,7 @@ class Pushes:
         base = self._holdings.versions if plan.base_versions is None else plan.base_versions
         newest = base if plan.newest_base_versions is None else plan.newest_base_versions
         if base is not newest or len(base) != self._num_shards or min(base.values()) < 0:
-            # Else nothing is wrong, as nearly always.
+            # Else nothing is wrong, as in nearly all pushes.
             check_bases(partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
         sequence = next(self._sequences)
@@ -201,10 +198,10 @@ class Pushes:
         for place, connection in enumerate(self._connections):
             epoch = epochs[connection.index]
             rates = self._rates.owed(connection.index, epoch=epoch) if self._rates.rates else _NO_RATES
-            cut = self._cut(place, plan, kinds, intakes)
+            template = self._template(place, plan, kinds, receivers)
             pushes.append(
                 Outgoing(
-                    *(cut, plan, sequence),
+                    *(template, plan, sequence),
                     epoch=epoch,
                     clock=clock,
                     gradient_norm=norm or 0.0,
@@ -212,10 +209,10 @@ class Pushes:
                     newest_base_versions=newest,
                     learning_rates=rates,
                     connection=connection,
-                    intake=None if intakes is None else intakes[place],
+                    receiver=None if receivers is None else receivers[place],
                     lent_index=lent_index,
                     encoder=self._encoder,
-                    waiting=cut.waiting.copy(),
+                    waiting=template.waiting.copy(),
                     vectors=vectors,
                 )
             )
@@ -226,7 +223,7 @@ class Pushes:
         if self._rates.rates:
             for connection, push in zip(self._connections, pushes, strict=True):
                 if push.waiting:
-                    # It was given up amid its departures.
+                    # Its early shards were given up.
                     continue
                 self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
 
@@ -245,24 +242,24 @@ class Pushes:
             return own
         return math.sqrt(self._peers.all_reduce([own * own])[0])
 
-    def _cut(self, place: int, plan: Plan, kinds: Sequence[int], intakes: Sequence[Intake] | None) -> Cut:
+    def _template(self, place: int, plan: Plan, kinds: Sequence[int], receivers: Sequence[Receiver] | None) -> Template:
         index = self._connections[place].index
-        # What is present of a shard that is still computed is found as it leaves.
-        present = None if plan.departures is not None else plan.present
+        # A shard that is still computed knows what is present when it is sent.
+        present = None if plan.early is not None else plan.present
         settled = self._holdings.settled(index) if self._holdings.late else ()
         flags = None if present is None or all(present) else tuple(present)
-        reply_codec = None if intakes is None else intakes[place].codec
+        reply_codec = None if receivers is None else receivers[place].codec
         made_of = (flags, settled, tuple(kinds), reply_codec)
-        known = self._cuts[place]
+        known = self._templates[place]
         if known is not None and known[0] == made_of:
             return known[1]
         parts = pushed_parts(self._partition, index, settled, present=present)
-        cut = Cut(parts, sender=self._sender, codec=self._codec, kinds=kinds, reply_codec=reply_codec)
-        self._cuts[place] = made_of, cut
-        return cut
+        template = Template(parts, sender=self._sender, codec=self._codec, kinds=kinds, reply_codec=reply_codec)
+        self._templates[place] = made_of, template
+        return template
 
 
-class Cut:
+class Template:
     """One server's part of a push: its shards, what of each, and the messages, which each push fills again."""
 
     def __init__(
@@ -278,23 +275,22 @@ class Cut:
         self.parts = parts
         self.codec = codec
         self.waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
-        # Lent gradients' index -> the shards' payloads, where these lie in them as they travel.
+        # Index of lent gradients -> the shards' payloads, where these are views of them.
         self.payloads: dict[int, list[memoryview]] = {}
-        # As shared memory takes them: all in one.
+        # All in one, for shared memory.
         self.request = LocalRequest()
         self.request.exchange.pull = reply_codec is not None
         for shard, extents in parts:
             message = self.request.exchange.shards.add(
                 sender=sender, codec=codec, shard_id=shard.shard_id, num_shards=len(parts)
             )
-            # Said in so many words where there is nothing: where a round waits for every worker, silence would hold it
-            # up.
+            # A shard without gradients says so: a round that waits for every worker waits for this word.
             message.kind = PAYLOAD_KIND_NOTHING if extents is None else kinds[shard.group]  # type: ignore[assignment]
             message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
             if reply_codec is not None:
                 message.reply_codec = reply_codec  # type: ignore[assignment]
         self.messages = list(self.request.exchange.shards)
-        # About the bytes that travel, both ways.
+        # About, in both directions.
         length = sum(shard.length for shard, _ in parts)
         self.num_bytes = codec.max_bytes(length) + (0 if reply_codec is None else reply_codec.max_bytes(length))
         self.timeout_seconds = call_seconds(self.num_bytes)
@@ -302,23 +298,23 @@ class Cut:
             keep_large_blocks()
         self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
 
-    def of(self, parts: Sequence[Part]) -> Cut:
+    def of(self, parts: Sequence[Part]) -> Template:
         """Return other parts of the same push."""
-        return Cut(parts, **self._settings)  # type: ignore[arg-type]
+        return Template(parts, **self._settings)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
     """One push to one server; after a loss it sends only the shards without a receipt again.
 
-    With an intake it is an exchange: newer parameters arrive there.
+    With an receiver it is an exchange: newer parameters arrive there.
     """
 
-    cut: Cut
+    template: Template
     plan: Plan
     sequence: int
     _: KW_ONLY
-    # What the plan leaves open, and the learning rates that are owed to this server.
+    # Settings that the plan leaves open, and the learning rates that this server has to take.
     base_versions: Mapping[int, int]
     newest_base_versions: Mapping[int, int]
     learning_rates: Mapping[int, GroupRate]
@@ -326,12 +322,12 @@ class Outgoing:
     clock: int = 0
     gradient_norm: float = 0.0
     connection: Connection
-    intake: Intake | None = None
-    # Which of the lent gradients the plan's are, where they, and the intake's vectors, are lent.
+    receiver: Receiver | None = None
+    # The index of lent gradients, where the receiver's vectors are lent too.
     lent_index: int | None = None
     encoder: Encoder
     receipts: list[Receipt] = field(init=False, default_factory=list)
-    # The largest of the parameters that came.
+    # The largest version of received parameters.
     version: int = field(init=False, default=0)
     # The shards without a receipt, and the numbers that are sent.
     waiting: dict[int, Part]
@@ -342,19 +338,22 @@ class Outgoing:
             return self.receipts
         answered = len(self.receipts)
         try:
-            if self.plan.departures is not None:
-                self._as_they_come(channel, self.plan.departures)
+            if self.plan.early is not None:
+                self._send_early(channel, self.plan.early)
                 return self.receipts
-            cut = self.cut if answered == 0 else self.cut.of(list(self.waiting.values()))
-            self._fill(cut)
+            template = self.template if answered == 0 else self.template.of(list(self.waiting.values()))
+            self._fill(template)
             request = None
             if self.lent_index is not None:
-                request = cut.request
+                request = template.request
                 request.exchange.gradients = self.lent_index
             parts = Parts(
-                self._messages(cut), cut.timeout_seconds, are_small=cut.num_bytes <= SMALL_BYTES, request=request
+                self._messages(template),
+                template.timeout_seconds,
+                are_small=template.num_bytes <= SMALL_BYTES,
+                request=request,
             )
-            method = "Push" if self.intake is None else "Exchange"
+            method = "Push" if self.receiver is None else "Exchange"
             self.connection.round(channel, method, parts, self._take)
         except LinkLost as lost:
             lost.answered = len(self.receipts) - answered
@@ -364,45 +363,47 @@ class Outgoing:
             raise LinkLost(f"{len(self.waiting)} shards were left without a receipt", answered=answered)
         return self.receipts
 
-    def _as_they_come(self, channel: GrpcChannel, departures: Departures) -> None:
-        """Send what may leave, in rounds until all that was sent is answered: no deadline runs in between."""
-        cut = self.cut
-        self._fill(cut)
-        messages = {shard.shard_id: message for (shard, _), message in zip(cut.parts, cut.messages, strict=True)}
+    def _send_early(self, channel: GrpcChannel, early: EarlyShards) -> None:
+        """Send shards as they become complete, in rounds until all are answered: no deadline runs in between."""
+        template = self.template
+        self._fill(template)
+        messages = {
+            shard.shard_id: message for (shard, _), message in zip(template.parts, template.messages, strict=True)
+        }
         while self.waiting:
             under_way: set[int] = set()
-            following = partial(self._departing, departures, messages, under_way)
+            following = partial(self._early_message, early, messages, under_way)
             first = following(begins=True)
             if first is None:
                 return
 
             def take(reply: Any, payload: Payload, under_way: set[int] = under_way) -> bool:
                 self._take(reply, payload)
-                return departures.answered(under_way, self.waiting)
+                return early.answered(under_way, self.waiting)
 
-            lost = partial(departures.lost, under_way)
-            parts = Parts(chain([first], iter(following, None)), cut.timeout_seconds, abandon=lost)
+            lost = partial(early.lost, under_way)
+            parts = Parts(chain([first], iter(following, None)), template.timeout_seconds, abandon=lost)
             try:
                 self.connection.round(channel, "Exchange", parts, take)
             finally:
                 lost()
 
-    def _departing(
+    def _early_message(
         self,
-        departures: Departures,
+        early: EarlyShards,
         messages: Mapping[int, PushRequest],
         under_way: set[int],
         *,
         begins: bool = False,
     ) -> tuple[PushRequest, Buffer] | None:
         """Return the next message that may be sent; None where there is none in this round."""
-        shard_id = departures.next(self.waiting, under_way, begins=begins)
+        shard_id = early.next(self.waiting, under_way, begins=begins)
         if shard_id is None:
             return None
-        shard, _ = self.cut.waiting[shard_id]
-        extents = _extents(departures.partition, shard, departures.present)
+        shard, _ = self.template.waiting[shard_id]
+        extents = _extents(early.partition, shard, early.present)
         numbers = None if extents is None else values_at(part_of(self.vectors, shard), extents)
-        with_numbers = departures.leaves(shard_id, numbers)
+        with_numbers = early.send(shard_id, numbers)
         if with_numbers is None:
             return None
         message = PushRequest()
@@ -413,25 +414,25 @@ class Outgoing:
         message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
         return message, self.encoder.payload(numbers, shard, extents or ())
 
-    def _checked(self, cut: Cut) -> Cut:
-        """Return the cut, unless there is NaN or infinity: then one with a NaN for each part.
+    def _checked(self, template: Template) -> Template:
+        """Return the template, unless it has NaN or infinity: then one with a NaN for each part.
 
         The server refuses them all. Of messages it checks each by itself, and would apply the others.
         """
-        parts = cut.parts
+        parts = template.parts
         numbers = [values_at(part_of(self.vectors, shard), extents) for shard, extents in parts if extents is not None]
-        if all(first_non_finite(values, cut.codec) is None for values in numbers):
-            return cut
+        if all(first_non_finite(values, template.codec) is None for values in numbers):
+            return template
         self.vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self.vectors]
-        cut = cut.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
-        self._fill(cut)
-        return cut
+        template = template.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
+        self._fill(template)
+        return template
 
-    def _fill(self, cut: Cut) -> None:
+    def _fill(self, template: Template) -> None:
         """Write the headers of this push's messages."""
-        plan, intake, rates = self.plan, self.intake, self.learning_rates
-        held = intake.held.versions if intake is not None and intake.held.epoch == self.epoch else None
-        for (shard, _), message in zip(cut.parts, cut.messages, strict=True):
+        plan, receiver, rates = self.plan, self.receiver, self.learning_rates
+        held = receiver.held.versions if receiver is not None and receiver.held.epoch == self.epoch else None
+        for (shard, _), message in zip(template.parts, template.messages, strict=True):
             shard_id = shard.shard_id
             message.sequence = self.sequence
             message.epoch = self.epoch
@@ -454,43 +455,43 @@ class Outgoing:
                 if momentum is not None:
                     message.momentum = momentum
 
-    def _messages(self, cut: Cut) -> Iterator[tuple[PushRequest, Buffer]]:
+    def _messages(self, template: Template) -> Iterator[tuple[PushRequest, Buffer]]:
         """Yield the messages, each made when the transport can send it: two are in memory at a time."""
         if self.lent_index is not None and self.connection.left_unchecked:
-            cut = self._checked(cut)
-        payloads = cut.payloads.get(self.lent_index) if self.lent_index is not None else None
+            template = self._checked(template)
+        payloads = template.payloads.get(self.lent_index) if self.lent_index is not None else None
         if payloads is None:
-            payloads = self._payloads_to_keep(cut)
-        for place, message in enumerate(cut.messages):
+            payloads = self._payloads_to_keep(template)
+        for place, message in enumerate(template.messages):
             if payloads is not None:
                 yield message, payloads[place]
                 continue
-            shard, extents = cut.parts[place]
+            shard, extents = template.parts[place]
             if extents is None:
                 yield message, b""
             else:
                 values = values_at(part_of(self.vectors, shard), extents)
                 yield message, self.encoder.payload(values, shard, extents)
 
-    def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
+    def _payloads_to_keep(self, template: Template) -> list[memoryview] | None:
         """Return the payloads of lent vectors, which later pushes find in the same place; None of others."""
         vectors = self.vectors
-        is_whole = all(extents == () for _, extents in cut.parts)
-        if self.lent_index is None or not is_whole or vectors[0].dtype != cut.codec.dtype:
+        is_whole = all(extents == () for _, extents in template.parts)
+        if self.lent_index is None or not is_whole or vectors[0].dtype != template.codec.dtype:
             return None
-        payloads = [part_of(vectors, shard).view(np.uint8).data for shard, _ in cut.parts]
-        cut.payloads[self.lent_index] = payloads
+        payloads = [part_of(vectors, shard).view(np.uint8).data for shard, _ in template.parts]
+        template.payloads[self.lent_index] = payloads
         return payloads
 
     def _take(self, reply: Any, payload: Payload) -> bool:
         """Take a receipt, in an exchange with newer parameters; return whether it was the last."""
-        intake, receipt = self.intake, reply
-        if intake is not None:
-            receipt, held = reply.receipt, intake.held
+        receiver, receipt = self.receiver, reply
+        if receiver is not None:
+            receipt, held = reply.receipt, receiver.held
             # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
             if reply.codec and reply.epoch == held.epoch:
                 if payload is not None:
-                    intake.write(receipt.shard_id, reply.codec, payload)
+                    receiver.write(receipt.shard_id, reply.codec, payload)
                 held.versions[receipt.shard_id] = version = reply.version
                 if version > self.version:
                     self.version = version
@@ -499,7 +500,7 @@ class Outgoing:
         # Else it answers another push.
         if receipt.sequence == self.sequence and receipt.shard_id in self.waiting:
             shard, _ = self.waiting.pop(receipt.shard_id)
-            if self.cut.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
+            if self.template.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
                 self.encoder.taken(shard)
             self.receipts.append(receipt)
         return not self.waiting

@@ -1,4 +1,4 @@
-"""How long a lost or missing server is waited for, and how that is told: one line for all, whichever threads notice."""
+"""Waits for lost or missing servers, and their log lines: one for all servers, whichever threads notice."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Outage:
         logger.info("%s %s there after %.0f s", ", ".join(sorted(back)), "is" if len(back) == 1 else "are", seconds)
 
     def tell(self, name: str, *, first_seconds: float, left_seconds: float | None = None, setting: str = "") -> None:
-        """Tells of all that is lost, where this one is new among it and so old, or where it is time again.
+        """Log all losses, if this one is new and lasts long enough, or if the next line is due.
 
         `left_seconds`: how much longer the caller waits, if it does; `setting` is what says so.
         """

@@ -1,4 +1,4 @@
-"""Where the run stands, as its servers last said: one frozen record, replaced whole."""
+"""The run's state, as its servers last reported it: one frozen record, replaced whole."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ OUTDATED = (REASON_STALE, REASON_DROPPED)
 
 
 class Terms(NamedTuple):
-    """What the protocol in force asks of a worker, as server 0 last told; it may change while the run goes on.
+    """The protocol in force, as server 0 last reported it; it may change while the run goes on.
 
-    A record that is the same object tells the same.
+    The same object has the same settings.
     """
 
     # In words, as given to --protocol and --staleness.
@@ -65,27 +65,27 @@ class RunState(NamedTuple):
 
 
 class View:
-    """What servers tell besides parameters. Any thread may read `state`, without a lock; several may note.
+    """The state that servers report. Any thread may read `state`, without a lock; several may note.
 
-    The processes of a replica must go by one view, or one would wait for a step that another does not take: there what
-    servers tell counts from the next `meet` on, which takes the leader's word, and everybody's on the run's end.
+    The processes of a replica need one state, or one would wait for a step that another does not take: reports are
+    active from the next `meet` on, which takes the leader's, and any process's report of the run's end.
     """
 
     def __init__(self, peers: Group = ALONE) -> None:
         self.refusals = Refusals()
         self._peers = peers
-        # The state to go by; for a worker of one process what was heard last.
+        # The state in force; for a worker of one process the newest.
         self.state = RunState()
-        # The leader's words for its terms, as all processes last heard them.
+        # The leader's protocol and staleness, as all processes last heard them.
         self._words = ("", "")
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._heard = self.state
-        # When a handshake, and when an answer to a step, last told the terms (time.monotonic).
+        # When a Hello, and when an answer to a step, last reported the terms (time.monotonic).
         self._greeted_at = self._answered_at = -math.inf
-        # When something else than a receipt last changed what receipts tell.
+        # When another message than a receipt last changed a setting that receipts carry.
         self._changed_at = -math.inf
-        # The epoch and version at which each shard's rate was told.
+        # The epoch and version of each shard's rate.
         self._rates_of: dict[int, tuple[int, int]] = {}
 
     def greeted(self, server_index: int, reply: HelloReply) -> None:
@@ -114,10 +114,10 @@ class View:
             )
 
     def answered(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float, version: int = 0) -> int:
-        """Notes what one server's receipts tell of a push that was sent at `sent_at` (time.monotonic).
+        """Take over one server's receipts of a push that was sent at `sent_at` (time.monotonic).
 
-        Returns the newest epoch among them. `version`: the largest of the parameters that came with them. Of the terms
-        receipts leave alone what others have changed since: they are looked at when all servers have answered.
+        Returns their newest epoch. `version`: the largest of the received parameters. Terms that other messages have
+        changed since stay: receipts are read once all servers have answered.
         """
         with self._lock:
             heard = self._heard
@@ -136,7 +136,7 @@ class View:
                     refused = True
                     finished = finished or receipt.reason == REASON_FINISHED
                 if receipt.HasField("next_rate"):
-                    # What is older than noted before is late.
+                    # An older one is late.
                     shard_id, at, rate = receipt.shard_id, (epoch, version), receipt.next_rate
                     if at >= self._rates_of.get(shard_id, at):
                         self._rates_of[shard_id] = at
@@ -155,10 +155,9 @@ class View:
         return newest
 
     def reminded(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
-        """Notes what the answer to a heartbeat tells that was sent at `asked_at` (time.monotonic).
+        """Take over the answer to a heartbeat that was sent at `asked_at` (time.monotonic).
 
-        Of the terms it leaves alone what others have told since: it may be the older one, as it comes over a connection
-        of its own.
+        Terms that other messages have reported since stay: this one, on a connection of its own, may be older.
         """
         with self._lock:
             heard = self._heard
@@ -265,9 +264,9 @@ class Refusals:
 
 
 def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:
-    """Says where a server goes by another protocol or policy than server 0: nobody else compares them.
+    """Warn of servers with another protocol or policy than server 0: no server compares them.
 
-    `servers`: the indices of those that replied, server 0 first; by default all, in order.
+    `servers`: the indices of the replies, server 0 first; by default all, in order.
     """
     for index, reply in zip(range(len(replies)) if servers is None else servers, replies, strict=True):
         for name in ("protocol", "staleness"):

@@ -16,7 +16,7 @@ from pyps_client.join import Handshake, Values
 from pyps_client.launch import Launch
 from pyps_client.lease import Lease
 from pyps_client.log import logger
-from pyps_client.pull import Holdings, IncomingPull, Intake, LeaseCall, LongPoll, Versions, intakes, read
+from pyps_client.pull import Holdings, IncomingPull, LeaseCall, LongPoll, Receiver, Versions, read, receivers
 from pyps_client.push import Plan, Pushes
 from pyps_client.run_state import View, warn_of_differences
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
@@ -52,8 +52,8 @@ ONE_THREAD = (
 class Worker:
     """One worker's membership in a run, over all of its servers.
 
-    One thread may push while another pulls. Buffers that were handed in must rest until the call returns: a push may
-    be sent again after a lost connection. Nothing here looks for NaN; `pyps_client.vectors.FiniteGuard` does, before.
+    One thread may push while another pulls. Vectors must not change until the call returns: a push may be sent again
+    after a loss. Nothing here checks for NaN; `pyps_client.vectors.FiniteGuard` does, before.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Worker:
         proposed = partition(model, num_servers=len(launch.servers))
         self.model = own_partition(proposed, parts, peers).model
         self._peers = peers = peers or ALONE
-        # The worker's own count of steps, sent with pushes and heartbeats. Whoever drives the session counts it up.
+        # The worker's count of steps, sent with pushes and heartbeats; the caller counts it up.
         self.clock = 0
         self._codec = codec_of(launch.gradient_codec)
         self._encoder = Encoder(self._codec)
@@ -111,7 +111,7 @@ class Worker:
         self._sharing: Sharing
         self.view = View(peers)
         sender = self._handshake.sender
-        self._lent_intakes: list[Intake] = []
+        self._receivers: list[Receiver] = []
         self._closing = threading.Event()
         self._hello: HelloReply | None = None
         self._lease = Lease(sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard)
@@ -123,7 +123,7 @@ class Worker:
         """Join the run; wait for servers and for its parameters, or send the first ones where elected."""
         if self._hello is not None:
             return
-        # It may be of the same name, and what it has gathered would be refused as that of an earlier process.
+        # Its last pushes would be refused as those of an earlier process, if it has the same name.
         leave.wait_for_leaving()
         leave.expect(self)
         self._lease.watch()
@@ -168,36 +168,42 @@ class Worker:
         )
 
     def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:
-        """Vectors for this worker's gradients and parameters, zeroed; once a session, after `connect`.
+        """Make vectors for this worker's gradients and parameters, zeroed; once a session, after `connect`.
 
-        Where a server runs on this machine and offers it, they lie in memory that both see, and a `push`, `exchange`
-        or `pull` that is given them moves nothing. Give the very arrays: a copy or another view goes by gRPC.
+        A server on this machine may share their memory: then a `push`, `exchange` or `pull` of these very arrays moves
+        nothing; a copy or another view goes in messages.
 
-        With a converter, memory that no server sees holds float32 whatever the codecs: it is converted on its way.
+        With a converter, private vectors are float32 whatever the codecs, and are converted when they are sent.
         """
         self._check_open()
         self._encoder.converter = converter or self._encoder.converter
         layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converts=converter is not None)
         self._servers.on_all([partial(self._greet_where_stale, each) for each in self._servers])
         lent = self._sharing.lend(layout).lent
-        self._lent_intakes = self._intakes(lent.parameters)
+        self._receivers = self._receivers_into(lent.parameters)
         return lent
 
     def tell_landed(self, on_landed: Callable[[ShardRange], object]) -> None:
         """Call `on_landed` for each shard that a message brings into the lent parameters, at once, on any thread."""
-        for intake in self._lent_intakes:
-            intake.on_landed = on_landed
+        for receiver in self._receivers:
+            receiver.on_landed = on_landed
 
     def push(self, gradients: Vectors, **described: Any) -> list[Receipt]:
         """Push gradients alone, described by fields of `Plan`."""
         return self.exchange(Plan(gradients, **described))
 
     def exchange(self, plan: Plan) -> list[Receipt]:
-        """Pushes to all servers at once, and brings what is newer into the plan's parameters, if it names some.
+        """Push to all servers at once, and receive newer parameters into the plan's, if it names some.
 
-        Returns the receipts, one for each shard pushed, by shard id. A shard may be REJECTED: see the receipt's reason,
-        and `pull_needed`. A shard whose round waits for other workers brings nothing: `pull_needed` then, and `pull`
-        waits. No other thread may pull meanwhile. Raises RunFinished after the run's end.
+        Returns:
+            A receipt for each pushed shard, by shard id. A shard may be REJECTED: see the receipt's reason, and
+            `pull_needed`. A shard whose round waits for other workers brings nothing: `pull_needed` then, and `pull`
+            waits.
+
+        Raises:
+            RunFinished: The run is over.
+
+        No other thread may pull meanwhile.
         """
         self._check_open()
         state = self.view.state
@@ -207,16 +213,16 @@ class Worker:
         if lent_index is None:
             lent_index = self._sharing.gradients(plan.gradients)
             if into is not None and not self._sharing.are_parameters(into):
-                # What goes one way goes that way whole.
+                # Both go by one transport.
                 lent_index = None
         if into is not None:
-            ways = self._lent_intakes if plan.lent_index is not None else self._intakes(into)
+            ways = self._receivers if plan.lent_index is not None else self._receivers_into(into)
         sent_at = time.monotonic()
         pushes = self._pushes.outgoing(
             plan,
             clock=self.clock if plan.clock is None else plan.clock,
             clip_norm=state.terms.clip_norm,
-            intakes=ways,
+            receivers=ways,
             lent_index=lent_index,
         )
         receipts: list[Receipt] = []
@@ -246,16 +252,18 @@ class Worker:
         min_versions: Mapping[int, int] | None = None,
         wait_seconds: float | None = None,
     ) -> set[int]:
-        """Writes what is newer than `held_versions` into `vectors` (one a group); returns changed shard ids.
+        """Write parameters newer than `held_versions` into `vectors` (one a group); return the changed shards' ids.
 
-        `vectors` are float32, or of the pull codec's type. Waits for the versions that the receipts of earlier pushes
-        named (a round's end), or for `min_versions` (shard id to version, {} for none) instead; at the longest
-        `wait_seconds`, the launch's by default. Then WaitTimedOut names those who were waited for.
+        `vectors` are float32, or of the pull codec's type. Waits for the versions in the receipts of earlier pushes (a
+        round's end), or for `min_versions` (shard id -> version, {} for none) instead.
+
+        Raises:
+            WaitTimedOut: After `wait_seconds`, by default the launch's; the message names the other workers.
         """
         self._check_open()
         indices = [connection.index for connection in self._servers]
         changed = read(
-            *(self._servers, self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
+            *(self._servers, self._handshake.sender, ROLE_WORKER, self._receivers_into(vectors)),
             poll=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
@@ -264,21 +272,21 @@ class Worker:
         return changed
 
     def with_parameters(self, vectors: Vectors) -> LeaseCall:
-        """What leases a portion as RemoteQueue asks for it, and brings what is newer into `vectors`, of that moment.
+        """Return a call that leases a portion, and pulls the parameters of that moment into `vectors`.
 
         GET of Zhang et al. 2013 (of one moment under `mutex=whole`), for a run on one server; `vectors` as for `pull`.
-        Without a portion nothing comes.
+        Without a portion no parameters come.
         """
         self._check_open()
-        connection, intake = self._servers.connections[0], self._intakes(vectors)[0]
+        connection, receiver = self._servers.connections[0], self._receivers_into(vectors)[0]
         lent = self._sharing.are_parameters(vectors)
 
         def lease(channel: GrpcChannel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
             pull = IncomingPull(
-                *(self.sender, ROLE_WORKER, intake),
+                *(self.sender, ROLE_WORKER, receiver),
                 connection=connection,
                 min_versions={},
-                # The request says itself how long its portion may be waited for.
+                # The request has its own limit for the wait.
                 poll=LongPoll(0.0),
                 lent=lent,
                 portion=request,
@@ -289,22 +297,23 @@ class Worker:
         return lease
 
     def snapshot(self, vectors: Sequence[Vector]) -> Versions:
-        """Writes the parameters as they are now into `vectors` (one a group), each shard of one version.
+        """Write the present parameters into `vectors` (one a group, float32), and return their versions.
 
-        For evaluation: float32 whatever the pull codec; waits for nothing and leaves `held_versions` alone. Returns the
-        snapshot's versions.
+        For evaluation: each shard is of one version; it waits for nothing and leaves `held_versions` alone.
         """
         self._check_open()
         holdings = Holdings(self.partition)
-        into = intakes(self._servers, vectors, holdings, codec=FLOAT32)
+        into = receivers(self._servers, vectors, holdings, codec=FLOAT32)
         read(self._servers, self._handshake.sender, ROLE_OBSERVER, into, poll=LongPoll(0.0))
         return holdings.versions
 
     def proceed(self) -> None:
-        """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
+        """Wait until the next step may begin; no call is made unless the protocol in force paces workers.
 
-        To be called between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all
-        wait. Raises WaitTimedOut, which names those who were waited for.
+        Call it between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all wait.
+
+        Raises:
+            WaitTimedOut: The message names the other workers.
         """
         self._check_open()
         if self.view.state.finished or not self.view.state.terms.ask_to_proceed:
@@ -319,9 +328,9 @@ class Worker:
         self.view.meet(pull_needed=self._holdings.pull_needed(self._servers.connections))
 
     def ask_first(self, operation: Operation[T], *, each: bool = False) -> T:
-        """Runs an operation of another service on server 0, again after each loss of its connection.
+        """Run an operation of another service on server 0, again after each loss of its connection.
 
-        Of a replica the leader asks, and all get its answer; with `each` all of them ask, and raise one error or none.
+        Of a replica the leader does, and all get its result; with `each` all processes do, and raise one error or none.
         """
         self._check_open()
         one_view = agreed if each else led
@@ -349,10 +358,10 @@ class Worker:
 
     @property
     def pull_needed(self) -> bool:
-        """True when gradients of what is held would be refused: a pull has to come before the next is computed.
+        """Whether a pull is needed before the next gradient: one of the held parameters would be refused.
 
-        So it is when a round waits for others, when the last gradient came too late, and after a server's
-        restore. In a replica it is so on all processes where it was on one when the last push ended.
+        So it is while a round waits for others, after a gradient that came too late, and after a server's restore. In a
+        replica it is so on all processes where it was on one when the last push ended.
         """
         if self._peers.count > 1:
             return self.view.state.pull_agreed
@@ -370,11 +379,11 @@ class Worker:
 
     @property
     def checks_first(self) -> bool:
-        """True when a lent push is looked through for NaN and infinity by the server before any of it is applied.
+        """Whether the server checks a lent push for NaN and infinity before it applies any of it.
 
-        So it is where one server holds everything in shared memory; all shards of such a push are then refused as
-        NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused. Where
-        the link is lost before a push is sent, the push is looked through here (see Outgoing).
+        So it is where one server shares the memory of all parameters: it refuses all shards of such a push as
+        NOT_FINITE. Elsewhere the worker has to check, or some shards may be applied and others refused. A push is
+        checked here if shared memory is lost before it is sent (see Outgoing).
         """
         return self._holder is not None and self._holder.checks_first
 
@@ -474,10 +483,10 @@ class Worker:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*leave.cause_of(error))
 
-    def _intakes(self, vectors: Vectors) -> list[Intake]:
-        if self._lent_intakes and self._sharing.are_parameters(vectors):
-            return self._lent_intakes
-        return intakes(
+    def _receivers_into(self, vectors: Vectors) -> list[Receiver]:
+        if self._receivers and self._sharing.are_parameters(vectors):
+            return self._receivers
+        return receivers(
             self._servers, vectors, self._holdings, codec=self._pull_codec, converter=self._encoder.converter
         )
 

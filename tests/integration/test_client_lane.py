@@ -16,7 +16,7 @@ from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
 from pyps.service.hosting import _DATA_IDLE_MS
 from pyps_client import ServerUnavailable
-from pyps_client.pull import Intake
+from pyps_client.pull import Receiver
 from pyps_client.retry import LocalLost
 from pyps_client.transport import Greeted, Parts
 from pyps_client.transport.grpc import IDLE_SECONDS
@@ -162,17 +162,17 @@ def test_after_a_refused_push_the_lane_goes_on(start_server: Start, monkeypatch:
 
 def test_a_failed_round_leaves_no_answer_to_the_next(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server, reference = start_server(), Reference(small_model())
-    write, answers = Intake.write, itertools.count()
+    write, answers = Receiver.write, itertools.count()
 
-    def write_some(intake: Intake, *arguments: Any) -> None:
-        write(intake, *arguments)
+    def write_some(receiver: Receiver, *arguments: Any) -> None:
+        write(receiver, *arguments)
         if next(answers) == 2:
             wait_until(lambda: all(shard.version for shard in inspect(server.control, "ListShards").shards), what="all")
             raise MalformedFrame("this one")
 
     with make_client(server.data, transport="tcp") as client:
         client.pull()
-        monkeypatch.setattr(Intake, "write", write_some)
+        monkeypatch.setattr(Receiver, "write", write_some)
         gradients = gradients_like(small_model(), 0)
         with pytest.raises(MalformedFrame, match="this one"):
             client.exchange(gradients)

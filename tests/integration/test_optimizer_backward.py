@@ -8,7 +8,7 @@ import torch
 
 from client_support import CuttingProxy, addresses
 from pyps_client import RemoteOptimizer
-from pyps_client.departures import Departures
+from pyps_client.early_shards import EarlyShards
 from pyps_client.group import Group
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import inspect, status_of, wait_until, workers_of
@@ -213,11 +213,11 @@ def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_
         optimizer.step()
         optimizer.zero_grad()
         server.stop()
-        departures: list[Departures] = []
+        early: list[EarlyShards] = []
 
         def fail(_: torch.Tensor) -> None:
-            departures.append(optimizer._steps.overlap._departures)
-            wait_until(lambda: departures[0].left, what="a shard that has left")
+            early.append(optimizer._steps.overlap._early)
+            wait_until(lambda: early[0].sent, what="a shard that has left")
             raise RuntimeError("out of luck")
 
         with pytest.raises(RuntimeError, match="out of luck"):

@@ -10,7 +10,7 @@ import torch
 from certified import served, shown
 from client_support import addresses
 from pyps_client import Launch, RemoteOptimizer
-from pyps_client.pull import Intake
+from pyps_client.pull import Receiver
 from pyps_client.transport import Incoming
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import NotAuthenticated, NotFinite, PypsError, ServerUnavailable
@@ -258,22 +258,22 @@ def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server) -> None:
 
 @pytest.mark.parametrize(("protocol", "overlap"), [("async", "off"), ("serial", "off"), ("async", "backward")])
 def test_gradients_on_a_partial_shard_are_left_out(start_server, monkeypatch, caplog, protocol, overlap) -> None:
-    server, model, receive_whole = start_server("--protocol", protocol), mlp(), Intake.write
+    server, model, receive_whole = start_server("--protocol", protocol), mlp(), Receiver.write
 
-    def receive_some(intake, shard_id, codec_number, payload) -> None:
+    def receive_some(receiver, shard_id, codec_number, payload) -> None:
         def torn(into: memoryview) -> None:
             payload.receive(into)
             into[: payload.nbytes // 2] = b"\xff" * (payload.nbytes // 2)
             raise ServerUnavailable("amid a shard")
 
-        receive_whole(intake, shard_id, codec_number, Incoming(payload.nbytes, torn))
+        receive_whole(receiver, shard_id, codec_number, Incoming(payload.nbytes, torn))
 
     with remote(model, server.data, transport="tcp", overlap=overlap) as optimizer:
         masters = parameters_of(model)
         for number, batch in enumerate(batches(5)):
             if number == 1:
                 with monkeypatch.context() as patch, pytest.raises(ServerUnavailable, match="amid a shard"):
-                    patch.setattr(Intake, "write", receive_some)
+                    patch.setattr(Receiver, "write", receive_some)
                     backward(model, batch)
                     masters = masters - np.float32(0.1) * gradients_of(model)
                     optimizer.step()

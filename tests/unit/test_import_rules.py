@@ -26,7 +26,7 @@ CLIENT_FLOORS = (
         for floor in (
             "log version fork vectors retry credentials places local_server group",
             "transport launch",
-            "leave run_state departures",
+            "leave run_state early_shards",
             "push pull join lease figures",
             "worker",
             "data arrays",
@@ -183,7 +183,7 @@ def test_rules_find_what_breaks_them():
         ("pyps_client.data.samplers", "def f():\n  import torch"),
         ("pyps_wire.codecs", "import torch"),
         ("pyps_client.arrays", "from pyps import run"),
-        ("pyps_client.transport.memory", "def f():\n  from pyps_client.pull import Intake"),
+        ("pyps_client.transport.memory", "def f():\n  from pyps_client.pull import Receiver"),
         ("pyps_client.push", "from pyps_client import worker"),
         ("pyps.run", "from pyps_client import Client"),
     ):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pyps_client.departures import Departures
+from pyps_client.early_shards import EarlyShards
 from pyps_client.fork import ForkGuard
 from pyps_client.log import logger
 from pyps_client.torch.layout import several
@@ -49,7 +49,7 @@ class Backward(Off):
         self._lock = threading.Lock()
         # Guarded by _lock: whether a pass has begun; its shards, unless it is pushed whole; the examples it counts.
         self._has_begun = False
-        self._departures: Departures | None = None
+        self._early: EarlyShards | None = None
         self._example_count = 0
         # Gradients that each shard lacks, and events after which a device's have come.
         self._missing: dict[int, int] = {}
@@ -82,32 +82,32 @@ class Backward(Off):
 
     def step(self, gradients: Minibatch, due: Due) -> None:
         try:
-            if self._departures is None:
+            if self._early is None:
                 super().step(gradients, due)
             else:
-                self._seal(self._departures, gradients)
+                self._seal(self._early, gradients)
                 self._steps.push_and_pull(self._answers)
         finally:
             self._end()
 
     def give_up(self) -> None:
-        departures = self._departures
+        early = self._early
         self._end()
         if self._pushing is not None:
             self._pushing.wait()
-        if departures is not None and departures.num_answered:
+        if early is not None and early.num_answered:
             logger.warning(
                 "a backward pass was broken off, or no step() followed it: %d of %d shards were sent, as overlap is "
                 "'backward', and count; the rest of its push is left out",
-                *(departures.num_answered, self._partition.num_shards),
+                *(early.num_answered, self._partition.num_shards),
             )
         self._answers()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._departures is not None:
-            self._departures.abandon()
+        if self._early is not None:
+            self._early.abandon()
         self._threads.close()
 
     def _answers(self) -> Sequence[Receipt]:
@@ -116,9 +116,9 @@ class Backward(Off):
 
     def _end(self) -> None:
         """End the pass; nothing more of its push is sent."""
-        departures, self._departures = self._departures, None
-        if departures is not None:
-            departures.abandon()
+        early, self._early = self._early, None
+        if early is not None:
+            early.abandon()
             self._gradients.clear()
         self._taken, self._events = {}, {}
         self._has_begun = False
@@ -133,7 +133,7 @@ class Backward(Off):
                 self._begin()
             gradient = parameter.grad
             # The step refuses sparse ones.
-            if self._departures is None or gradient is None or gradient.layout != torch.strided:
+            if self._early is None or gradient is None or gradient.layout != torch.strided:
                 return
             if index in self._taken:
                 raise InvalidArgument(
@@ -159,11 +159,9 @@ class Backward(Off):
             check(steps.steps == 0)
         steps.written.check(is_first=steps.is_first)
         steps.is_first = False
-        departures = Departures(
-            self._partition, self._gradients.present, fits=self._gradients.fits, arrive=self._arrive
-        )
+        early = EarlyShards(self._partition, self._gradients.present, fits=self._gradients.fits, arrive=self._arrive)
         plan, parameters, session = steps.plan(pulls=True), steps.parameters, steps.session
-        plan.departures, plan.minibatch_count, plan.clock = departures, 1, steps.steps + 1
+        plan.early, plan.minibatch_count, plan.clock = early, 1, steps.steps + 1
         plan.example_count = self._example_count = steps.examples_in_batch or 0
         plan.base_versions = plan.newest_base_versions = steps.versions
 
@@ -177,11 +175,11 @@ class Backward(Off):
             if parameter.requires_grad or parameter.grad is not None:
                 for shard_id in shards:
                     self._missing[shard_id] += 1
-        self._departures = departures
+        self._early = early
         self._pushing = self._threads.submit(exchange)
 
     def _take(self, index: int, gradient: torch.Tensor) -> None:
-        assert self._departures is not None
+        assert self._early is not None
         event = self._gradients.lay(index, gradient)
         self._taken[index] = gradient, gradient._version, _some_of(gradient)
         for shard_id in self._shards_of[index]:
@@ -189,13 +187,13 @@ class Backward(Off):
                 self._events.setdefault(shard_id, []).append(event)
             self._missing[shard_id] -= 1
             if self._missing[shard_id] == 0:
-                self._departures.complete(shard_id)
+                self._early.complete(shard_id)
 
     def _arrive(self, shard_id: int) -> None:
         for event in self._events.get(shard_id, ()):
             event.synchronize()
 
-    def _seal(self, departures: Departures, gradients: Minibatch) -> None:
+    def _seal(self, early: EarlyShards, gradients: Minibatch) -> None:
         """Send the rest of the push that the backward pass began, and wait for its end."""
         steps = self._steps
         if self._example_count != (steps.examples_in_batch or 0):
@@ -215,21 +213,21 @@ class Backward(Off):
                 "GradScaler.unscale_ or zero_grad do, but overlap='backward' had begun to send them: this step was not "
                 "taken whole. Change gradients no more, or use overlap='step' or 'off'."
             )
-        departures.seal()
+        early.seal()
         assert self._pushing is not None
         self._pushing.wait()
-        if not departures.spoiled:
+        if not early.spoiled:
             steps.finite.passed()
         else:
-            if departures.num_answered:
+            if early.num_answered:
                 logger.warning(
                     "%d of %d shards were sent before a gradient was found that is not finite, and count; the rest of "
                     "the push is left out",
-                    *(departures.num_answered, self._partition.num_shards),
+                    *(early.num_answered, self._partition.num_shards),
                 )
             steps.finite.leave_out(gradients, for_others=False)
         # A pull follows where nothing was sent.
-        self._gradients.minibatch_count = int(self._pushing.error is not None or bool(departures.left))
+        self._gradients.minibatch_count = int(self._pushing.error is not None or bool(early.sent))
 
     def _changed(self, gradients: Minibatch) -> list[str]:
         """Return the names of gradients that are others than those sent; take those that come late."""

@@ -1,4 +1,4 @@
-"""The servers of a run as a caller sees them, each through losses of its connection."""
+"""Connections to the servers of a run, through losses and restarts."""
 
 from __future__ import annotations
 
@@ -217,10 +217,10 @@ class Connection:
         _close(link, self.lane, channel)
 
     def persist(self, operation: Operation[T], stop: threading.Event, *, rejoin: Rejoin, policy: RetryPolicy) -> T:
-        """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
+        """Run an operation until the server answers it; after a loss `rejoin` introduces the caller again first.
 
-        An operation that is run again goes on where it was: it remembers what was answered. It gets `stop`, and
-        gives up a wait of its own when that is set; it is not run again then.
+        An operation that is run again goes on where it was: it remembers the answers. It gets `stop`, and gives up its
+        own waits when that is set; it is not run again then.
         """
         wait: Wait | None = None
         known = True
@@ -241,7 +241,7 @@ class Connection:
                 except Busy as busy:
                     problem, progress = str(busy), busy.answered > 0
                 except LocalLost as lost:
-                    # The gRPC connection may be sound: Hello tells, and how to attach anew.
+                    # The gRPC connection may be sound; a Hello brings new offers.
                     problem, progress, known = str(lost), lost.answered > 0, False
                     num_links_lost += 1
                     self._link_is_given_up = num_links_lost >= LINKS_LOST_MAX
@@ -269,7 +269,7 @@ class Connection:
 class Servers:
     """A connection a server. Operations on several run at once, each through losses of its connection.
 
-    Where something is given or returned server by server, it is for those of `connections`, in their order.
+    Lists of operations and results are in the order of `connections`.
     """
 
     def __init__(self, launch: Launch, *, rejoin: Rejoin) -> None:
@@ -304,7 +304,7 @@ class Servers:
         except Exception:
             raise
         except BaseException:
-            # Ctrl-C. Nobody may write into the caller's vectors once this has left.
+            # Ctrl-C. No thread may write into the caller's vectors after the return.
             self._cancel()
             self._settle()
             raise

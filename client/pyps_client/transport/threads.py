@@ -1,4 +1,4 @@
-"""Threads for what goes on beside the caller: one task a server, or a push while the next gradient is computed."""
+"""Threads: one task a server, or a push while the next gradient is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Future(Generic[T]):
 
     def __init__(self, job: Callable[[], T]) -> None:
         self._job: Callable[[], T] | None = job
-        # Held by who runs it, or sees to it that nobody will.
+        # Held by the thread that runs or cancels it.
         self._claim = _thread.allocate_lock()
         # Held until it is over: a bare lock, since an Event costs ten calls.
         self._under_way = _thread.allocate_lock()
@@ -90,9 +90,9 @@ class Future(Generic[T]):
 
 
 class Threads:
-    """Daemon threads, kept for reuse. Unlike a thread pool's, they do not hold up the interpreter's end.
+    """Daemon threads, kept for reuse. Unlike a thread pool's, they do not delay the interpreter's end.
 
-    They are of the process that made this; its forked children have none.
+    A forked child has none.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pyps_client.launch import Launch
-from pyps_client.pull import Held, Holdings, IncomingPull, Intake, LongPoll
+from pyps_client.pull import Held, Holdings, IncomingPull, LongPoll, Receiver
 from pyps_client.transport import Parts, Take
 from pyps_client.transport.connection import Connection
 from pyps_wire.codecs import FLOAT32
@@ -154,8 +154,8 @@ def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
 def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() -> None:
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
-    intake = Intake([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
-    pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, poll=LongPoll(0.0))
+    receiver = Receiver([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
+    pull = IncomingPull(Sender(), ROLE_OBSERVER, receiver, connection=connection, min_versions={}, poll=LongPoll(0.0))
 
     class Channel:
         def round(self, method: str, parts: Parts, take: Take) -> bool:
@@ -168,7 +168,7 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() 
 
     channel: Any = Channel()
     assert pull(channel, threading.Event()) == set(ON_FIRST)
-    assert (intake.held.epoch, connection.epoch) == (1, 2)
+    assert (receiver.held.epoch, connection.epoch) == (1, 2)
 
 
 def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never_came() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyps_client.departures import Departures
+from pyps_client.early_shards import EarlyShards
 from pyps_client.launch import Launch
-from pyps_client.pull import Held, Intake
-from pyps_client.push import Cut, GroupRate, Outgoing, Plan, norm_of, pushed_parts
+from pyps_client.pull import Held, Receiver
+from pyps_client.push import GroupRate, Outgoing, Plan, Template, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.memory import TorchConverter
 from pyps_client.transport import Parts, Take
@@ -43,21 +43,21 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
     described.setdefault("encoder", Encoder(codec, described.pop("converter", NUMPY)))
     described.setdefault("learning_rates", {})
     versions = {0: 5, 1: 6}
-    cut = Cut(parts, sender=Sender(), codec=codec, kinds=kinds)
+    template = Template(parts, sender=Sender(), codec=codec, kinds=kinds)
     return Outgoing(
-        *(cut, Plan(vectors), 3),
+        *(template, Plan(vectors), 3),
         base_versions=versions,
         newest_base_versions=versions,
         connection=Connection(0, launch=Launch("one:1")),
-        waiting=cut.waiting.copy(),
+        waiting=template.waiting.copy(),
         vectors=vectors,
         **described,
     )
 
 
 def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
-    push._fill(push.cut)
-    split_frames = [split(join(*message)) for message in push._messages(push.cut)]
+    push._fill(push.template)
+    split_frames = [split(join(*message)) for message in push._messages(push.template)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
@@ -106,12 +106,12 @@ def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
         assert norm == norm_of(parts, [words.view(codec.dtype)], kinds=GRADIENT, encoder=Encoder(codec))
 
         vector = np.full(64, 9.0, np.float32)
-        intake = Intake([vector], Held(PLAN.of_server(0)), codec=codec, name="server 0", converter=converter)
+        receiver = Receiver([vector], Held(PLAN.of_server(0)), codec=codec, name="server 0", converter=converter)
         sent = np.arange(32, dtype=np.float32)
-        intake.write(1, codec, codec.encode(sent))
+        receiver.write(1, codec, codec.encode(sent))
         np.testing.assert_array_equal(vector, [*[9.0] * 32, *sent])
         with pytest.raises(WrongSize, match="sent 62 bytes of parameters of shard 0; expected 64"):
-            intake.write(0, codec, codec.encode(sent[1:]))
+            receiver.write(0, codec, codec.encode(sent[1:]))
 
 
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
@@ -224,10 +224,10 @@ def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it() 
 
 
 def test_a_shard_counts_once_it_was_answered_however_often_it_left() -> None:
-    departures = Departures(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None)
+    early = EarlyShards(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None)
     for shard_id in (0, 0, 1):
-        assert departures.leaves(shard_id, np.zeros(32, np.float32))
+        assert early.send(shard_id, np.zeros(32, np.float32))
     # The first time 0 was lost, and 1 is under way still.
-    departures.lost({0})
-    assert not departures.answered({0, 1}, waiting={1})
-    assert departures.num_answered == 1
+    early.lost({0})
+    assert not early.answered({0, 1}, waiting={1})
+    assert early.num_answered == 1

@@ -1,4 +1,4 @@
-"""The shards of a push that leave while the gradients of others are still computed."""
+"""Shards of a push that are sent while the gradients of others are computed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 from pyps_wire.partition import Partition
 
 
-class Departures:
-    """The shards of one push, which leave as their gradients become complete; after `seal` all may.
+class EarlyShards:
+    """The shards of one push, each sent once its gradients are complete; after `seal` all are.
 
-    Nobody can know that all numbers are finite when the first ones leave. Each shard is looked at before it does: from
-    the first on that is not, no numbers leave, and where none have left by then nothing does. One thread says what is
-    complete; those that send wait for it.
+    Whether all numbers are finite is unknown when the first ones are sent. Each shard is checked before: from the first
+    one with NaN or infinity on, shards are sent without numbers; if none was sent before, none is at all. One thread
+    marks shards as complete; those that send wait for it.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class Departures:
         fits: Callable[[npt.NDArray[Any]], bool],
         arrive: Callable[[int], object],
     ) -> None:
-        """`present`: one flag a tensor, good for a shard's once it is complete. `fits`: whether numbers may be sent.
+        """`present`: one flag a tensor, valid for a shard's once it is complete. `fits`: whether numbers may be sent.
 
-        `arrive` returns once a complete shard's numbers are where they are sent from.
+        `arrive` returns once a complete shard's numbers are in the memory that is sent.
         """
         self.partition = partition
         self.present = present
@@ -39,11 +39,10 @@ class Departures:
         # Guarded by _changed: shards in the order in which they became complete.
         self._complete: list[int] = []
         self._sealed = False
-        # Whether nothing more is to leave.
+        # Whether no more is to be sent.
         self._over = False
-        # Shards that have left, those included that only say that there is nothing; those with numbers; and how many of
-        # these were answered.
-        self.left: set[int] = set()
+        # Sent shards; those with numbers; and how many of these were answered.
+        self.sent: set[int] = set()
         self._with_numbers: set[int] = set()
         self.num_answered = 0
         # Whether numbers were found that must not be sent.
@@ -68,9 +67,9 @@ class Departures:
             self._changed.notify_all()
 
     def next(self, waiting: Mapping[int, object], under_way: set[int], *, begins: bool) -> int | None:
-        """Waits until one of those `waiting` may leave that is not `under_way`, where it is noted then.
+        """Wait for a shard of `waiting` that may be sent, add it to `under_way`, and return it.
 
-        None where nothing more leaves, and, unless a round of messages `begins`, once all under way are answered.
+        None where no more is sent, and, unless a round `begins`, once all under way are answered.
         """
         with self._changed:
             while not self._over and (begins or under_way):
@@ -88,19 +87,19 @@ class Departures:
         self._arrive(shard_id)
         return shard_id
 
-    def leaves(self, shard_id: int, numbers: npt.NDArray[Any] | None) -> bool | None:
+    def send(self, shard_id: int, numbers: npt.NDArray[Any] | None) -> bool | None:
         """Note that a shard is sent; return whether with numbers, None where nothing of the push is to be sent."""
         fits = numbers is None or self._fits(numbers)
         with self._changed:
             if not fits:
                 self.spoiled = True
                 self._changed.notify_all()
-            if not self.left and (self.spoiled or self._over):
+            if not self.sent and (self.spoiled or self._over):
                 self._over = True
                 return None
             with_numbers = numbers is not None and not self.spoiled
-            # It may be sent again, after a loss.
-            self.left.add(shard_id)
+            # It may be sent again after a loss.
+            self.sent.add(shard_id)
             if with_numbers:
                 self._with_numbers.add(shard_id)
             return with_numbers
