@@ -2,15 +2,15 @@
 
 checkpoint-00000007/
   parameters.safetensors   the shards' parameters, float32, by name "shard-000012"
-  slots.safetensors        the optimizer's arrays beside them: "shard-000012.accumulator"; if the rule has any
+  slots.safetensors        the optimizer's arrays: "shard-000012.accumulator"; if the rule has any
   ledger.jsonl             one line a shard: whose pushes were answered, and which gradients still wait
   receipts.bin             how they were answered, end to end in the order of the lines, packed by `core/ledger.py`
   pending.bin              the payloads of the gradients that wait, likewise
   vectors.safetensors      a coordinator's gradient and history: "shard-000012.g", "shard-000012.s7"; if there was one
   manifest.json            written last: everything else, and the checksums of all this
 
-Of a coordinator's vectors is kept what one that comes back cannot compute anew: the gradient at the accepted point and
-the history. The accepted point itself is what the checkpoint holds as the shards' parameters.
+The gradient at the accepted point and the history are what a restarted coordinator cannot compute again. The accepted
+point itself is the shards' parameters here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 from pyps import __version__
 from pyps.core.arrays import Floats
@@ -36,7 +35,7 @@ from pyps.core.vectors.program import VectorTable
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
 from pyps.storage.plain import checksum_of, contribution_from_plain, contribution_to_plain, split_payloads
-from pyps.storage.tensor_file import TensorFile, TensorReader, Writable
+from pyps.storage.tensor_file import TensorFile, TensorReader
 from pyps_wire.errors import PypsError
 
 FORMAT_VERSION = 4
@@ -44,19 +43,18 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(PypsError):
-    """Raised when a checkpoint cannot be written or used; the message says which and why."""
+    """A checkpoint cannot be written or used."""
 
     status = "FAILED_PRECONDITION"
 
 
 class CheckpointDamaged(CheckpointError):
-    """Raised when a checkpoint is incomplete or not what was written. An older one may be whole."""
+    """A checkpoint is incomplete or not what was written. An older one may be whole."""
 
     status = "DATA_LOSS"
 
 
-def write_manifest(path: Path, body: dict[str, Any], disk: Disk) -> None:
-    """Writes the manifest of the checkpoint in that folder."""
+def _write_manifest(path: Path, body: dict[str, Any], disk: Disk) -> None:
     manifest = {
         "format": "pyps checkpoint",
         "format_version": FORMAT_VERSION,
@@ -70,8 +68,7 @@ def write_manifest(path: Path, body: dict[str, Any], disk: Disk) -> None:
         disk.sync(file)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads the manifest of the checkpoint in that folder. Raises CheckpointDamaged."""
+def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_bytes())
@@ -94,76 +91,21 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
-VECTORS = "vectors.safetensors"
-# Reads a tensor by name and checksum.
-ReadTensor: TypeAlias = Callable[[str, str], Floats]
-
-
-class VectorsWriter:
-    """Appends a machine's vectors to a checkpoint, shard by shard; to be used within `VectorMachine.durable`."""
-
-    def __init__(self, machine: VectorMachine, file: Writable, lengths: Mapping[int, int]) -> None:
-        """`lengths` are the shards' numbers of parameters, in the order in which they will come."""
-        self._machine = machine
-        self._state = machine.state()
-        kept = self._state.table.kept
-        sizes = {_name(shard_id, name): (length,) for shard_id, length in lengths.items() for name in kept}
-        self._file = TensorFile(file, sizes)
-        self._checksums: dict[str, str] = {}
-
-    def add(self, shard_id: int) -> None:
-        """Writes the vectors of the next shard."""
-        for name, values in self._machine.vectors_to_keep(shard_id).items():
-            self._file.write(_name(shard_id, name), values)
-            self._checksums[_name(shard_id, name)] = checksum_of(values)
-
-    def entry(self) -> dict[str, Any]:
-        """What the manifest says of it, once all shards are written."""
-        state, table = self._state, self._state.table
-        return {
-            "coordinator_epoch": state.coordinator_epoch,
-            "iteration": state.iteration,
-            "state": state.text,
-            "vectors": sorted(table.names),
-            "history": {"oldest": table.oldest, "newest": table.newest},
-            "checksums": self._checksums,
-        }
-
-
-def machine_state_from(entry: Mapping[str, Any]) -> MachineState:
-    """Returns what the manifest tells of a machine, without the vectors."""
-    history = entry["history"]
-    table = VectorTable(frozenset(entry["vectors"]), history["oldest"], history["newest"])
-    return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], table)
-
-
-def with_vectors(
-    state: MachineState, entry: Mapping[str, Any], shard_ids: Iterable[int], read: ReadTensor
-) -> MachineState:
-    """Returns the state with the vectors that the manifest's entry names, as `read` gives them."""
-    vectors = {
-        shard_id: {
-            name: read(_name(shard_id, name), entry["checksums"][_name(shard_id, name)]) for name in state.table.kept
-        }
-        for shard_id in shard_ids
-    }
-    return dataclasses.replace(state, vectors=vectors)
-
-
 PARAMETERS = "parameters.safetensors"
 SLOTS = "slots.safetensors"
 LEDGER = "ledger.jsonl"
 RECEIPTS = "receipts.bin"
 PENDING = "pending.bin"
+VECTORS = "vectors.safetensors"
 
 
 class Checkpoint:
     """A checkpoint on disk whose manifest was found whole; its arrays are verified when they are read."""
 
     def __init__(self, path: Path):
-        """Reads the manifest. Raises CheckpointDamaged when it is missing or not what was written."""
+        """Read the manifest. Raises CheckpointDamaged."""
         self.path = path
-        manifest = read_manifest(path)
+        manifest = _read_manifest(path)
         try:
             self.header = RunHeader.from_json(manifest)
             self.written: str = manifest["written"]
@@ -171,7 +113,7 @@ class Checkpoint:
             self._files: dict[str, int] = manifest["files"]
             self._work: dict[str, Any] | None = manifest.get("work")
             self._machine: dict[str, Any] | None = manifest.get("vector_machine")
-            self._machine_state = None if self._machine is None else machine_state_from(self._machine)
+            self._machine_state = None if self._machine is None else _machine_state(self._machine)
         except (KeyError, TypeError, ValueError, PypsError) as error:
             raise CheckpointDamaged(f"{path / MANIFEST} cannot be understood: {error!r}") from None
         for name, size in self._files.items():
@@ -179,35 +121,29 @@ class Checkpoint:
 
     @property
     def shard_ids(self) -> tuple[int, ...]:
-        """The shards that are in here."""
         return tuple(self._shards)
 
     @property
     def versions(self) -> dict[int, int]:
-        """The version of each shard, by the shard's id."""
         return {shard_id: shard["version"] for shard_id, shard in self._shards.items()}
 
     @property
     def version_max(self) -> int:
-        """The largest version among the shards."""
         return max((shard["version"] for shard in self._shards.values()), default=0)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files that the manifest names."""
+        """The size of all files but the manifest."""
         return sum(self._files.values())
 
     def parameters(self) -> Iterator[tuple[int, Floats]]:
-        """Yields each shard's number and parameters, verified."""
+        """Yield each shard's number and parameters, verified."""
         with _opened(self.path / PARAMETERS) as tensors:
             for shard_id, shard in self._shards.items():
-                yield (
-                    shard_id,
-                    self._array(tensors, PARAMETERS, _name(shard_id), shard["checksums"]["parameters"]),
-                )
+                yield shard_id, self._array(tensors, PARAMETERS, _name(shard_id), shard["checksums"]["parameters"])
 
     def load(self) -> RestoredRun:
-        """Reads and verifies everything. Raises CheckpointDamaged naming what is wrong."""
+        """Read and verify everything. Raises CheckpointDamaged."""
         parameters = dict(self.parameters())
         slots = self._slots()
         states = {
@@ -235,7 +171,7 @@ class Checkpoint:
         )
 
     def _bytes(self, shard: Mapping[str, Any], name: str) -> bytes:
-        """Returns what the file holds for the shard, verified."""
+        """Return the bytes that the file holds for the shard, verified."""
         path, place = self.path / name, shard[Path(name).stem]
         try:
             with path.open("rb") as file:
@@ -262,9 +198,16 @@ class Checkpoint:
     def _machine_with_vectors(self) -> MachineState | None:
         if self._machine is None or self._machine_state is None:
             return None
+        checksums = self._machine["checksums"]
         with _opened(self.path / VECTORS) as tensors:
-            read = partial(self._array, tensors, VECTORS)
-            return with_vectors(self._machine_state, self._machine, self._shards, read)
+            vectors = {
+                shard_id: {
+                    name: self._array(tensors, VECTORS, full := _name(shard_id, name), checksums[full])
+                    for name in self._machine_state.table.kept
+                }
+                for shard_id in self._shards
+            }
+        return dataclasses.replace(self._machine_state, vectors=vectors)
 
     def _array(self, tensors: TensorReader, file_name: str, name: str, checksum: str) -> Floats:
         try:
@@ -290,21 +233,21 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a checkpoint holds: its size, and the version of each shard."""
+    """The size of a checkpoint, and the version of each shard in it."""
 
     num_bytes: int
     versions: Mapping[int, int]
 
 
 def write(path: Path, snapshot: Snapshot, *, disk: Disk) -> Written:
-    """Writes a checkpoint's files into an empty folder, the manifest last; returns when they are on the disk.
+    """Write a checkpoint's files into an empty folder, the manifest last; return when they are on the disk.
 
-    Shards are copied one at a time, each under its lock, and written before the next: they may be of
-    different moments, which is what asynchronous workers see anyway, and memory grows by one shard. What a coordinator
-    keeps in the machine is of one iteration on all of them, and so are the parameters then.
+    Shards are copied one at a time, each under its lock, and written before the next: they may be of different
+    moments, as asynchronous workers see them anyway, and memory grows by one shard. A coordinator's vectors are of one
+    iteration on all shards, and so are the parameters then.
     """
     header, shards, machine = snapshot.header, snapshot.shards, snapshot.machine
-    # A machine to which nobody ever came has nothing to keep.
+    # A machine that no coordinator has used has nothing to keep.
     machine = machine if machine is not None and machine.coordinator_epoch else None
     slot_names = find(header.optimizer.rule).slot_names
     names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, RECEIPTS, PENDING]
@@ -322,12 +265,12 @@ def write(path: Path, snapshot: Snapshot, *, disk: Disk) -> Written:
     if snapshot.work is not None:
         # As it will be read: the manifest's checksum is of that.
         body["work"] = json.loads(json.dumps(snapshot.work))
-    write_manifest(path, body, disk)
+    _write_manifest(path, body, disk)
     return Written(sum(sizes.values()), {entry["shard_id"]: entry["version"] for entry in entries})
 
 
 class _Writer:
-    """Appends shards to a checkpoint's files, in the order in which they were announced."""
+    """Appends shards to a checkpoint's files, in their order."""
 
     def __init__(
         self,
@@ -339,30 +282,41 @@ class _Writer:
     ):
         self._files = files
         self._disk = disk
-        self._parameters = TensorFile(
-            _Appender(disk, files[PARAMETERS]),
-            {_name(shard_id): (shard.length,) for shard_id, shard in shards.items()},
-            metadata={"format": "pyps shards", "run_id": header.run_id},
-        )
-        slot_names = find(header.optimizer.rule).slot_names
-        shapes = {_name(shard_id, name): (shard.length,) for shard_id, shard in shards.items() for name in slot_names}
-        self._slots = TensorFile(_Appender(disk, files[SLOTS]), shapes) if slot_names else None
         self._machine = machine
-        self._vectors: VectorsWriter | None = None
-        if machine is not None:
-            lengths = {shard_id: shard.length for shard_id, shard in shards.items()}
-            self._vectors = VectorsWriter(machine, _Appender(disk, files[VECTORS]), lengths)
+        self._state = None if machine is None else machine.state()
+        self._vector_checksums: dict[str, str] = {}
+
+        def tensors(file: str, *arrays: str, **options: Any) -> TensorFile:
+            shapes = {_name(i, array): (shard.length,) for i, shard in shards.items() for array in arrays}
+            return TensorFile(_Appender(disk, files[file]), shapes, **options)
+
+        self._parameters = tensors(PARAMETERS, "", metadata={"format": "pyps shards", "run_id": header.run_id})
+        self._slots = tensors(SLOTS, *find(header.optimizer.rule).slot_names) if SLOTS in files else None
+        self._vectors = None if self._state is None else tensors(VECTORS, *self._state.table.kept)
 
     def machine_entry(self) -> dict[str, Any]:
-        """What the manifest says of a coordinator's vectors, once all shards are written."""
-        return {} if self._vectors is None else {"vector_machine": self._vectors.entry()}
+        """Return what the manifest says of a coordinator's vectors, once all shards are written."""
+        if self._state is None:
+            return {}
+        state, table = self._state, self._state.table
+        entry = {
+            "coordinator_epoch": state.coordinator_epoch,
+            "iteration": state.iteration,
+            "state": state.text,
+            "vectors": sorted(table.names),
+            "history": {"oldest": table.oldest, "newest": table.newest},
+            "checksums": self._vector_checksums,
+        }
+        return {"vector_machine": entry}
 
     def add(self, shard_id: int, shard: Store) -> dict[str, Any]:
-        """Writes the next shard and returns its entry in the manifest."""
+        """Write the next shard and return its entry in the manifest."""
         state = shard.state()
         parameters = state.parameters
         if self._machine is not None and self._vectors is not None:
-            self._vectors.add(shard_id)
+            for name, values in self._machine.vectors_to_keep(shard_id).items():
+                self._vectors.write(_name(shard_id, name), values)
+                self._vector_checksums[_name(shard_id, name)] = checksum_of(values)
             # What the shard holds may be a trial: the accepted point is what a restored run goes on from.
             point = self._machine.parameters_to_keep(shard_id)
             parameters = parameters if point is None else point
@@ -396,6 +350,12 @@ class _Writer:
             **places,
             "checksums": checksums,
         }
+
+
+def _machine_state(entry: Mapping[str, Any]) -> MachineState:
+    history = entry["history"]
+    table = VectorTable(frozenset(entry["vectors"]), history["oldest"], history["newest"])
+    return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], table)
 
 
 class _Appender:

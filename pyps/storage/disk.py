@@ -1,4 +1,4 @@
-"""The file operations that make something durable, in one place: a test can stop between any two."""
+"""File operations that make something durable, in one place, so that a test can stop between any two."""
 
 from __future__ import annotations
 
@@ -13,32 +13,27 @@ FILE_MODE = 0o600
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens a new file for writing, which only its owner may read."""
+    """Open a new file for writing, which only its owner may read."""
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
 class Disk:
-    """The real file system."""
-
     def create(self, path: Path) -> BinaryIO:
-        """Opens a new file for writing."""
         return create(path)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """Appends data to a file."""
         file.write(data)
 
     def sync(self, file: BinaryIO) -> None:
-        """Returns when the file's content is on the disk."""
+        """Return when the file's content is on the disk."""
         file.flush()
         os.fsync(file.fileno())
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder that is not there yet."""
         path.mkdir(mode=FOLDER_MODE)
 
     def sync_folder(self, path: Path) -> None:
-        """Returns when the folder's list of names is on the disk."""
+        """Return when the folder's list of names is on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -46,9 +41,7 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Gives a file or folder another name, at once."""
         old.rename(new)
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder and all in it; no error when it is not there."""
         shutil.rmtree(path, ignore_errors=True)

@@ -44,7 +44,7 @@ class Saved:
 
 
 class CheckpointFolder:
-    """Owns a server's checkpoint folder until closed, or until the process ends. Any thread may use it."""
+    """A server's checkpoint folder, owned until closed or until the process ends. Any thread may use it."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class CheckpointFolder:
         disk: Disk | None = None,
         tell: Callable[[str, bool], object] = lambda text, is_warning: None,
     ):
-        """Takes the folder. Raises CheckpointError when it cannot be used or another server has it.
+        """Take the folder. Raises CheckpointError when it cannot be used or another server has it.
 
-        `tell` hears, as a sentence, that checkpoints cannot be written (a warning), and that they can again.
+        `tell` is called with a sentence when checkpoints cannot be written (a warning), and when they can again.
         """
         self.path = path
         self._tell = tell
@@ -65,9 +65,9 @@ class CheckpointFolder:
         self._lock_file = _take(path)
         self._saving = threading.Lock()
         self._newest: Path | None = None
-        # Unix time of the last one written, before it of this life's start.
+        # Unix time of the last one written; before it, of the start.
         self.saved_at = time.time()
-        # Why the last try to write one failed, empty where it did not; and how many have.
+        # Why the last try to write one failed, empty where it did not, and how many failed.
         self.failure = ""
         self.failures = 0
         for leftover in [*path.glob(".writing-*"), *path.glob(".old-*")]:
@@ -75,22 +75,21 @@ class CheckpointFolder:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint that this server wrote or resumed from, None before the first."""
+        """The checkpoint that this server wrote or resumed from last; None before the first."""
         return self._newest
 
     def require_empty(self) -> None:
-        """Raises CheckpointError when there are checkpoints: a new run must not be mixed with an old one."""
-        paths = checkpoint_paths(self.path)
-        if paths:
+        """Raise CheckpointError when there are checkpoints: a new run must not be mixed with an old one."""
+        if paths := checkpoint_paths(self.path):
             raise CheckpointError(
                 f"the checkpoint folder {self.path} holds {_described(paths[0])}: "
                 "go on from it with --resume, or name another folder"
             )
 
     def resume(self) -> RestoredRun | None:
-        """Reads the newest whole checkpoint and claims the next epoch; None without any checkpoint.
+        """Read the newest whole checkpoint and claim the next epoch; None without any checkpoint.
 
-        Damaged ones are passed over, with a log line each. Raises CheckpointError when all are damaged.
+        Damaged ones are skipped, with a log line each. Raises CheckpointError when all are damaged.
         """
         paths = checkpoint_paths(self.path)
         if not paths:
@@ -111,9 +110,9 @@ class CheckpointFolder:
         )
 
     def save(self, take: Callable[[], Snapshot]) -> Saved:
-        """Writes a checkpoint of what `take` gives, then removes the oldest beyond what is kept.
+        """Write a checkpoint of what `take` returns, then remove the oldest beyond what is kept.
 
-        Raises CheckpointError when it cannot; older ones stay. A failure is told once, until one is written again.
+        Raises CheckpointError when it cannot; older ones stay. A failure is reported once, until one is written again.
         """
         # Taken under the lock: a run that is being forgotten is not written once more.
         with self._saving:
@@ -122,7 +121,6 @@ class CheckpointFolder:
                 saved = self._write(snapshot)
             except CheckpointError as error:
                 if not self.failure:
-                    # Here alone: the same failure may be told of an end.
                     self._tell(f"{error}; the run goes on", True)
                 self.failure = str(error)
                 self.failures += 1
@@ -158,7 +156,6 @@ class CheckpointFolder:
                 log.info("checkpoint set aside", run=run_id, path=aside)
 
     def close(self) -> None:
-        """Gives the folder back."""
         self._lock_file.close()
 
     def _write(self, snapshot: Snapshot) -> Saved:
@@ -188,7 +185,7 @@ class CheckpointFolder:
         return saved
 
     def _keep_hold(self) -> None:
-        """Takes the folder again where somebody removed it and made it anew, as a volume that is mounted again."""
+        """Take the folder again where it was removed and made again, as a volume that is mounted again."""
         lock = self.path / ".lock"
         if not self.path.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder is gone, make it again")
@@ -214,7 +211,7 @@ class CheckpointFolder:
             log.warning("an old checkpoint could not be removed", folder=self.path, reason=error)
 
     def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
-        """Notes, durably, that the next epoch is taken; two lives of a server never serve under one epoch."""
+        """Note, durably, that the next epoch is taken: two lives of a server never serve under one epoch."""
         last = max(restored.header.epoch, self._last_epoch(), *self._readable_epochs())
         temporary = self.path / ".writing-epoch"
         temporary.unlink(missing_ok=True)
@@ -243,7 +240,7 @@ class CheckpointFolder:
 
 
 def newest(path: Path) -> Checkpoint | None:
-    """The newest checkpoint in a folder whose manifest is whole; None when there is none. Takes no lock."""
+    """Return the newest checkpoint in a folder whose manifest is whole, or None. Takes no lock."""
     for checkpoint_path in checkpoint_paths(path):
         try:
             return Checkpoint(checkpoint_path)
@@ -280,7 +277,7 @@ def _described(path: Path) -> str:
 
 
 def _take(path: Path) -> FileIO:
-    """Makes the folder where it is missing and locks it; the lock ends with the returned file."""
+    """Make the folder where it is missing and lock it; the lock ends with the returned file."""
     with contextlib.ExitStack() as undo:
         try:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -290,7 +287,7 @@ def _take(path: Path) -> FileIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            # What is in it is to be read, too.
+            # Its entries must be readable, too.
             next(path.iterdir(), None)
         except BlockingIOError:
             owner = file.read().decode(errors="replace").strip() or "another process"

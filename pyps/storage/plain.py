@@ -17,14 +17,14 @@ from pyps.core.staleness import Weighing
 from pyps.core.update import Update
 from pyps_wire.codecs import codec_numbered
 
-# Told even where they have their default: they are what a log is read for.
-_ALWAYS_TOLD = ("staleness", "weight", "rate")
+# Written even where they have their default: people read a log for them.
+_ALWAYS_WRITTEN = ("staleness", "weight", "rate")
 # Words of 8 bytes in a row of the quick checksum's table.
 _COLUMNS = 512
 
 
 def push_to_plain(gradient: Gradient, receipt: Receipt) -> dict[str, Any]:
-    """A gradient and its receipt in one, flat: fields at their defaults are left out, and so is the payload."""
+    """Return a gradient and its receipt in one flat dictionary, without fields at their defaults and the payload."""
     return {
         **gradient_to_plain(gradient),
         **_fields(receipt),
@@ -34,7 +34,7 @@ def push_to_plain(gradient: Gradient, receipt: Receipt) -> dict[str, Any]:
 
 
 def push_from_plain(plain: Mapping[str, Any], payload: bytes) -> tuple[Gradient, Receipt]:
-    """The gradient and the receipt that `push_to_plain` wrote, with the gradient's payload."""
+    """Read what `push_to_plain` wrote, with the gradient's payload."""
     fields = {name: value for name, value in plain.items() if name in Receipt._fields}
     fields["outcome"] = Outcome[plain["outcome"].upper()]
     fields["reason"] = Reason[plain.get("reason", "unspecified").upper()]
@@ -43,7 +43,7 @@ def push_from_plain(plain: Mapping[str, Any], payload: bytes) -> tuple[Gradient,
 
 
 def update_to_plain(update: Update) -> dict[str, Any]:
-    """The rate of an update, and for each gradient that it was made of whose it was and how it counted."""
+    """Return the rate of an update, and the sender and weight of each gradient in it."""
     return {
         "rate": update.rate,
         "parts": [
@@ -60,12 +60,11 @@ def update_to_plain(update: Update) -> dict[str, Any]:
 
 
 def gradient_to_plain(gradient: Gradient) -> dict[str, Any]:
-    """The gradient's fields but for those at their defaults and the payload, which is kept beside them in bytes."""
+    """Return the gradient's fields, without those at their defaults and the payload, which is kept apart in bytes."""
     return {name: value for name, value in _fields(gradient).items() if name != "payload"}
 
 
 def gradient_from_plain(plain: Mapping[str, Any], payload: bytes) -> Gradient:
-    """The gradient that `gradient_to_plain` wrote, with its payload."""
     fields = {name: value for name, value in plain.items() if name in Gradient._fields}
     extents = tuple(Extent(*extent) for extent in plain.get("extents", ()))
     return Gradient(**{**fields, "codec": codec_numbered(plain["codec"]), "extents": extents, "payload": payload})
@@ -76,12 +75,12 @@ def _fields(thing: Gradient | Receipt) -> dict[str, Any]:
     return {
         name: value
         for name, value in thing._asdict().items()
-        if name not in defaults or value != defaults[name] or name in _ALWAYS_TOLD
+        if name not in defaults or value != defaults[name] or name in _ALWAYS_WRITTEN
     }
 
 
 def contribution_to_plain(contribution: Contribution) -> dict[str, Any]:
-    """A waiting gradient without its payload, which is kept beside it in bytes; their number is told."""
+    """Return a waiting gradient without its payload, which is kept apart; its number of bytes is in here."""
     return {
         "gradient": gradient_to_plain(contribution.gradient),
         "payload_bytes": memoryview(contribution.gradient.payload).nbytes,
@@ -91,13 +90,12 @@ def contribution_to_plain(contribution: Contribution) -> dict[str, Any]:
 
 
 def contribution_from_plain(plain: Mapping[str, Any], payload: bytes) -> Contribution:
-    """The waiting gradient that `contribution_to_plain` wrote, with its payload."""
     gradient = gradient_from_plain(plain["gradient"], payload)
     return Contribution(gradient, plain["staleness"], Weighing(**plain["weighing"]))
 
 
 def split_payloads(plains: Sequence[Mapping[str, Any]], payloads: bytes) -> list[bytes]:
-    """The payloads of waiting gradients that were laid end to end; ValueError where they are not all there."""
+    """Return the payloads of waiting gradients that lie end to end; ValueError where they are not all there."""
     ends = list(accumulate(plain["payload_bytes"] for plain in plains))
     if (ends[-1] if ends else 0) != len(payloads):
         raise ValueError(f"{len(payloads)} bytes of waiting gradients, expected {ends[-1] if ends else 0}")
@@ -105,12 +103,12 @@ def split_payloads(plains: Sequence[Mapping[str, Any]], payloads: bytes) -> list
 
 
 def checksum_of(values: Floats) -> str:
-    """CRC-32 of the values' bytes, in hexadecimal: what `pyps status` and checkpoints show."""
+    """Return the CRC-32 of the values' bytes, in hexadecimal, which `pyps status` and checkpoints show."""
     return f"{zlib.crc32(np.ascontiguousarray(values).data):08x}"
 
 
 def quick_checksum_of(data: Floats | bytes | memoryview) -> str:
-    """A checksum of contiguous memory for every update, in hexadecimal, at a tenth of CRC-32's cost.
+    """Return a checksum of contiguous memory, in hexadecimal, at a tenth of CRC-32's cost: for every update.
 
     The bytes are read as rows of 512 unsigned 64-bit words; the columns are summed modulo 2**64, and the sums and
     the rest that fills no row are hashed by CRC-32. Any one word that differs is noticed.

@@ -1,4 +1,4 @@
-"""Reads a shard's update log, makes its updates again through the same core and kernels, and compares every one."""
+"""Replay of a shard's update log: the same core and kernels make every update again, and each is compared."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pyps.storage.update_log import FORMAT, LoggedUpdate, UpdateLogError, decode
 
 
 class NotKept(NamedTuple):
-    """From here on gradients were not kept."""
+    """The later gradients were not kept."""
 
 
 class Ended(NamedTuple):
-    """The log ended in order, with the shard so; the checksum is a CRC-32."""
+    """The log ended in order, with this version and CRC-32 of the shard."""
 
     version: int
     checksum: str
@@ -43,7 +43,7 @@ class ShardLog:
     """One shard's update log on disk."""
 
     def __init__(self, path: Path):
-        """Reads the beginning. Raises UpdateLogError when there is none, or another kind of file."""
+        """Read the beginning. Raises UpdateLogError when there is none, or another kind of file."""
         self.path = path
         self._payload_path = path.with_suffix(".payloads")
         begin = next(self._lines(), None)
@@ -61,7 +61,7 @@ class ShardLog:
         return self._begin["payloads"] is not None
 
     def shard(self, recorder: Recorder | None = None) -> Shard:
-        """The shard as it was at the beginning, of a replayable log."""
+        """Return the shard as it was at the beginning of a replayable log."""
         begin = self._begin
         with self._payload_path.open("rb") as file:
             payloads = [self._payload(file, place) for place in begin["payloads"]]
@@ -86,7 +86,7 @@ class ShardLog:
         )
 
     def events(self) -> Iterator[LoggedEvent]:
-        """Yields what happened, in order. Ends early at a gradient not kept, or half a line of a killed server."""
+        """Yield the events in order. Ends early at a gradient not kept, or half a line of a killed server."""
         roster = Roster()
         lines = self._lines()
         next(lines)
@@ -148,7 +148,7 @@ class ShardLog:
 
 
 def log_paths(folder: Path) -> list[Path]:
-    """The logs of shards in a folder and the folders in it, in order."""
+    """Return the logs of shards in a folder and its folders, in order."""
     return sorted(folder.rglob("shard-*.jsonl"))
 
 
@@ -158,7 +158,7 @@ def _floats(payload: bytes) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came out of a replay."""
+    """The result of a replay."""
 
     path: Path
     run_id: str
@@ -173,16 +173,16 @@ class Replayed:
     ended: bool
     # Whether the replay ended early, at the first gradient that was not kept.
     cut_short: bool
-    # The first update or answer that came out otherwise, in words, with both numbers; empty where none did.
+    # The first update or answer that differs, in words, with both numbers; empty where none does.
     difference: str
 
 
 class Different(Exception):
-    """Something came out otherwise than logged; the text says what."""
+    """Something differs from the log; the text says what."""
 
 
 def replay(path: Path) -> Replayed:
-    """Replays a shard's log up to its end, the first difference or the first gradient that was not kept.
+    """Replay a shard's log up to its end, the first difference or the first gradient that was not kept.
 
     Raises UpdateLogError when the log cannot be read, or no gradients were kept at all.
     """
@@ -203,11 +203,9 @@ def replay(path: Path) -> Replayed:
 
 
 class _Replay:
-    """A shard on which a log happens again."""
-
     def __init__(self, log: ShardLog):
         self._log = log
-        # Updates that the shard has made, and that the log has not told of yet.
+        # Updates that the shard has made, before the log's line of them is read.
         self._made: deque[LoggedUpdate] = deque()
         self._shard: Shard = log.shard(self)
         # In words, the push that the next update comes from.
@@ -216,7 +214,7 @@ class _Replay:
         self._ended = self._cut_short = False
 
     def record(self, event: Event) -> None:
-        """Keeps the updates that the shard makes, in which all else shows."""
+        """Keep the updates that the shard makes, in which all else shows."""
         if isinstance(event, Updated):
             self._made.append(LoggedUpdate.of(event))
 
@@ -224,7 +222,7 @@ class _Replay:
         """Nothing: the updates are compared, not written."""
 
     def follow(self, event: LoggedEvent) -> None:
-        """Does what the event says; raises Different when it comes out otherwise."""
+        """Do what the event says; raises Different."""
         if isinstance(event, LoggedUpdate):
             self._compare(event)
             return
@@ -250,7 +248,6 @@ class _Replay:
                 self._end(event)
 
     def result(self, difference: str) -> Replayed:
-        """How it came out."""
         return Replayed(
             path=self._log.path,
             run_id=self._log.run.run_id,
