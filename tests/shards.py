@@ -326,9 +326,7 @@ def serving(*names: str, model: Model = MODEL, **settings: Any) -> Run:
     """A run with these workers, "a" unless told otherwise, that serves zeros."""
     run = make_run(**settings)
     names = names or ("a",)
-    terms = [
-        run.hello(Greeting("r", name, 1, 1, "test", False, 0, 1, model, None, "", "", 0, "")).term for name in names
-    ]
+    terms = [run.hello(Greeting("r", name, 1, 1, "test", False, 0, 1, model, None, "", "", 0, "")) for name in names]
     plan = partition(model, num_servers=1)
     initialization = run.begin_initialize(Opening("r", names[0], 1, terms[0], plan, None, 0))
     assert initialization is not None

@@ -1,4 +1,4 @@
-"""Who may join a run: what a caller says of itself, compared with what the server holds."""
+"""Who may join a run: a caller's Hello or Initialize, checked and compared with the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CLOCKS_APART_NANOSECONDS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a caller says in Hello."""
+    """A Hello."""
 
     run_id: str
     worker_id: str
@@ -58,22 +58,21 @@ class Greeting:
     host: str
     process_id: int
     device: str
-    # The parts of the model that it holds, ascending; () for all of them.
+    # The parts of the model that the caller holds, ascending; () for all of them.
     parts: tuple[int, ...] = ()
-    # The replica that it is one of several processes of; empty for a worker of one process.
+    # Of a process of a replica: the replica's name.
     replica: str = ""
-    # What its calls are to show.
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def name(self) -> str:
-        """Whom the run takes it for: its replica, which is one worker, or itself."""
+        """The worker's name in the run: the replica's for its processes."""
         return self.replica or self.worker_id
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What an initialiser says before it sends the first shard."""
+    """The first message of an Initialize."""
 
     run_id: str
     worker_id: str
@@ -82,32 +81,21 @@ class Opening:
     partition: Partition
     optimizer: RuleSettings | None
     server_index: int
-    # The replica that the initialiser is one of several processes of; empty for a worker of one process.
     replica: str = ""
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def name(self) -> str:
-        """Whom the run takes the initialiser for: its replica, or itself."""
         return self.replica or self.worker_id
 
     @property
     def claim(self) -> Claim:
-        """Who initialises, in which term."""
         return Claim(self.run_id, self.server_index, self.term, self.name, self.incarnation)
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """What Hello decides about a caller; `term` is 0 unless it is to initialise the run."""
-
-    initialize: bool = False
-    term: int = 0
-
-
-@dataclass(frozen=True)
 class Pulse:
-    """What a heartbeat is answered with."""
+    """The answer to a heartbeat."""
 
     known: bool
     stop: bool
@@ -118,7 +106,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Holding:
-    """The run that a server holds, as far as a newcomer is compared with it."""
+    """The run that a server holds, in the words of refusals."""
 
     run_id: str
     version_max: int
@@ -182,9 +170,10 @@ def check_secret(secret: bytes) -> None:
 
 
 def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation) -> Greeting:
-    """The greeting with the parts of the run's model (its own where there is none yet), () for all of them.
+    """Return the greeting with `parts` () where the worker holds all of the run's model, or its own before the run.
 
-    Refuses parts that there are not, and a worker of some where the protocol needs whole ones.
+    Raises:
+        InvalidArgument: A part does not exist, or the protocol needs workers with all parts.
     """
     model = model or greeting.model
     assert model is not None

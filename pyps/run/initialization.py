@@ -1,7 +1,7 @@
-"""The first parameters of a run on their way in: kept apart until the last shard is there.
+"""The first parameters of a run while they arrive: kept apart until the last shard is there.
 
-A worker of one process sends all of a server's shards in one call. The processes of a replica each send those of their
-parts, in calls of their own, which may come at once; the server is ready when all are there.
+A worker of one process sends all of a server's shards in one call. The processes of a replica send those of their
+parts in calls of their own, in parallel; the server is ready when all are there.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pyps.core.store import PendingBudget, ShardState
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run.content import ReadyContent, listed
 from pyps.run.handshake import Opening
-from pyps.run_header import RestoredRun
+from pyps.run_header import RestoredRun, RunHeader
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
-from pyps_wire.partition import Partition, first_difference
+from pyps_wire.partition import first_difference
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -38,9 +38,9 @@ LIVES_PER_WORKER = 4
 
 
 class Initialization:
-    """Collects this server's shards from one initialiser, which all calls of its processes share.
+    """Collects this server's shards from one initialiser; all calls of its processes share it.
 
-    `add` may be called from several threads at once, one a call; the rest is guarded by the run's lock.
+    Several threads may call `add`; the run's lock guards the rest.
     """
 
     def __init__(self, opening: Opening, settings: RuleSettings):
@@ -55,11 +55,11 @@ class Initialization:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the shards that have come."""
+        """The size of the shards received so far."""
         return sum(values.nbytes for values in list(self._received.values()))
 
     def abandon(self) -> None:
-        """Let go of all shards: another has begun, and memory is for one."""
+        """Drop all shards: memory is for one initialisation."""
         self._abandoned, self._received = True, {}
 
     def join(self, opening: Opening, settings: RuleSettings) -> None:
@@ -74,12 +74,12 @@ class Initialization:
             raise InvalidArgument(f"the processes of a replica initialise one model: {difference}")
 
     def length(self, shard_id: int) -> int:
-        """Return how many parameters a shard of this server has, 0 for another."""
+        """Return how many parameters a shard of this server has, 0 for a shard of another."""
         shard = self._expected.get(shard_id)
         return shard.length if shard else 0
 
     def add(self, shard_id: int, codec: Codec, payload: memoryview) -> None:
-        """Take one shard's parameters, decoded; a shard sent again replaces what was there."""
+        """Decode and keep one shard's parameters; a shard sent again replaces the first."""
         shard = self._expected.get(shard_id)
         if shard is None:
             raise InvalidArgument(
@@ -96,15 +96,16 @@ class Initialization:
                 "initialise the model with finite numbers"
             )
         if self._abandoned:
-            raise Superseded(f"worker {self.opening.name!r} has begun to initialise the run anew, or another has")
+            raise Superseded(f"worker {self.opening.name!r} has begun to initialise the run again, or another has")
         if not self._taken:
-            # A call that was repeated after all shards had come changes nothing.
+            # A call that was repeated after all shards were there changes nothing.
             self._received[shard_id] = values
 
     def take(self) -> dict[int, Floats] | None:
-        """Hand over all shards, to the first that asks; None while other processes of the replica have yet to send.
+        """Return all shards, once; None while other processes of the replica have yet to send.
 
-        InvalidArgument names those that never came from a worker of one process.
+        Raises:
+            InvalidArgument: A worker of one process left out shards, which the message names.
         """
         missing = [shard_id for shard_id in self._expected if shard_id not in self._received]
         if self._taken or (missing and self.opening.replica):
@@ -126,16 +127,13 @@ class Initialization:
 
 @dataclass(frozen=True)
 class ContentFactory:
-    """Makes contents whose shards all behave alike."""
-
     behaviour: Behaviour
     recorder: Recorder | None
-    # Of the gradients that wait at all of them.
+    # For the gradients that wait at all shards together.
     pending: PendingBudget
     epoch: int
     # Lives of workers whose receipts each shard remembers.
     lives_max: int
-    # The bound of a coordinator's vectors.
     vector_bytes_max: int
 
     @classmethod
@@ -148,62 +146,46 @@ class ContentFactory:
         *,
         epoch: int,
     ) -> ContentFactory:
-        """The factory of a server that was told this; `recorder` where it logs its updates."""
         lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
         return cls(behaviour, recorder, pending, epoch, lives_max, vector_bytes_max=config.max_vector_bytes)
 
     def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> ReadyContent:
-        """The content that the first parameters make, those of an initialisation that is complete."""
+        """Make the content of a complete initialisation."""
         opening = initialization.opening
         states = {
             shard_id: ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
             for shard_id, parameters in received.items()
         }
-        return self._make(
-            opening.run_id,
-            initialization.partition,
-            opening.server_index,
-            initialization.settings,
-            states,
-            initializer=opening.claim,
-            now=now,
-        )
+        return self._make(opening, initialization.settings, states, initializer=opening.claim, now=now)
 
     def restored(self, restored: RestoredRun, *, now: float) -> ReadyContent:
-        """The content that a checkpoint holds, whose arrays are the run's from now on."""
+        """Make the content of a checkpoint, and own its arrays."""
         header = restored.header
-        states = dict(restored.shards)
-        content = self._make(
-            *(header.run_id, header.partition, header.server_index, header.optimizer, states),
-            initializer=None,
-            now=now,
-        )
+        content = self._make(header, header.optimizer, dict(restored.shards), initializer=None, now=now)
         if restored.machine is not None:
             content.machine.restore(restored.machine)
         return content
 
     def _make(
         self,
-        run_id: str,
-        plan: Partition,
-        server_index: int,
+        run: Opening | RunHeader,
         settings: RuleSettings,
         states: dict[int, ShardState],
         *,
         initializer: Claim | None,
         now: float,
     ) -> ReadyContent:
-        shards = {}
-        for shard_range in plan.of_server(server_index):
-            state = states.pop(shard_range.shard_id)
-            shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings, shard_range.group)
+        shards = {
+            shard.shard_id: self._shard(shard.shard_id, states.pop(shard.shard_id), settings, shard.group)
+            for shard in run.partition.of_server(run.server_index)
+        }
         machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
         return ReadyContent(
-            run_id=run_id,
+            run_id=run.run_id,
             epoch=self.epoch,
             settings=settings,
-            server_index=server_index,
-            partition=plan,
+            server_index=run.server_index,
+            partition=run.partition,
             shards=shards,
             machine=machine,
             ready_at=now,

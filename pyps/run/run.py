@@ -21,7 +21,7 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Pushed, Store
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
-from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, Welcome, is_measurement
+from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, is_measurement
 from pyps.run.initialization import ContentFactory, Initialization
 from pyps.run.observers import Events, Waits
 from pyps.run.rounds import RoundController, Settled
@@ -111,8 +111,11 @@ class Run:
 
     # How workers come and go.
 
-    def hello(self, greeting: Greeting) -> Welcome:
-        """Let a caller join, or refuse it with the reason; elect it where the run needs an initialiser."""
+    def hello(self, greeting: Greeting) -> int:
+        """Let a caller join, or refuse it with the reason.
+
+        Return the term in which it is elected to send the first parameters, 0 where it is not.
+        """
         handshake.check_caller(greeting, software=SOFTWARE)
         # A worker that joined while the server was empty belongs to this run, which it waited for.
         member = self.membership.get(greeting.worker_id)
@@ -132,7 +135,7 @@ class Run:
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
             if greeting.observer:
-                return Welcome()
+                return 0
             greeting = handshake.with_parts(greeting, content.model, protocol=self._aggregation)
             info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
             joined = self.membership.join(
@@ -146,13 +149,13 @@ class Run:
             )
             self.rounds.carry_out(joined)
             if self.is_ready or greeting.server_index != 0:
-                return Welcome()
+                return 0
             is_over = self.membership.is_over
             term = self.election.elect(greeting.name, greeting.incarnation, now=now, is_over=is_over)
             if term is None:
-                return Welcome()
+                return 0
             log.info("worker elected to initialise the run", worker=greeting.name, term=term.number)
-            return Welcome(initialize=True, term=term.number)
+            return term.number
 
     def heartbeat(
         self,

@@ -16,7 +16,7 @@ from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out
 from pyps.core.store import Pushed
-from pyps.run.handshake import SECRET_BYTES_MIN, Greeting, Opening, Pulse, Welcome
+from pyps.run.handshake import SECRET_BYTES_MIN, Greeting, Opening, Pulse
 from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
@@ -322,7 +322,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 
 
 def hello_reply(
-    run: Run, welcome: Welcome, *, secret: bytes, control_address: str, offers: Iterable[wire.HelloReply]
+    run: Run, term: int, *, secret: bytes, control_address: str, offers: Iterable[wire.HelloReply]
 ) -> wire.HelloReply:
     """Everything that a welcome caller needs to know, with what each transport offers it."""
     config = run.config
@@ -333,8 +333,8 @@ def hello_reply(
         state=int(run.state),  # type: ignore[arg-type]
         run_id=run.content.run_id,
         epoch=run.content.epoch,
-        initialize=welcome.initialize,
-        term=welcome.term,
+        initialize=term > 0,
+        term=term,
         initialize_lease_seconds=run.election.lease_seconds,
         limits=common.Limits(
             message_bytes_max=config.max_message_bytes,

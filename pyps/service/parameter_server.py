@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pyps.roles import HELLO_AS_WORKER, Role
-from pyps.run.handshake import Greeting, Welcome, check_name
+from pyps.run.handshake import Greeting, check_name
 from pyps.run.initialization import Initialization
 from pyps.service import convert
 from pyps.service.calls import Call
@@ -67,11 +67,11 @@ class ParameterServer:
     async def hello(self, message: bytes, context: Call) -> bytes:
         """Takes a caller in."""
         large = len(message) >= MODEL_BYTES_INLINE
-        greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message, context.role))
+        greeting, term = await self._off_loop_where(large, partial(self._welcome, message, context.role))
         offers = [await transport.offer(greeting) for transport in self._transports]
         secret, address, model = greeting.secret, self._control_address, self._run.content.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
-        reply = partial(convert.hello_reply, self._run, welcome, secret=secret, control_address=address, offers=offers)
+        reply = partial(convert.hello_reply, self._run, term, secret=secret, control_address=address, offers=offers)
         return (await self._off_loop_where(large, reply)).SerializeToString()
 
     async def initialize(self, _: object, context: Call) -> bytes:
@@ -203,7 +203,7 @@ class ParameterServer:
     async def _off_loop_where(self, large: bool, work: Callable[[], T]) -> T:
         return await self._work.begin(work) if large else work()
 
-    def _welcome(self, message: bytes, role: Role) -> tuple[Greeting, Welcome]:
+    def _welcome(self, message: bytes, role: Role) -> tuple[Greeting, int]:
         greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message), self._run.content.model)
         if not greeting.observer:
             self._access.require(role, HELLO_AS_WORKER)

@@ -14,7 +14,7 @@ import pytest
 from pyps.config import resolve
 from pyps.core.store import Store
 from pyps.roles import Role
-from pyps.run.handshake import Greeting, Welcome
+from pyps.run.handshake import Greeting
 from pyps.run.run import Run
 from pyps.service import convert, hosting
 from pyps.service.calls import Awaited, Call
@@ -48,7 +48,7 @@ class Watched(Run):
         super().__init__(resolve({"optimizer": "sgd:learning_rate=1"}, {}, warn=print))
         self.threads: list[threading.Thread] = []
 
-    def hello(self, greeting: Greeting) -> Welcome:
+    def hello(self, greeting: Greeting) -> int:
         self.threads.append(threading.current_thread())
         return super().hello(greeting)
 
@@ -207,8 +207,7 @@ def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkey
     run = serving(model=model)
 
     def reply() -> wire.HelloReply:
-        welcome = Welcome()
-        return convert.hello_reply(run, welcome, secret=b"", control_address="", offers=())
+        return convert.hello_reply(run, 0, secret=b"", control_address="", offers=())
 
     first, request = reply(), wire.HelloRequest.FromString(greeting_with(100))
     assert Model.from_proto(first.model) == model

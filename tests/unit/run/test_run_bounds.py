@@ -54,7 +54,7 @@ def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:
     greeting = Greeting(
         "r", "a", 1, 1, "test", False, 0, 1, MODEL, RuleSettings.parse("sgd:learning_rate=0.5"), "", "", 0, ""
     )
-    term = run.hello(greeting).term
+    term = run.hello(greeting)
     for text, words in {
         "sgd:learning_rate=5": "learning_rate is 5, above learning_rate_max=0.5",
         "adam:learning_rate=0.2,beta1=0.99": "beta1 is 0.99, above momentum_max=0.9",

@@ -30,7 +30,7 @@ def greeting_of(worker_id: str) -> Greeting:
 
 def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> None:
     run = make_run()
-    term = run.hello(greeting_of("a")).term
+    term = run.hello(greeting_of("a"))
     opening = Opening("r", "a", 1, term, partition(MODEL, num_servers=1), None, 0)
     first, anew = run.begin_initialize(opening), run.begin_initialize(opening)
     assert first is not None and anew is not None
@@ -38,7 +38,7 @@ def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> Non
         run.begin_initialize(Opening("r", "b", 1, term, partition(MODEL, num_servers=1), None, 0))
     for shard in partition(MODEL, num_servers=1).of_server(0):
         payload = memoryview(bytes(4 * shard.length))
-        with pytest.raises(Superseded, match="anew"):
+        with pytest.raises(Superseded, match="again"):
             first.add(shard.shard_id, FLOAT32, payload)
         anew.add(shard.shard_id, FLOAT32, payload)
     run.commit(anew)
@@ -69,9 +69,7 @@ def test_a_replica_whose_first_parameters_could_not_be_taken_sends_them_again_in
         run.commit(initialization)
 
     term, _ = [
-        run.hello(
-            Greeting("r", f"r/{i}", 1, 1, "", False, 0, 1, CUT, None, "", "", 0, "", parts=(i,), replica="r")
-        ).term
+        run.hello(Greeting("r", f"r/{i}", 1, 1, "", False, 0, 1, CUT, None, "", "", 0, "", parts=(i,), replica="r"))
         for i in (0, 1)
     ]
     send(0, term)
@@ -99,7 +97,7 @@ class SlowLog:
 def test_others_are_answered_while_an_update_log_takes_the_first_parameters() -> None:
     log = SlowLog()
     run = make_run(recorder=log)
-    term = run.hello(greeting_of("a")).term
+    term = run.hello(greeting_of("a"))
     opening = Opening("r", "a", 1, term, partition(MODEL, num_servers=1), None, 0)
     initialization = run.begin_initialize(opening)
     assert initialization is not None
@@ -109,7 +107,7 @@ def test_others_are_answered_while_an_update_log_takes_the_first_parameters() ->
         committing = pool.submit(run.commit, initialization)
         assert log.asked.wait(DEADLINE_SECONDS)
         try:
-            assert not pool.submit(run.hello, greeting_of("b")).result(DEADLINE_SECONDS).initialize
+            assert not pool.submit(run.hello, greeting_of("b")).result(DEADLINE_SECONDS)
             assert not run.content.shards
         finally:
             log.goes_on.set()
@@ -124,7 +122,7 @@ def test_a_server_whose_clock_is_set_back_goes_on_taking_lives_of_the_present(
     now, days = time.time_ns(), 24 * 3600 * 10**9
     run = make_run()
     first = replace(greeting_of("a"), incarnation=now)
-    assert run.hello(first).initialize
+    assert run.hello(first)
     monkeypatch.setattr("time.time_ns", lambda: now - 2 * days)
     run.hello(first)
     run.hello(replace(greeting_of("b"), incarnation=now + 10**9))

@@ -38,7 +38,7 @@ class Replicas(RunDriver):
         greeting = Greeting(
             "r", f"{name}/{index}", life, 1, "test", False, 0, 1, CUT, None, "", "", 0, "", parts=parts, replica=name
         )
-        return self.run.hello(greeting).term
+        return self.run.hello(greeting)
 
     def initialize(self, name: str, part: int, term: int, life: int = 1) -> None:
         opening = Opening("r", f"{name}/{part}", life, term, PLAN, None, 0, replica=name)
