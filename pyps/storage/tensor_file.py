@@ -1,4 +1,4 @@
-"""Writes and reads a safetensors file piece by piece, so that a model is never in memory twice.
+"""A safetensors file, written and read piece by piece, so that a model is never in memory twice.
 
 The format: 8 bytes little-endian length of the header, the header in JSON (name to dtype, shape, offsets),
 padded with spaces to a multiple of 8, then the tensors' bytes in the order of the header, without holes.
@@ -20,10 +20,7 @@ from pyps.core.arrays import Floats, aligned_zeros
 
 
 class Writable(Protocol):
-    """What a TensorFile writes to."""
-
-    def write(self, data: bytes | memoryview, /) -> Any:
-        """Appends the data."""
+    def write(self, data: bytes | memoryview, /) -> Any: ...
 
 
 FLOAT32 = np.dtype("<f4")
@@ -54,7 +51,7 @@ class TensorFile:
         file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Appends values of the named tensor, all or the next part of them."""
+        """Append values of the named tensor, all or the next part of them."""
         if not values.size:
             return
         assert name == self._name, f"{self._name!r} comes next, not {name!r}"
@@ -70,11 +67,11 @@ class TensorFile:
         return not self._name
 
     def _expected(self) -> Iterator[tuple[str, int]]:
-        # A tensor without values has nothing to wait for.
+        # Tensors without values are never written.
         return ((name, size) for name, size in self._sizes.items() if size)
 
 
-# As the library has it.
+# As in the library.
 _HEADER_BYTES_MAX = 100_000_000
 
 
@@ -85,7 +82,7 @@ class TensorReader:
     """
 
     def __init__(self, file: BufferedIOBase):
-        """Reads the header. Raises ValueError where it is none."""
+        """Read the header. Raises ValueError where it is none."""
         self._file = file
         size = int.from_bytes(file.read(8), "little")
         if size > _HEADER_BYTES_MAX:
@@ -100,7 +97,7 @@ class TensorReader:
         self._start = 8 + size
 
     def read(self, name: str) -> Floats:
-        """Returns the values of a float32 tensor in one row. Raises ValueError where the file does not hold them."""
+        """Return the values of a float32 tensor in one row. Raises ValueError where the file does not hold them."""
         try:
             kind, (begin, end) = self._header[name]["dtype"], self._header[name]["data_offsets"]
         except (KeyError, TypeError, ValueError):

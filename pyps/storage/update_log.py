@@ -1,9 +1,9 @@
-"""An update log: a line for every push and update of a run's shards, written in the order in which they happen.
+"""An update log: a line for every push and update of a run's shards, in their order.
 
 One folder a run and epoch, in it two files a shard:
 
-shard-000003.jsonl     one line an event: how the shard began, pushes, updates, pulls, changes, its end
-shard-000003.payloads  what the shard began with, then the gradients, as the lines say; only with --log-gradients
+shard-000003.jsonl     one line an event: the shard's beginning, pushes, updates, pulls, changes, its end
+shard-000003.payloads  the first parameters and slots, then the gradients; only with --log-gradients
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ from pyps.storage.disk import FOLDER_MODE, create
 from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain, quick_checksum_of, update_to_plain
 from pyps_wire.errors import PypsError
 
+log = logs.get("pyps.update_log")
+
+Payload = Floats | bytes | memoryview
+
 FORMAT = "pyps update log 4"
 _CHECKSUM = b', "crc32": "'
 
 
 class UpdateLogError(PypsError):
-    """Raised when an update log cannot be written or read; the message says which and why."""
+    """An update log cannot be written or read."""
 
     status = "FAILED_PRECONDITION"
 
 
 def encode(plain: Mapping[str, Any]) -> bytes:
-    """The line, with its end."""
+    """Return the line, with its checksum and end."""
     text = json.dumps(plain).encode()[:-1]
     return b'%s%s%08x"}\n' % (text, _CHECKSUM, zlib.crc32(text))
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """What `encode` was given; None where the line is not what was written."""
+    """Return the event of a line; None where the line is not what was written."""
     text, _, checksum = line.rpartition(_CHECKSUM)
     if checksum != b'%08x"}\n' % zlib.crc32(text):
         return None
     plain: dict[str, Any] = json.loads(text + b"}")
     return plain
-
-
-log = logs.get("pyps.update_log")
-
-Payload = Floats | bytes | memoryview
 
 
 class Budget:
@@ -70,7 +69,7 @@ class Budget:
         self._exhausted = False
 
     def take(self, num_bytes: int) -> bool:
-        """Whether there is room; once there was none there is none for good, so that a log ends at one place."""
+        """Return whether there is room; after one refusal there is none any more, so that a log ends at one place."""
         with self._lock:
             if self._exhausted:
                 return False
@@ -86,7 +85,7 @@ class Budget:
 
 
 class LoggedUpdate(NamedTuple):
-    """What an update has made of which gradients, as its line tells it."""
+    """An update, as its line says it."""
 
     version: int
     # Its rate and parts.
@@ -96,7 +95,6 @@ class LoggedUpdate(NamedTuple):
 
     @classmethod
     def of(cls, event: Updated) -> LoggedUpdate:
-        """What a line tells of an update."""
         return cls(event.update.version, update_to_plain(event.update), quick_checksum_of(event.parameters))
 
 
@@ -104,7 +102,7 @@ class ShardFiles:
     """Appends to the files of one shard. Guarded by the turn of its `LoggedShard`."""
 
     def __init__(self, path: Path, budget: Budget | None):
-        """Makes the files; `budget` None keeps no payloads. Raises OSError or UpdateLogError."""
+        """Make the files; `budget` None keeps no payloads. Raises OSError."""
         self._lines = _create(path)
         self.path = Path(self._lines.name)
         self._budget = budget
@@ -116,7 +114,7 @@ class ShardFiles:
         self._failed = False
 
     def begin(self, header: RunHeader, shard: Store) -> None:
-        """Writes the shard as it is. Raises OSError."""
+        """Write the shard as it is. Raises OSError."""
         state = shard.state()
         values = {"parameters": state.parameters, **{f"slot {name}": slot for name, slot in state.slots.items()}}
         pending = [memoryview(waiting.gradient.payload) for waiting in state.pending]
@@ -199,13 +197,12 @@ class ShardFiles:
             self._append({"event": "end", "version": version, "checksum": checksum})
 
     def close(self) -> None:
-        """Gives the files back."""
         for file in filter(None, (self._lines, self._payloads)):
             with contextlib.suppress(OSError):
                 file.close()
 
     def _note(self, roster: Roster) -> None:
-        """Writes who counts, where that has changed since the last line that asked."""
+        """Write which workers are active, where that has changed since the last such line."""
         if roster != self._roster:
             coming = {"coming": roster.coming} if roster.coming else {}
             self._append({"event": "roster", "workers": roster.workers, "missing": roster.missing, **coming})
@@ -216,7 +213,7 @@ class ShardFiles:
             self._lines.write(encode(line))
 
     def _keep(self, payloads: Iterable[Payload]) -> list[dict[str, Any]] | None:
-        """Writes payloads and says where they lie; None where they are not kept."""
+        """Write payloads and return their places; None where they are not kept."""
         views = [np.frombuffer(payload, np.uint8).data for payload in payloads]
         total = sum(view.nbytes for view in views)
         if self._payloads is None or self._budget is None or self._failed or not self._budget.take(total):
@@ -240,7 +237,7 @@ class ShardFiles:
 
 
 def _create(path: Path) -> BinaryIO:
-    """Opens a new file; a name that an earlier life of the server took is not taken again."""
+    """Open a new file, under a name that no earlier life of the server took."""
     free, number = path, 1
     while free.exists():
         number += 1
@@ -256,7 +253,7 @@ class UpdateLog:
     """
 
     def __init__(self, folder: Path, *, log_gradients: bool = False, payload_bytes_max: int = 2**63):
-        """Makes the folder. Raises UpdateLogError when it cannot be used.
+        """Make the folder. Raises UpdateLogError.
 
         `payload_bytes_max` bounds what `log_gradients` keeps, the first parameters and slots included, over all
         shards and for the life of this object; beyond it no gradient is kept any more, with one warning.
@@ -271,12 +268,12 @@ class UpdateLog:
         self._files: dict[int, ShardFiles] = {}
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
-        """Opens the files of each shard. To be called before the shards serve."""
+        """Open the files of each shard, before the shards serve."""
         self.end()
         self._shards = dict(shards)
         name = re.sub(r"[^A-Za-z0-9_-]", "_", header.run_id) or "run"
         folder = self._folder / f"{name}.epoch-{header.epoch}"
-        # Those of earlier lives of the server.
+        # Files of earlier lives of the server.
         before = set(folder.iterdir()) if folder.is_dir() else None
         try:
             folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -288,7 +285,7 @@ class UpdateLog:
             raise UpdateLogError(f"the update log in {folder} cannot be written: {error.strerror}") from None
 
     def _discard(self, folder: Path, before: set[Path] | None) -> None:
-        """Leaves nothing of a log that could not be begun: a replay of the whole folder would stumble over it."""
+        """Remove a log that could not be begun: a replay of the whole folder would fail at it."""
         for files in self._files.values():
             files.close()
         self._files, self._shards = {}, {}
@@ -307,7 +304,7 @@ class UpdateLog:
             files.write()
 
     def end(self) -> None:
-        """Notes each shard's final version and CRC-32, and closes the files. Pushes must have stopped."""
+        """Write each shard's final version and CRC-32, and close the files. Pushes must have stopped."""
         for shard_id, shard in self._shards.items():
             version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
             if files := self._files.get(shard_id):
