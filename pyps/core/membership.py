@@ -11,7 +11,7 @@ from itertools import groupby
 
 from pyps.core.effects import NONE, Effects, tell
 from pyps.core.replicas import Lives, failure_in_words, parts_in_words, was_interrupted
-from pyps.core.roster import Entry, Expectation, Roster, whole_roster
+from pyps.core.roster import Entry, Expectation, Roster, roster_of_part, whole_roster
 from pyps_wire.errors import (
     InvalidArgument,
     LimitExceeded,
@@ -618,12 +618,8 @@ class Membership:
         return self._roster
 
     def _make_roster(self) -> Roster:
-        if self.parted:
-            return whole_roster(self._entries(), self._expectation)
-        members = self._members.values()
-        missing = self._expectation.missing(sum(m.pushed_at is not None or not m.alive for m in members))
-        coming = [m.worker_id for m in members if missing and m.alive and m.pushed_at is None]
-        return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing, tuple(sorted(coming)))
+        make = whole_roster if self.parted else roster_of_part
+        return make(self._entries(), self._expectation)
 
     def _entries(self) -> list[Entry]:
         """Return the entries of a roster, without processes of a replica's earlier lives."""

@@ -111,11 +111,11 @@ def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
     for entry in entries:
         for part in entry.parts:
             by_part[part].append(entry)
-    rosters = {part: _roster([*holders_of_all, *some], expectation, part) for part, some in by_part.items()}
-    rosters[REST] = _roster(holders_of_all, expectation, REST)
+    rosters = {part: roster_of_part([*holders_of_all, *some], expectation, part) for part, some in by_part.items()}
+    rosters[REST] = roster_of_part(holders_of_all, expectation, REST)
     counted = frozenset(entry.worker_id for entry in entries if entry.counts)
     names = [entry._replace(worker_id=entry.name) for entry in entries]
-    run = _roster(names, expectation, WHOLE)
+    run = roster_of_part(names, expectation, WHOLE)
     return Roster(run.workers, run.missing, run.coming, Parted(rosters, counted))
 
 
@@ -126,7 +126,8 @@ def not_joined(count: int) -> tuple[str, ...]:
     return (f"{count} more worker{'s' if count > 1 else ''} that ha{'ve' if count > 1 else 's'} not joined",)
 
 
-def _roster(entries: Iterable[Entry], expectation: Expectation, part: int) -> Roster:
+def roster_of_part(entries: Iterable[Entry], expectation: Expectation, part: int = WHOLE) -> Roster:
+    """Return the roster of a part of the model whose holders are the entries."""
     entries = list(entries)
     arrived = {entry.name for entry in entries if entry.arrived}
     missing = expectation.missing(len(arrived), part=part)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec, TypedDict, Unpack
 
 from pyps.core import protocols, schedule, staleness
 from pyps.core.behaviour import Behaviour
@@ -42,6 +42,15 @@ if TYPE_CHECKING:
     from pyps.config import ServerConfig
 
 P = ParamSpec("P")
+
+
+class Changes(TypedDict, total=False):
+    """Settings to change while a run goes on; "" and None for those that stay."""
+
+    protocol: str
+    staleness: str
+    schedule: str
+    learning_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -374,25 +383,16 @@ class RoundController:
 
     # Changes of settings.
 
-    def configure(
-        self,
-        *,
-        protocol: str = "",
-        staleness: str = "",
-        learning_rate: float | None = None,
-        schedule: str = "",
-        num_servers: int,
-        validate_only: bool = False,
-    ) -> Settled:
+    def configure(self, content: ReadyContent, *, validate_only: bool = False, **changes: Unpack[Changes]) -> Settled:
         """Change the named settings on all shards, after all of them were checked.
 
         Gradients that wait under the old protocol become one update of each shard, by that protocol's rule.
         """
-        staleness = staleness or protocols.brought_policy(protocol)
+        protocol, learning_rate = changes.get("protocol", ""), changes.get("learning_rate")
+        policy = changes.get("staleness") or protocols.brought_policy(protocol)
+        new_schedule = changes.get("schedule", "")
         with self._lock:
-            behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
-            behaviour.aggregation.check_change(self.behaviour.aggregation)
-            behaviour.aggregation.check_servers(num_servers)
+            behaviour = self._changed(content, protocol, policy, new_schedule)
             for member in self._membership.alive():
                 behaviour.aggregation.check_worker(member.worker_id, member.parts, member.replica)
             if learning_rate is not None:
@@ -408,8 +408,8 @@ class RoundController:
             "configured",
             "settings changed",
             protocol=protocol and behaviour.aggregation.text,
-            staleness=staleness and behaviour.staleness.text,
-            schedule=schedule and behaviour.schedule.text,
+            staleness=policy and behaviour.staleness.text,
+            schedule=new_schedule and behaviour.schedule.text,
             learning_rate=rate,
             gradients_settled=settled.gradients or "",
             updates_made=settled.updates or "",
@@ -441,20 +441,21 @@ class RoundController:
 
     # What follows is called under the lock.
 
-    def _changed(self, *, protocol: str, policy: str, schedule_text: str) -> Behaviour:
-        old = self.behaviour
-        changed = dataclasses.replace(
-            old,
-            aggregation=protocols.parse(protocol) if protocol else old.aggregation,
-            staleness=staleness.parse(policy) if policy else old.staleness,
-            schedule=schedule.parse(schedule_text, epoch_examples=old.epoch_examples)
-            if schedule_text
-            else old.schedule,
-        )
-        roster, content = self._membership.roster, self._content
-        for of_part in (roster,) if content is None else (roster, *content.rosters(roster)):
+    def _changed(self, content: ReadyContent, protocol: str, policy: str, new_schedule: str) -> Behaviour:
+        changed = old = self.behaviour
+        if protocol:
+            changed = dataclasses.replace(changed, aggregation=protocols.parse(protocol))
+        if policy:
+            changed = dataclasses.replace(changed, staleness=staleness.parse(policy))
+        if new_schedule:
+            parsed = schedule.parse(new_schedule, epoch_examples=old.epoch_examples)
+            changed = dataclasses.replace(changed, schedule=parsed)
+        roster = self._membership.roster
+        for of_part in (roster, *content.rosters(roster)):
             changed.aggregation.check(of_part.num_expected)
-        if schedule_text and changed.schedule.text != Constant.name:
+        changed.aggregation.check_change(old.aggregation)
+        changed.aggregation.check_servers(content.partition.num_servers)
+        if new_schedule and changed.schedule.text != Constant.name:
             self._require_unowned("before the server gets a schedule")
         return changed
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock, RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from pyps import __version__, logs
 from pyps.core.behaviour import Behaviour
@@ -24,7 +24,7 @@ from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
 from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, is_measurement
 from pyps.run.initialization import ContentFactory, Initialization
 from pyps.run.observers import Events, Waits
-from pyps.run.rounds import RoundController, Settled
+from pyps.run.rounds import Changes, RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
 from pyps.work import WorkQueue
@@ -348,25 +348,9 @@ class Run:
             return True
         return self.rounds.may_proceed(worker_id, clock=clock, wake=wake)
 
-    def configure(
-        self,
-        *,
-        protocol: str = "",
-        staleness: str = "",
-        learning_rate: float | None = None,
-        schedule: str = "",
-        validate_only: bool = False,
-    ) -> Settled:
+    def configure(self, *, validate_only: bool = False, **changes: Unpack[Changes]) -> Settled:
         """Change the named settings on all shards while the run goes on; see `RoundController.configure`."""
-        content = self._require_content()
-        settled = self.rounds.configure(
-            protocol=protocol,
-            staleness=staleness,
-            learning_rate=learning_rate,
-            schedule=schedule,
-            num_servers=content.partition.num_servers,
-            validate_only=validate_only,
-        )
+        settled = self.rounds.configure(self._require_content(), validate_only=validate_only, **changes)
         # Calls may wait for something that no longer comes.
         self.waits.wake_all()
         return settled
