@@ -111,15 +111,17 @@ class Ledger:
         self._receipts_max = receipts_max
         self._lives_max = lives_max or state.lives_max
         # The life heard of longest ago comes first.
-        self._lives: OrderedDict[tuple[str, int], _Life] = OrderedDict()
+        self._lives = OrderedDict(
+            ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
+            for entry in state.entries
+        )
         # The latest life held of each name.
-        self._latest: dict[str, int] = {}
-        self._forgotten: dict[str, tuple[int, int]] = {}
-        self._forgotten_incarnation = -1
+        self._latest = dict(sorted(self._lives))
+        self._forgotten = dict(state.forgotten)
+        self._forgotten_incarnation = state.forgotten_incarnation
         # How many receipts there are, and their size. Read without the shard's lock.
-        self.num_receipts = 0
-        self._packed_bytes = 0
-        self.restore(state)
+        self.num_receipts = sum(len(entry.receipts) for entry in state.entries)
+        self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
     @property
     def num_bytes(self) -> int:
@@ -166,20 +168,6 @@ class Ledger:
             LedgerEntry(*key, life.forgotten_sequence, tuple(life.receipts)) for key, life in self._lives.items()
         )
         return LedgerState(entries, self._forgotten_incarnation, dict(self._forgotten), self._lives_max)
-
-    def restore(self, state: LedgerState) -> None:
-        """Replace the content by what `entries` returned."""
-        self._lives = OrderedDict(
-            ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
-            for entry in state.entries
-        )
-        self._latest = {}
-        for worker_id, incarnation in sorted(self._lives):
-            self._latest[worker_id] = incarnation
-        self._forgotten = dict(state.forgotten)
-        self._forgotten_incarnation = state.forgotten_incarnation
-        self.num_receipts = sum(len(entry.receipts) for entry in state.entries)
-        self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
     def _begin(self, worker_id: str, incarnation: int) -> _Life:
         """Return a record for a life that is new or was deleted."""

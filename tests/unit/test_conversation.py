@@ -212,11 +212,18 @@ async def test_an_error_of_the_reader_comes_after_what_is_under_way(scene: Scene
 
 
 @played
-async def test_a_cancelled_call_gives_back_what_it_held(scene: Scene) -> None:
+async def test_a_cancelled_call_gives_back_what_it_held_and_begins_nothing_more(scene: Scene) -> None:
+    free, begun = threading.Event(), list[int]()
+
+    def job(number: int) -> list[bytes]:
+        begun.append(number)
+        free.wait(WAIT_SECONDS)
+        return [b"reply"]
+
     async def call() -> None:
         async with scene.replies(Caller(deaf=True)) as replies:
             for number in range(3):
-                await add(replies, number, lambda: [b"reply"])
+                await add(replies, number, partial(job, number))
             await replies.none_under_way()
 
     task = asyncio.create_task(call())
@@ -225,6 +232,9 @@ async def test_a_cancelled_call_gives_back_what_it_held(scene: Scene) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    free.set()
+    scene.work.shutdown()
+    assert 2 not in begun, "there are two threads"
 
 
 @played

@@ -1,6 +1,7 @@
 """Jobs on threads, in stages and shared out: their order, their errors, and that no thread waits."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -132,6 +133,25 @@ def executor() -> Iterator[KernelExecutor]:
     made = KernelExecutor(2)
     yield made
     made.shutdown()
+
+
+def test_the_event_loop_has_nothing_to_report_of_jobs_whose_callers_are_gone(executor: KernelExecutor) -> None:
+    reports: list[dict[str, object]] = []
+
+    def fail() -> None:
+        raise ValueError("nobody hears this")
+
+    async def begin_and_go() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        free = threading.Event()
+        cancelled, failed = executor.begin(lambda: free.wait(WAIT_SECONDS)), executor.begin(fail)
+        cancelled.cancel()
+        await asyncio.wait([cancelled, failed])
+        free.set()
+
+    asyncio.run(begin_and_go())
+    gc.collect()
+    assert reports == []
 
 
 def test_results_come_in_the_order_of_the_jobs(executor: KernelExecutor) -> None:

@@ -1,3 +1,4 @@
+import errno
 import faulthandler
 import fcntl
 import gc
@@ -99,6 +100,22 @@ def test_a_segment_can_neither_shrink_nor_grow_and_goes_with_its_last_vector() -
         os.fstat(descriptor)
     vector[:] = 1.0
     assert vector.sum() == 100.0
+
+
+def test_memory_that_the_system_lacks_is_an_error_of_the_new_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine of the tests runs out of memory, so its answer is given in its place."""
+    descriptors: list[int] = []
+
+    def refuse(descriptor: int, *_: int) -> None:
+        descriptors.append(descriptor)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        Segment(1 << 20)
+    [descriptor] = descriptors
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
 
 
 def test_a_forked_childs_writes_stay_its_own_and_it_sees_on_what_it_has_not_written() -> None:

@@ -204,6 +204,29 @@ def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
     assert driver.run.membership.roster.workers == ("a", "joined")
 
 
+@pytest.mark.parametrize(
+    ("protocol", "names", "what"),
+    [
+        ("softsync:n=1", "ab", "gradients that waited became updates, as fewer workers are active: worker b"),
+        ("hardsync", "ab", "rounds were completed without a worker that others waited for: worker b"),
+        ("hardsync", "a", "rounds were completed without workers that were expected: shards 1"),
+    ],
+)
+def test_the_event_of_a_completed_round_says_why_it_was_completed(protocol: str, names: str, what: str) -> None:
+    driver = RunDriver(*names, protocol=protocol, expected_workers="2", stall_seconds="10")
+    for name in names:
+        driver.push(name)
+    driver.run.tick()
+    if names == "ab":
+        assert driver.push("a", base_version=1).outcome is Outcome.PENDING
+        driver.run.leave("r", "b", 1, failed=False, message="")
+        driver.run.rounds.complete_rounds()
+    else:
+        driver.pass_seconds(11, "a")
+    [event] = driver.events("round")
+    assert event.startswith(what)
+
+
 def test_a_gate_at_which_nobody_waits_stays_shut():
     driver = RunDriver("a", protocol="hardsync", expected_workers="2", stall_seconds="10")
     driver.pass_seconds(35, "a")
