@@ -199,19 +199,6 @@ def test_a_lost_server_is_awaited_then_named(start_server_process: Start, caplog
     client.close("failed")
 
 
-def test_closing_ends_a_wait_for_a_lost_server(start_server_process: Start, caplog: pytest.LogCaptureFixture) -> None:
-    server = start_server_process()
-    client = make_client(server.data, loss_wait_seconds=600)
-    server.kill()
-    with ThreadPoolExecutor(1) as pool:
-        pushing = pool.submit(client.push, gradients_like(small_model(), 0))
-        wait_until(lambda: "waiting for server 0" in caplog.text, 20, "the wait")
-        client.close()
-
-        with pytest.raises(RunFinished, match="closed"):
-            pushing.result(20)
-
-
 def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server: Start, make_proxy: MakeProxy) -> None:
     """Over a slow link heartbeats pass beside the gradient, not behind it, with the worker's figures."""
     clock = Clock()

@@ -201,31 +201,6 @@ def status(server: AnyServer) -> pb.Status:
     return inspect(server.control, "GetStatus")
 
 
-def test_a_change_is_in_force_at_once_and_everybody_can_see_it(start_server: Start) -> None:
-    server = start_server("--staleness", "divide")
-    with WireWorker(server.data) as worker:
-        worker.join()
-        before = worker.push(worker.push_request(1.0))[0]
-        reply = configure(
-            server,
-            protocol="softsync:n=1",
-            staleness="none",
-            learning_rate=0.25,
-            schedule="step:every=2,factor=0.5",
-        )
-        after = worker.push(*(worker.push_request(1.0, base_version=1) for _ in range(2)))
-    assert (reply.protocol, reply.staleness, reply.schedule) == ("softsync:n=1", "none", "step:every=2,factor=0.5")
-    assert [(rate.group, rate.base, rate.current) for rate in reply.learning_rates] == [(0, 0.25, 0.25)]
-    assert (reply.gradients_settled, reply.updates_made) == (0, 0)
-    assert [before.rate, *(receipt.rate for receipt in after)] == [1.0, 0.25, 0.125]
-    told = status(server)
-    assert (told.protocol, told.staleness, told.schedule) == (reply.protocol, reply.staleness, reply.schedule)
-    assert [(rate.base, rate.current) for rate in told.learning_rates] == [(0.25, 0.125)]
-    (change,) = [event for event in events(server).events if event.kind == "configured"]
-    for word in ("softsync:n=1", "none", "step:every=2,factor=0.5", "0.25"):
-        assert word in change.message
-
-
 def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: Start) -> None:
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
@@ -255,25 +230,6 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: 
         after = workers_of(server.control)
     assert (after["a"].counts, after["b"].counts) == (True, False)
     assert status(server).roster == ["a"]
-
-
-def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(start_server: Start) -> None:
-    server = start_server("--protocol", "backup:b=1", "--expected-workers", "2")
-    with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
-        a.join()
-        b.join()
-        # The first update waits for both.
-        b.push(b.push_request(1.0))
-        a.push(a.push_request(1.0))
-        a.push(a.push_request(1.0, base_version=1))
-        late = b.push(b.push_request(1.0, base_version=1))[0]
-    assert late.reason == common.REASON_DROPPED
-    told = status(server)
-    workers = workers_of(server.control)
-    (shard,) = inspect(server.control, "ListShards").shards
-    for tally in (told.tally, workers["b"].tally, shard.tally):
-        assert (tally.pushes_dropped, tally.pushes_rejected, tally.rejected_by_reason) == (1, 1, {"dropped": 1})
-    assert workers["a"].tally.pushes_rejected == 0
 
 
 def test_events_come_oldest_first_and_go_on_after_a_number(start_server: Start) -> None:

@@ -69,23 +69,6 @@ def test_the_first_workers_statistics_are_those_that_others_follow(start_server,
         optimizer.close()
 
 
-def test_frozen_parameters_stay_as_they_are_and_thaw(start_server) -> None:
-    server = start_server()
-    model, twin = mlp(), mlp()
-    local = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    optimizer = joined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), server.data)
-    first = model[0].weight.detach().clone()
-    for step, batch in enumerate(batches(10)):
-        for module, its in ((model, optimizer), (twin, local)):
-            module[0].requires_grad_(step >= 5)
-            its.zero_grad()
-            functional.cross_entropy(module(batch[0]), batch[1]).backward()
-            its.step()
-        assert torch.equal(model[0].weight, first) == (step < 5)
-    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
-    optimizer.close()
-
-
 def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_server, caplog) -> None:
     server = start_server()
     model = mlp()

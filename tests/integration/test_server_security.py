@@ -34,20 +34,6 @@ def test_calls_without_the_right_token_are_refused(guarded):
                 assert "token" in text
 
 
-def test_the_right_token_opens_both_ports(guarded):
-    with WireWorker(guarded.data, token=TOKEN) as worker:
-        worker.join()
-        worker.push(worker.push_request(1.0))
-        assert worker.pull()[0].version == 1
-    with grpc.insecure_channel(guarded.control, options=CHANNEL_OPTIONS) as channel:
-        stub = stub_of(INSPECTOR, channel)
-        request = inspector_pb2.GetStatusRequest()
-        assert stub.GetStatus(request, metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=20).tally.updates == 1
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GetStatus(request, timeout=20)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
 def test_callers_without_a_token_who_send_no_message_are_refused_and_delay_nobody(guarded):
     """A thread a caller would leave none for health checks; a message taken in first would cost memory."""
     ends = threading.Event()
@@ -178,16 +164,6 @@ def test_the_oldest_connections_without_a_call_end_for_newcomers(start_server, m
         ask(inspector_pb2.GetStatusRequest(), timeout=20)
         worker.push(worker.push_request(1.0))
     server.wait_for_output("connections that made no call were ended for others")
-
-
-def test_health_needs_no_token(guarded):
-    for address in (guarded.data, guarded.control):
-        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            reply = stub.Check(health_pb2.HealthCheckRequest(service="pyps.v1.ParameterServer"), timeout=20)
-            assert reply.status == health_pb2.HealthCheckResponse.SERVING
-            listed = stub.List(health_pb2.HealthListRequest(), timeout=20).statuses
-            assert {status.status for status in listed.values()} == {health_pb2.HealthCheckResponse.SERVING}
 
 
 def test_beyond_loopback_a_server_wants_tls_and_a_token_or_to_be_told_in_plain_words(start_server, tmp_path, capsys):

@@ -57,21 +57,6 @@ def test_groups_with_decays_and_betas_of_their_own(start_server) -> None:
     assert_trains_as_torch(start_server, loop, grouped)
 
 
-def test_a_closure_that_computes_the_loss(start_server) -> None:
-    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for batch in batches(5):
-
-            def closure(batch=batch) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model, batch)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-
-    assert_trains_as_torch(start_server, loop)
-
-
 def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_server) -> None:
     for transport in ("grpc", "shm"):
         for in_place in (False, True):
@@ -87,18 +72,6 @@ def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_ser
                     optimizer.step()
 
             assert_trains_as_torch(start_server, loop, transport=transport)
-
-
-def test_gradients_of_several_backward_passes_that_are_clipped_before_the_step(start_server) -> None:
-    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for number, batch in enumerate(batches(9), start=1):
-            (loss_of(model, batch) / 3).backward()
-            if number % 3 == 0:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=number == 3)
-
-    assert_trains_as_torch(start_server, loop, adam)
 
 
 def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server) -> None:
