@@ -19,13 +19,7 @@ from pyps_client.run_state import RunState, Terms
 from pyps_client.transport.memory import Lent
 from pyps_client.vectors import Converter
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, codec_of
-from pyps_wire.common_pb2 import (
-    OUTCOME_APPLIED,
-    OUTCOME_REJECTED,
-    PAYLOAD_KIND_BUFFER,
-    REASON_NOT_FINITE,
-    Receipt,
-)
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_REJECTED, PAYLOAD_KIND_BUFFER, REASON_NOT_FINITE, Receipt
 from pyps_wire.partition import ShardRange
 from support import DEADLINE_SECONDS, AnyServer, ServerThread, wait_until, workers_of
 

@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from pyps_client import Launch, Session, lease, leave
 from pyps_client.replica.arrangement import arrange
@@ -148,16 +143,10 @@ def refusals(replica):
             Replica(blocks={"w": Block((0,), (4,))} if first else {}),
             [("w", torch.zeros(2)) if first else own],
         ),
-        "beyond the whole": (
-            Replica(blocks={"w": Block((2 * replica.index,), (3,))}),
-            [("w", torch.zeros(2))],
-        ),
+        "beyond the whole": (Replica(blocks={"w": Block((2 * replica.index,), (3,))}), [("w", torch.zeros(2))]),
         "no such block": (Replica(blocks={} if first else {"v": Block((0,), (1,))}), [own]),
         "no such copy": (Replica(replicated=["v"] if first else []), [own]),
-        "a DTensor's block": (
-            Replica(blocks={"thin.weight": Block((0, 0), (1, 4))}),
-            list(thin.named_parameters()),
-        ),
+        "a DTensor's block": (Replica(blocks={"thin.weight": Block((0, 0), (1, 4))}), list(thin.named_parameters())),
     }
     return {what: refusal(*case) for what, case in cases.items()}
 

@@ -33,16 +33,7 @@ from pyps_wire import work_pb2 as work
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.contract import VECTOR_MACHINE, WORK_QUEUE, stub_of
 from shards import make_shard, pull
-from support import (
-    DEADLINE_SECONDS,
-    ROOT,
-    PythonProcess,
-    ServerProcess,
-    Start,
-    StartPython,
-    inspect,
-    wait_until,
-)
+from support import DEADLINE_SECONDS, ROOT, PythonProcess, ServerProcess, Start, StartPython, inspect, wait_until
 from wire_worker import WireWorker, secret_of
 
 Doubles = npt.NDArray[np.float64]

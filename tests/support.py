@@ -338,10 +338,7 @@ class ServerThread:
     """
 
     def __init__(
-        self,
-        *flags: str,
-        env: Mapping[str, str | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *flags: str, env: Mapping[str, str | None] | None = None, clock: Callable[[], float] = time.monotonic
     ):
         """`clock` is the server's: one that runs ahead lets a lease end at a word."""
         self._clock = clock

@@ -415,15 +415,7 @@ class Layout:
 class LocalWorker(WireWorker):
     """A worker with memory of its own; Hello and its like go over gRPC, rounds through the local socket."""
 
-    def __init__(
-        self,
-        address: str,
-        worker_id: str = "a",
-        *,
-        gradients: int = 1,
-        codec: int = 0,
-        **options: Any,
-    ):
+    def __init__(self, address: str, worker_id: str = "a", *, gradients: int = 1, codec: int = 0, **options: Any):
         super().__init__(address, worker_id, **options)
         self.layout = Layout(self.own.model, gradients=gradients, codec=codec or common.CODEC_FLOAT32)
         self.offer = wire.LocalTransport()

@@ -257,10 +257,7 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Pa
         ({"resources": {"GPU": "1"}}, "resources has '1' of 'GPU'; expected a number above 0, as in {'GPU': 1}"),
         ({"resources": ["GPU"]}, "resources is ['GPU']; expected names and numbers, as in {'GPU': 1}"),
         ({"train_fn": 5}, "train_fn is 5; expected a function"),
-        (
-            {"train_fn": partial(print, threading.Lock())},
-            "train_fn cannot be sent to workers: cannot pickle",
-        ),
+        ({"train_fn": partial(print, threading.Lock())}, "train_fn cannot be sent to workers: cannot pickle"),
         ({"run_id": "a b\n"}, "run_id is 'a b\\n', 4 characters long: give a name of at most"),
         ({"run_id": "a b "}, "run_id is 'a b '; expected a name without spaces around it"),
         ({"checkpoint_dir": ""}, "checkpoint_dir is ''; expected a folder's path"),

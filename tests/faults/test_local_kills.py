@@ -9,10 +9,7 @@ from pyps_wire.partition import Model, Tensor
 from support import DEADLINE_SECONDS, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, beating, descriptors_of, local_worker, maps_of, segments_of
 
-MODELS = {
-    "small": Model((Tensor("x", (10_000,)),)),
-    "large": Model((Tensor("x", (4_000_000,)),), shard_size=524_288),
-}
+MODELS = {"small": Model((Tensor("x", (10_000,)),)), "large": Model((Tensor("x", (4_000_000,)),), shard_size=524_288)}
 
 # Rounds until it is killed. It says that it has begun, and no more.
 DOOMED = """

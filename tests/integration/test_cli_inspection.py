@@ -201,10 +201,7 @@ def test_stop_and_reset_end_and_forget_a_run(start_server: Start) -> None:
 
 def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) -> None:
     servers = [start_server(), start_server("--local-socket", "off")]
-    with (
-        session(servers, "near") as near,
-        session(servers, "far", transport="grpc") as far,
-    ):
+    with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
         assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
         answers = json.loads(shell("status", "--json", "--servers", addresses(servers)))["servers"]
         table = shell("status", "--wide", "--servers", addresses(servers))

@@ -205,10 +205,7 @@ def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server: Sta
     server = start_server("--lease-seconds", "10", "--heartbeat-seconds", "0.1", clock=clock)
     proxy = make_proxy(server.data)
     tensors = {"w": np.zeros(40_000, np.float32)}
-    with (
-        make_client(proxy.address, tensors=tensors, transport="grpc") as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with make_client(proxy.address, tensors=tensors, transport="grpc") as client, ThreadPoolExecutor(1) as pool:
         proxy.bytes_per_second = 25_000.0
         client.report(loss=0.5)
         began = clock()

@@ -13,15 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_support import (
-    ADAGRAD,
-    Reference,
-    addresses,
-    gradients_like,
-    make_client,
-    small_model,
-    start_servers,
-)
+from client_support import ADAGRAD, Reference, addresses, gradients_like, make_client, small_model, start_servers
 from pyps.core.arrays import Floats
 from pyps_client import ForkedClient, InvalidArgument, RunFinished, ServerUnavailable
 from pyps_client.launch import Launch

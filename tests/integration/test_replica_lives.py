@@ -18,16 +18,7 @@ from pyps_client.transport.connection import Connection
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, session_of
-from support import (
-    ROOT,
-    AnyServer,
-    PythonProcess,
-    Start,
-    StartPython,
-    server_port,
-    wait_until,
-    workers_of,
-)
+from support import ROOT, AnyServer, PythonProcess, Start, StartPython, server_port, wait_until, workers_of
 
 NAME = "replica-0"
 Values = list[npt.NDArray[np.float32]]

@@ -25,14 +25,7 @@ from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from sandblaster import WireCoordinator, instruction
-from support import (
-    ServerThread,
-    Start,
-    StartPython,
-    compensated_sum,
-    inspect,
-    wait_until,
-)
+from support import ServerThread, Start, StartPython, compensated_sum, inspect, wait_until
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
 from wire_worker import CHANNEL_OPTIONS
 
@@ -131,9 +124,7 @@ class Job:
             launch = Launch(worker_id=f"worker-{len(self.models)}", **settings)
             self.models.append(model)
             worker = self._pool.submit(
-                *(pyps_client.sandblaster, model, loss, make_dataset()),
-                **({"batch_size": 4} | options),
-                launch=launch,
+                *(pyps_client.sandblaster, model, loss, make_dataset()), **({"batch_size": 4} | options), launch=launch
             )
             self._workers.append(worker)
         if self._workers and self.conductor.queue.epoch == 0:

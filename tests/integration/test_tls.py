@@ -308,10 +308,7 @@ def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, m
         ({**own, "tls_cert": str(no_file)}, r"^tls_cert \(PYPS_TLS_CERT\) names .*none, which .*\(No such file"),
         ({**own, "tls_key": str(no_file)}, r"^tls_key \(PYPS_TLS_KEY\) names .*none, which .*\(No such file"),
         ({**own, "tls_key": str(strange / "worker.key")}, "^tls_cert and tls_key .*MISMATCH"),
-        (
-            {**own, "tls_ca": str(garbage)},
-            r"^tls_ca .*garbage, .* \(no PEM certificate or key is there",
-        ),
+        ({**own, "tls_ca": str(garbage)}, r"^tls_ca .*garbage, .* \(no PEM certificate or key is there"),
         ({**own, "tls_cert": str(garbage)}, r"^tls_cert and .*garbage .* \(no PEM certificate or key is there"),
         ({**own, "tls_key": str(garbage)}, r"^tls_cert and .*garbage, .* \(no PEM certificate or key is there"),
         ({**own, "tls_key": ""}, "tls_key is not given"),

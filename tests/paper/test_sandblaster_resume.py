@@ -17,10 +17,7 @@ from pyps_wire.errors import InvalidArgument
 from sandblaster import Killed, Passes, VectorServer, VectorWorld, rosenbrock, rosenbrock_start
 from shards import make_shard
 
-FORMS = [
-    LbfgsSettings(history=2, iterations_max=4),
-    LbfgsSettings(history=2, iterations_max=4, line_search="wolfe"),
-]
+FORMS = [LbfgsSettings(history=2, iterations_max=4), LbfgsSettings(history=2, iterations_max=4, line_search="wolfe")]
 FORM_NAMES = ["armijo", "wolfe"]
 
 

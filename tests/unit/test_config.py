@@ -157,11 +157,7 @@ BAD_VALUES = [
     ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
     ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "--epoch-examples"]),
     ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "--epoch-examples"]),
-    (
-        {"protocol": "hardsync", "warmup": "updates=5,release_every=3"},
-        {},
-        ["--warmup", "release_every", "hardsync"],
-    ),
+    ({"protocol": "hardsync", "warmup": "updates=5,release_every=3"}, {}, ["--warmup", "release_every", "hardsync"]),
     ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
     ({"bounds": "rate=1"}, {}, ["--bounds", "'rate=1'", "learning_rate_max="]),
     ({"bounds": "momentum_max=nan"}, {}, ["--bounds", "momentum_max is nan", "at least 0"]),

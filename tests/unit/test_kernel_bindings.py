@@ -78,10 +78,7 @@ def calls_on_vectors_with(array):
             k.vector_norm1,
             k.vector_norm_inf,
         ],
-        "y": [
-            lambda y: k.vector_move(floats(), floats(), 2, y),
-            lambda y: k.vector_dot(floats(), y),
-        ],
+        "y": [lambda y: k.vector_move(floats(), floats(), 2, y), lambda y: k.vector_dot(floats(), y)],
         r"vectors\[1\]": [lambda x: k.vector_combine(floats(), [1, 2], [floats(), x])],
         r"stages\[1\]": [lambda x: k.vector_fold(floats(), [floats(), x], 2)],
         r"names\[1\]": [lambda x: k.vector_gram([floats(), x], [floats()])],

@@ -151,10 +151,7 @@ def test_a_process_that_waits_for_nobody_is_ended_by_sigterm(world: Callable[...
 
 def test_a_process_that_ignores_sigterm_is_killed_and_named(world: Callable[..., World]) -> None:
     one = world(
-        lambda index, rank, life: [STUBBORN, FAILS][rank],
-        num_parts=2,
-        replica_end_seconds=0.0,
-        worker_stop_seconds=0.0,
+        lambda index, rank, life: [STUBBORN, FAILS][rank], num_parts=2, replica_end_seconds=0.0, worker_stop_seconds=0.0
     )
     one.wait_until_ready("replica-0.0")
     one.next_end()

@@ -18,11 +18,7 @@ NOBODY = Roster()
 
 def receipt(sequence: int) -> Receipt:
     return Receipt(
-        shard_id=0,
-        sequence=sequence,
-        outcome=Outcome.APPLIED,
-        version_before=sequence,
-        version_after=sequence + 1,
+        shard_id=0, sequence=sequence, outcome=Outcome.APPLIED, version_before=sequence, version_after=sequence + 1
     )
 
 

@@ -14,18 +14,7 @@ from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
 from pyps.core.shard import Shard
 from pyps_wire.codecs import FLOAT16
-from shards import (
-    Log,
-    digest,
-    gradient,
-    make_behaviour,
-    make_shard,
-    nothing,
-    pull,
-    replay,
-    roster_of,
-    run_together,
-)
+from shards import Log, digest, gradient, make_behaviour, make_shard, nothing, pull, replay, roster_of, run_together
 from support import DEADLINE_SECONDS
 
 LENGTH = 40

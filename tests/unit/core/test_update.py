@@ -58,10 +58,7 @@ def test_a_weight_multiplies_the_gradient_itself() -> None:
 
 def test_what_no_gradient_covers_is_left_alone() -> None:
     parameters, slots = updated(
-        "adagrad",
-        5,
-        part([2.0, 2.0], extents=(Extent(0, 2),)),
-        part([4.0, 4.0], extents=(Extent(1, 1), Extent(4, 1))),
+        "adagrad", 5, part([2.0, 2.0], extents=(Extent(0, 2),)), part([4.0, 4.0], extents=(Extent(1, 1), Extent(4, 1)))
     )
     assert slots["accumulator"].tolist() == [1.0, 9.0, 0.0, 0.0, 4.0]
     assert parameters.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]

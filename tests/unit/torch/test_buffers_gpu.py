@@ -13,10 +13,7 @@ from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import Steps
 from pyps_wire.partition import ShardRange
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def layout_of(model: torch.nn.Module) -> Layout:
@@ -33,12 +30,7 @@ def network(*, spread: bool = False) -> torch.nn.Sequential:
 
 def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Steps:
     layout = layout_of(model)
-    worker = steps_of(
-        session,
-        layout,
-        pace=Pace(**pace),
-        local_rates=lambda: [0.0],
-    )
+    worker = steps_of(session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
     worker.start()
     return worker
 

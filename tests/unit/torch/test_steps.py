@@ -37,13 +37,7 @@ def make_worker(
     for name, value in (session_has or {}).items():
         setattr(session, name, value)
     layout = plan(model, [{"params": list(model.parameters())}])
-    worker = steps_of(
-        session,
-        layout,
-        pace=Pace(**pace),
-        local_rates=lambda: [local],
-        read_my_writes=read_my_writes,
-    )
+    worker = steps_of(session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes)
     worker.start()
     return worker, session, model.weight
 
