@@ -116,7 +116,7 @@ def measure(way: Way) -> dict[str, Any]:
         "passes": len(iterations),
         "copies": copies,
         "stolen": stolen,
-        # Of a portion with a copy one result is of no use, whoever was first.
+        # Of a portion with a copy one result is of no use.
         "wasted": copies,
     }
 

@@ -4,7 +4,7 @@
 
 In the template {{name}} stands for a figure, a table or a picture, each a function here. What was not measured is said
 to be missing, so that a document of a few benchmarks is made too. The figures in docs/migrate.md stand between a
-comment with their name and one that ends them, and are written anew there.
+comment with their name and one that ends them, and are written again there.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def machine(results: Results) -> str:
     for result in results.values():
         versions |= result.get("peer_versions", {})
     if versions:
-        told = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items())
-        lines.append(_wrapped(f"* Peers: {told}", indent="  "))
+        reported = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items())
+        lines.append(_wrapped(f"* Peers: {reported}", indent="  "))
     if runs := _runs(results):
         lines.append(f"* Runs of a cell: {runs}")
     if dates:
@@ -130,7 +130,7 @@ def target_table(results: Results) -> str:
     for target in targets.targets(results):
         verdict = {True: "yes", False: "**no**", None: "–"}[target.met]
         rows.append((target.what, target.wanted, target.measured, verdict))
-    return _table(("what, and beside what", "target", "measured", "met"), rows, left=4)
+    return _table(("what, compared with what", "target", "measured", "met"), rows, left=4)
 
 
 def rounds_tables(results: Results) -> str:
@@ -210,8 +210,8 @@ def link_table(results: Results) -> str:
                 )
             )
         most = figures.median(of_rate, figures.PLAIN_TCP)
-        told = f" (plain TCP, both ways at once: {most * of_rate[0]['params'] * 32 / 1e9:.2f})" if most else ""
-        parts.append(f"**{_link_name(rate)}**{told}")
+        reported = f" (plain TCP, both ways at once: {most * of_rate[0]['params'] * 32 / 1e9:.2f})" if most else ""
+        parts.append(f"**{_link_name(rate)}**{reported}")
         parts.append(_table(("", "rounds/s", "x fastest peer", "p50, ms", "of the link, both ways at once"), rows))
     return "\n\n".join(parts)
 
@@ -242,17 +242,17 @@ def training_tables(results: Results) -> str:
     found = figures.rows(results, "training")
     if not found:
         return _missing(results, "training")
-    told = results["training"]
-    model = f"{told['params']:,} parameters; the loss to reach is {told['loss']:g}"
-    parts = [f"{model}; pyps by `transport={told['transport']}`."]
+    reported = results["training"]
+    model = f"{reported['params']:,} parameters; the loss to reach is {reported['loss']:g}"
+    parts = [f"{model}; pyps by `transport={reported['transport']}`."]
     for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
-        cells = figures.training_cells(figures.of_training_case(found, rate, slowed), told["seconds"])
+        cells = figures.training_cells(figures.of_training_case(found, rate, slowed), reported["seconds"])
         parts += [f"**{_link_name(rate)}{_slowness(slowed)}**", _table(figures.TRAINING_HEADINGS, cells)]
     return "\n\n".join(parts)
 
 
 def training_beside(results: Results) -> str:
-    """What whoever chooses compares, of each link and slowness: samples a second, and seconds to the stated loss."""
+    """The figures of each link and slowness for a choice: samples a second, and seconds to the stated loss."""
     found = figures.rows(results, "training")
     if not found:
         return _missing(results, "training")
@@ -268,10 +268,10 @@ def against_hivemind(results: Results) -> str:
         if slowed == 1 and _trained(results, "Hivemind", rate, slowed):
             both = (f"{name} {_trained(results, name, rate, slowed)}" for name in ("Hivemind", "pyps hardsync"))
             parts.append(f"{'; '.join(both)} over {_link_name(rate)}")
-    told = "; ".join(parts) or "not measured in this run"
+    reported = "; ".join(parts) or "not measured in this run"
     return (
         "Samples a second, and the time to a stated loss, of a transformer of 25 million parameters with two workers: "
-        f"{told} ([what was trained](performance.md#training-end-to-end))."
+        f"{reported} ([what was trained](performance.md#training-end-to-end))."
     )
 
 
@@ -296,7 +296,7 @@ def _link_name(rate: str) -> str:
 
 
 def rounds_told(results: Results, is_peer: Callable[[str], bool]) -> str:
-    """Rounds of the big model by one worker beside the fastest of those peers: on one machine, and over each link."""
+    """Rounds of the big model by one worker next to the fastest of those peers: on one machine, and over each link."""
     places = {"on one machine": figures.rows(results, "rounds", size="big", workers=1)}
     for row in figures.rows(results, "link"):
         places[f"over {_link_name(row['rate'])}"] = figures.rows(results, "link", rate=row["rate"])
@@ -306,8 +306,8 @@ def rounds_told(results: Results, is_peer: Callable[[str], bool]) -> str:
             ours = [(name, figures.median(found, name)) for name in (figures.SHARED_MEMORY, figures.LANE)]
             speeds = [f"{name} {speed:.{1 + (speed < 10)}f}" for name, speed in (*ours, peer) if speed]
             parts.append(f"{', '.join(speeds)} {place}")
-    told = "; ".join(parts) or "not measured in this run"
-    return f"Rounds a second of 25.6 million parameters by one worker: {told} ([what a round is](performance.md))."
+    reported = "; ".join(parts) or "not measured in this run"
+    return f"Rounds a second of 25.6 million parameters by one worker: {reported} ([what a round is](performance.md))."
 
 
 def load_table(results: Results) -> str:
@@ -386,7 +386,7 @@ def left_out(results: Results) -> str:
     absent = [f"* {name}: not run." for name in BENCHMARKS if name not in results]
     absent += [f"* rounds, {case}: not run." for case in _absent_cases(results)]
     skipped = [f"* {name}: {result['skipped']}." for name, result in results.items() if "skipped" in result]
-    told = dict.fromkeys(
+    reported = dict.fromkeys(
         f"* {benchmark}, {name}: {reason}."
         for benchmark, result in results.items()
         for name, reason in result.get("left_out", {}).items()
@@ -397,7 +397,7 @@ def left_out(results: Results) -> str:
         for row in result.get("rows", [])
         if "error" in row
     )
-    return "\n".join([*absent, *skipped, *told, *failed]) or "* Nothing."
+    return "\n".join([*absent, *skipped, *reported, *failed]) or "* Nothing."
 
 
 def _reason(error: str) -> str:

@@ -21,7 +21,7 @@ TORCH_RPC = "torch RPC"
 # What a link allows: streams of nothing else, both ways at the same time, in rounds of so many bytes.
 PLAIN_TCP = "plain TCP"
 
-# ps-lite (C++ on both ends, TCP) does not run here. Measured before on another 2-core machine, torch 2.13.0, beside
+# ps-lite (C++ on both ends, TCP) does not run here. Measured before on another 2-core machine, torch 2.13.0, next to
 # torch RPC's better transport in the same run: (size, workers) to rounds per second of ps-lite and of torch RPC.
 PS_LITE = {
     ("small", 1): (4451.0, 1288.0),

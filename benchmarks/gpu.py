@@ -1,4 +1,4 @@
-"""A GPU worker: how long from the gradients on its device to the new parameters there, beside a plain copy of both?
+"""A GPU worker: the time from the gradients on its device to the new parameters there, and that of copying both.
 
     python benchmarks/gpu.py [--sizes mid,big] [--repeats 3] [--quick]
 
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measured(size: Size) -> list[Row]:
-    """Each way once, and the plain copies beside them. What fails is told, and is a row too."""
+    """Each transport once, and the plain copies. A failure is printed, and is a row too."""
     rows: list[Row] = []
     for variant in VARIANTS:
         row: Row = {"subject": variant.name, "size": size.name, "params": size.params}
@@ -80,8 +80,8 @@ def measured(size: Size) -> list[Row]:
         try:
             with Server() as server, Workers(command, server, variant, 1) as workers:
                 workers.wait_until_ready()
-                (told,) = workers.tell("go")
-            row |= told
+                (reported,) = workers.send("go")
+            row |= reported
         except Failed as error:
             print(f"{variant.name}, {size.name}: {error}", file=sys.stderr)
             row["error"] = str(error)
@@ -147,7 +147,7 @@ def summary(latencies: list[float]) -> Row:
 
 
 def table(size: Size, rows: list[Row]) -> Table:
-    """A row a way, beside the plain copy of the same type."""
+    """A row a transport, next to the plain copy of the same type."""
     title = f"{size.name}: {size.params:,} parameters, from gradients on the GPU to new parameters there"
     drawn = Table(title=title, title_justify="left")
     for heading in ("", "p50 ms", "p99 ms", "x plain copy", "checked"):

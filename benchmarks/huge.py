@@ -2,10 +2,10 @@
 
     python benchmarks/huge.py [--params 1125000000]
 
-Protobuf ends at 2 GiB a message, and gRPC takes 4 MiB unless told otherwise. Here the server is told to take no more
+Protobuf ends at 2 GiB a message, and gRPC takes 4 MiB by default. Here the server is configured to take no more
 than those 4 MiB in a message, either way, and refuses what is longer: the step succeeds only because no message grows
 with the model. Needs 22 GiB of memory: server and worker hold the parameters, the worker a gradient too. A tenth of the
-model comes first, and tells what each process takes: where the whole would take more than is free, it is skipped.
+model comes first, and shows what each process takes: where the whole would take more than is free, it is skipped.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def measure(params: int) -> dict[str, Any]:
     with Server(flags) as server, Workers(command, server, GRPC, 1) as workers:
         workers.wait_until_ready()
         cpu_before = cpu_seconds(server.pid)
-        (told,) = workers.tell("go")
+        (reported,) = workers.send("go")
         return {
             "subject": GRPC.name,
             "params": params,
             "server_base_mb": server.base_bytes / 1e6,
             "server_cpu_s_per_gb": (cpu_seconds(server.pid) - cpu_before) / (params * 8 / 1e9),
             "server_peak_mb": memory_bytes(server.pid, "VmHWM") / 1e6,
-            **told,
+            **reported,
         }
 
 
@@ -137,7 +137,7 @@ def worker(params: int) -> int:
     torch.set_num_threads(1)
     base = memory_bytes(os.getpid(), "VmRSS")
     began = time.perf_counter()
-    # Zeros that nobody has written to take no memory.
+    # Zeros without a write take no memory.
     model = round_worker.Tensors(params, KEYS)
     optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     joined = time.perf_counter()
@@ -154,7 +154,7 @@ def worker(params: int) -> int:
     optimizer.step()
     after, cpu_after = time.perf_counter(), cpu_seconds(os.getpid())
     moved = -LEARNING_RATE * GRADIENT
-    told = {
+    reported = {
         "join_s": joined - began,
         "step_s": after - before,
         "worker_cpu_s_per_gb": (cpu_after - cpu_before) / (params * 8 / 1e9),
@@ -163,7 +163,7 @@ def worker(params: int) -> int:
         # Without a copy: the least and the largest.
         "verified": all(p.min().item() == moved and p.max().item() == moved for p in model.parameters()),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(reported), flush=True)
     optimizer.close()
     return 0
 

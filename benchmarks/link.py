@@ -4,7 +4,7 @@
 
 The link is full duplex: a token bucket limits each direction for itself (`network.py`). One worker and the big model,
 since the link is what counts; otherwise as rounds.py. A subject among the others is plain TCP, a stream each way at
-once: what the link allows, and what is shown beside the speed is how much of that a round uses. A round that pushes and
+once: what the link allows; each speed is shown with the share of that which a round uses. A round that pushes and
 pulls at the same time needs its bytes one way only, so a float32 round of 102.4 MB takes 0.82 s of a gigabit at best.
 """
 
@@ -83,7 +83,7 @@ def plain_tcp(link: Link, size: Size, num_workers: int) -> Row:
 
 
 def table(rate: str, rows: list[Row]) -> Table:
-    """One row a subject, beside the fastest peer, and the share that its rounds use of what the link allows."""
+    """One row a subject, with the fastest peer, and the share of the link that its rounds use."""
     drawn = Table(title=f"{rate} each way: {BIG.params:,} parameters, 1 worker", title_justify="left")
     drawn.add_column("")
     for heading in ("x fastest peer", "rounds/s", "p50 ms", "of the link, both ways at once", "checked"):

@@ -96,19 +96,19 @@ def measure(variant: Variant, num_workers: int, seconds: float) -> dict[str, Any
 def observe(
     server: Server, barrier: Barrier, answers: Queue[dict[str, Any]], num_workers: int, seconds: float
 ) -> dict[str, Any]:
-    """Lets all go at once, and sums up what they and the server's process tell."""
+    """Start all at once, and sum up what they and the server's process report."""
     barrier.wait(START_SECONDS)
     cpu_before = cpu_seconds(server.pid)
-    told = [answers.get(timeout=START_SECONDS + seconds) for _ in range(num_workers)]
+    reported = [answers.get(timeout=START_SECONDS + seconds) for _ in range(num_workers)]
     cpu = cpu_seconds(server.pid) - cpu_before
     peak, num_threads = memory_bytes(server.pid, "VmHWM"), len(list(Path(f"/proc/{server.pid}/task").iterdir()))
     barrier.wait(START_SECONDS)
-    latencies = [value for one in told for value in one["latencies"]]
-    wall = max(one["end"] for one in told) - min(one["begin"] for one in told)
+    latencies = [value for one in reported for value in one["latencies"]]
+    wall = max(one["end"] for one in reported) - min(one["begin"] for one in reported)
     return {
         "updates_per_s": len(latencies) / wall,
         # 1 where all workers got equally many rounds in.
-        "slowest_of_mean": min(len(one["latencies"]) for one in told) * num_workers / len(latencies),
+        "slowest_of_mean": min(len(one["latencies"]) for one in reported) * num_workers / len(latencies),
         "p50_ms": percentile(latencies, 50) * 1e3,
         "p99_ms": percentile(latencies, 99) * 1e3,
         "server_cores": cpu / wall,

@@ -127,7 +127,7 @@ def write_results(path: Path | None, rows: Sequence[dict[str, Any]], **facts: An
         **facts,
         "rows": list(rows),
     }
-    # Whole or not at all: whoever measures may be ended at any time.
+    # Whole or not at all: a measurement may be ended at any time.
     written = path.with_suffix(".part")
     written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     written.replace(path)

@@ -1,6 +1,6 @@
 """A link of a chosen speed, full duplex, between two network namespaces of this machine; and plain TCP over it.
 
-`ip netns` makes the two, a veth pair joins them, and a token bucket (`tc tbf`) on each end limits what leaves it.
+`ip netns` makes the two, a veth pair joins them, and a token bucket (`tc tbf`) on each end limits what is sent.
 That needs root. The peers' scripts run here too, under their own Python: standard library only.
 """
 
@@ -135,7 +135,7 @@ def enter(namespace: str) -> None:
 
 
 def _join(*ends: tuple[str, str], rate: str) -> None:
-    """A link between two interfaces, each told by its namespace and its name."""
+    """A link between two interfaces, each given by its namespace and its name."""
     (namespace, interface), (other, peer) = ends
     pair = ("type", "veth", "peer", "name", peer, "netns", other)
     _run("ip", "link", "add", interface, "netns", namespace, *pair)

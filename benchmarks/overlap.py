@@ -92,14 +92,14 @@ def step_seconds(variant: Variant, link: Link, overlap: str, compute: float, rou
     command = [sys.executable, __file__, "--overlap", overlap, "--compute", str(compute), "--rounds", str(rounds)]
     with Server((), link) as server, Workers(command, server, variant, 1, link) as workers:
         workers.wait_until_ready()
-        [timing] = workers.tell("go")
-        if not workers.tell("finish")[0]["verified"]:
+        [timing] = workers.send("go")
+        if not workers.send("finish")[0]["verified"]:
             raise Failed("the parameters are not where the formula says")
     return statistics.median(timing["latencies"]), statistics.median(timing["computing"])
 
 
 def table(rate: str, rows: list[Row]) -> Table:
-    """One row a way to the server, beside the longer of computing and exchanging, which take about the same time."""
+    """One row a transport, next to the longer of computing and exchanging, which take about the same time."""
     drawn = Table(title=f"{rate} each way: {BIG.params:,} parameters, float32, 1 worker", title_justify="left")
     drawn.add_column("")
     for heading in (

@@ -178,13 +178,13 @@ def _output(peer: Peer, command: list[str], environment: dict[str, str]) -> str:
     return output
 
 
-def _in_our_words(told: dict[str, Any], size: Size) -> dict[str, Any]:
+def _in_our_words(reported: dict[str, Any], size: Size) -> dict[str, Any]:
     """The peers' line by our names; their MB are MiB."""
     same = ("rounds_per_s", "p50_ms", "p99_ms", "server_cpu_s_per_gb", "worker_cpu_s_per_gb", "versions")
-    peak = told["server_peak_rss_mb"] * 2**20
-    return {name: told[name] for name in same} | {
-        "server_base_mb": told["server_base_rss_mb"] * 2**20 / 1e6,
+    peak = reported["server_peak_rss_mb"] * 2**20
+    return {name: reported[name] for name in same} | {
+        "server_base_mb": reported["server_base_rss_mb"] * 2**20 / 1e6,
         "server_peak_mb": peak / 1e6,
         "server_peak_x": peak / size.nbytes,
-        "verified": told["verified"],
+        "verified": reported["verified"],
     }

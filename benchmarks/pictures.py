@@ -95,7 +95,7 @@ def rounds_by_workers(results: Results) -> Any:
 
 
 def link(results: Results) -> Any:
-    """Rounds per second over links, as bars beside the most that a link allows."""
+    """Rounds per second over links, as bars next to the most that a link allows."""
     found = figures.rows(results, "link")
     if not found:
         return None

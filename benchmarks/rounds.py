@@ -1,4 +1,4 @@
-"""Push-and-pull rounds per second through a real server, by model size and workers, beside peers where given.
+"""Push-and-pull rounds per second through a real server, by model size and workers, next to peers if given.
 
     python benchmarks/rounds.py [--peers FOLDER] [--cases small:1,mid:4] [--repeats 3] [--only NAME,NAME] [--quick]
 
@@ -117,7 +117,7 @@ def subjects(folder: Path | None, found: Sequence[peers.Peer], case: Case, *, on
 
 
 def in_turn(chosen: dict[str, Subject], size: Size, num_workers: int, turn: int) -> Iterator[Row]:
-    """A row of each subject, in every second turn backwards. What fails is told, and is a row too."""
+    """A row of each subject, in every second turn backwards. A failure is printed, and is a row too."""
     for name in list(chosen)[:: 1 if turn % 2 == 0 else -1]:
         row: Row = {"subject": name, "size": size.name, "params": size.params, "workers": num_workers}
         try:
@@ -129,7 +129,7 @@ def in_turn(chosen: dict[str, Subject], size: Size, num_workers: int, turn: int)
 
 
 def table(size: Size, num_workers: int, rows: list[Row]) -> Table:
-    """One row a subject, beside torch RPC at its best."""
+    """One row a subject, next to torch RPC at its best."""
     where = "server and workers on a core each" if size.pinned else "all on all cores"
     title = f"{size.name}: {size.params:,} parameters in {size.keys} tensors, {num_workers} worker(s), {where}"
     drawn = Table(title=title, title_justify="left")

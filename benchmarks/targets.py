@@ -53,8 +53,8 @@ def _rounds(results: Results, subject: str, size: str, workers: int, others: Seq
     ours, theirs = figures.median(found, subject), figures.fastest(found, lambda name: name in others)
     if ours is None or theirs is None:
         return _ratio(what, None, least=least)
-    told = f" {theirs[0]} ({ours:,.4g} against {theirs[1]:,.4g})"
-    target = _ratio(what, ours / theirs[1], least=least, told=told)
+    reported = f" {theirs[0]} ({ours:,.4g} against {theirs[1]:,.4g})"
+    target = _ratio(what, ours / theirs[1], least=least, more=reported)
     absent = [name for name in others if name not in figures.subjects(found)]
     if not absent:
         return target
@@ -65,20 +65,20 @@ def _rounds(results: Results, subject: str, size: str, workers: int, others: Seq
 def _ps_lite(results: Results) -> Target:
     found = figures.rows(results, "rounds", size="small", workers=1)
     ours, theirs, here = figures.median(found, SHARED_MEMORY), figures.PS_LITE_SMALL, figures.ps_lite(found, "small", 1)
-    told = f" ({ours:,.0f})" if ours else ""
+    reported = f" ({ours:,.0f})" if ours else ""
     if ours and here:
-        told += f"; {ours / here:.2f} x the estimate below, {here:,.0f}"
+        reported += f"; {ours / here:.2f} x the estimate below, {here:,.0f}"
     what = f"{SHARED_MEMORY}, small model, 1 worker: ps-lite, estimated before, {theirs:,}"
-    return _ratio(what, ours / theirs if ours else None, least=1.0, told=told)
+    return _ratio(what, ours / theirs if ours else None, least=1.0, more=reported)
 
 
 def _server_cpu(results: Results) -> Target:
     found = figures.rows(results, "rounds", size="big", workers=1)
     what, wanted = f"{LANE}, big model, 1 worker: the server's CPU seconds per GB", "≤ 0.40"
-    told = {name: figures.median(found, name, "server_cpu_s_per_gb") for name in (LANE, GRPC, "TensorFlow gRPC")}
-    if (ours := told.pop(LANE)) is None:
+    reported = {name: figures.median(found, name, "server_cpu_s_per_gb") for name in (LANE, GRPC, "TensorFlow gRPC")}
+    if (ours := reported.pop(LANE)) is None:
         return Target(what, wanted)
-    beside = "".join(f", {name} {value:.2f}" for name, value in told.items() if value is not None)
+    beside = "".join(f", {name} {value:.2f}" for name, value in reported.items() if value is not None)
     recorded = f"ps-lite {figures.PS_LITE_SERVER_CPU_S_PER_GB:.2f}"
     return Target(what, wanted, f"{ours:.2f}{beside}, {recorded}", ours <= 0.40)
 
@@ -118,8 +118,8 @@ def _loop(results: Results, rule: str) -> Target:
     return _ratio(what, found[0]["shares"]["alone"] if found else None, least=0.9)
 
 
-def _ratio(what: str, value: float | None, *, least: float = 0.0, most: float = math.inf, told: str = "") -> Target:
+def _ratio(what: str, value: float | None, *, least: float = 0.0, most: float = math.inf, more: str = "") -> Target:
     wanted = f"≥ {least:g} x" if least else f"≤ {most:g} x"
     return (
-        Target(what, wanted) if value is None else Target(what, wanted, f"{value:.2f} x{told}", least <= value <= most)
+        Target(what, wanted) if value is None else Target(what, wanted, f"{value:.2f} x{more}", least <= value <= most)
     )

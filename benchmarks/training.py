@@ -48,7 +48,7 @@ from training_worker import ALONE, SUBJECTS, TASKS, Subject, Task
 from trial import START_SECONDS, Failed, Server, Variant
 from work import Size
 
-# Ways with a process beside the workers' that all find first.
+# Transports with a process of their own, which all workers find first.
 SERVED = ("rpc", "torchft")
 SCRIPT = Path(__file__).with_name("training_worker.py")
 WORKERS = 2
@@ -75,11 +75,11 @@ def main() -> int:
     left_out = {name: peers.lacking(of.module, variable(of)) for name, of in wanted.items() if python(of) is None}
     for name, reason in left_out.items():
         console.print(f"{name} is left out: {reason}", highlight=False)
-    told = {name: versions(of) for name, of in wanted.items() if of.module and name not in left_out}
+    reported = {name: versions(of) for name, of in wanted.items() if of.module and name not in left_out}
     rows: list[Row] = []
     facts: dict[str, Any] = {"quick": options.quick, "transport": options.transport}
     facts |= {"params": task.params, "loss": task.loss, "seconds": task.seconds}
-    facts |= {"left_out": left_out, "peer_versions": told}
+    facts |= {"left_out": left_out, "peer_versions": reported}
     for turn in range(1 if options.quick else options.repeats):
         for number, case in enumerate(cases.split(",")):
             rate, _, factor = case.partition(":")
@@ -89,7 +89,7 @@ def main() -> int:
                 chosen: dict[str, rounds.Subject] = {
                     name: partial(measure, subject)
                     for name, subject in wanted.items()
-                    # Who is alone has no link, and nobody slow beside it.
+                    # One process alone has no link and no slow neighbour.
                     if name not in left_out and (subject is not ALONE or number == 0)
                 }
                 for row in rounds.in_turn(chosen, task, WORKERS, turn):
@@ -125,8 +125,8 @@ def versions(subject: Subject) -> dict[str, str]:
     """Of a peer and its torch."""
     ask = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
     names = (subject.module, "torch")
-    told = subprocess.run([str(python(subject)), "-c", ask, *names], check=True, capture_output=True, text=True)
-    return dict(zip(names, told.stdout.split(), strict=True))
+    reported = subprocess.run([str(python(subject)), "-c", ask, *names], check=True, capture_output=True, text=True)
+    return dict(zip(names, reported.stdout.split(), strict=True))
 
 
 def measured(
@@ -256,7 +256,7 @@ def free_port() -> int:
 
 
 def table(task: Task, rate: str, slowed: float, rows: list[Row]) -> Table:
-    """One row a subject, beside one process alone."""
+    """One row a subject, next to one process alone."""
     slow = f", the second {slowed:g} times as slow" if slowed != 1 else ""
     title = f"{rate}: {task.params:,} parameters, {WORKERS} workers{slow}; to a loss of {task.loss:g}"
     drawn = Table(title=title, title_justify="left")

@@ -1,7 +1,7 @@
 """One process of a training: a transformer, a text without end, and an optimizer that is wherever the subject has it.
 
 A worker prints "ready", waits for "go", and from then on prints a line a batch until it is killed: when its step was
-done, and the batch's loss before it. No batch comes twice, so that this is the loss of text that nobody has seen.
+done, and the batch's loss before it. No batch comes twice, so that this is the loss of text that no worker has seen.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def through_torchft(model: nn.Module, subject: Subject, place: Place) -> Trainin
     store = dist.TCPStore(place.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(),
-        # All start alike, and nobody comes back.
+        # All start alike, and none returns.
         load_state_dict=None,
         state_dict=None,
         init_sync=False,
@@ -220,7 +220,7 @@ def serve_lighthouse(place: Place) -> None:
 
 
 def through_hivemind(model: nn.Module, subject: Subject, place: Place) -> Training:
-    """A peer, whose first tells the others its address by a store of torch's. An update is of a batch of each."""
+    """A peer; the first publishes its address in a store of torch's. An update is of a batch of each."""
     import hivemind
     from hivemind.optim.grad_averager import GradientAverager
 
@@ -397,7 +397,7 @@ def main() -> None:
 
 
 def say(line: str) -> None:
-    """Prints in one piece, even where Python is told not to buffer: all workers share a pipe."""
+    """Print in one piece, even without Python's buffer: all workers share a pipe."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -109,11 +109,11 @@ class Server:
 
 
 class Workers:
-    """Worker processes that are told line by line when to go on; what is left of them ends with the context."""
+    """Worker processes that go on at each line that they get; all end with the context."""
 
     def __init__(self, command: Sequence[str], server: Server, variant: Variant, count: int, link: Link | None = None):
         environment = os.environ | variant.environment | server.environment | {"PYPS_WORKER_COUNT": str(count)}
-        # What they say beside their answers: shown where one fails.
+        # Their output besides answers: shown if one fails.
         self._log = server.folder / "workers.log"
         with self._log.open("w", encoding="utf-8") as log:
             self._processes = [
@@ -144,7 +144,7 @@ class Workers:
             if (line := self._read(process)) != "ready":
                 raise Failed(f"a worker said {line!r} instead of 'ready'")
 
-    def tell(self, line: str) -> list[dict[str, Any]]:
+    def send(self, line: str) -> list[dict[str, Any]]:
         """Says it to all at once; returns what each answers."""
         for process in self._processes:
             self._write(process, line)
@@ -181,7 +181,7 @@ def run(variant: Variant, size: Size, num_workers: int, *, link: Link | None = N
             pin(server.pid, pinned_cores()[0])
         workers.wait_until_ready()
         cpu_before = cpu_seconds(server.pid)
-        timings = workers.tell("go")
+        timings = workers.send("go")
         server_cpu = cpu_seconds(server.pid) - cpu_before
         measured = summary(size, timings, server_cpu=server_cpu)
         measured |= server_memory(server, size)

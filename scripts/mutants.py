@@ -308,7 +308,7 @@ def _build_anew(native: bool) -> None:
     if native:
         for command in (BUILDERS, REBUILD):
             subprocess.run(command, cwd=ROOT, check=True)
-        # So that `make` need not install anew.
+        # So that `make` need not install again.
         (ROOT / ".venv" / ".installed").touch()
 
 

@@ -10,7 +10,7 @@ from threading import Lock
 from pyps.core.effects import ParkedCalls, Wake
 from pyps_wire.errors import WaitTimedOut
 
-# Calls end and are repeated: a worker that asks again this soon has waited on.
+# Calls end and are repeated: a worker that calls again this soon has waited on.
 PAUSE_SECONDS = 5.0
 
 # Under this name the calls of coordinators are parked; no worker has it.
@@ -67,7 +67,7 @@ class WaitingCalls:
     def require_latest(self, worker_id: str, call: Wake | None) -> None:
         """Raise WaitTimedOut for an announced call that ended, or was replaced by another of its worker."""
         if call is None or self._latest.get(worker_id) != call:
-            raise WaitTimedOut(f"worker {worker_id!r} has asked again since: this call has ended")
+            raise WaitTimedOut(f"worker {worker_id!r} has made another call since: this one has ended")
         self._parked.take([worker_id])
 
     def wait(self, worker_id: str, wake: Wake | None, *, now: float) -> None:

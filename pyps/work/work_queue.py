@@ -7,7 +7,7 @@ With a coordinator (Sandblaster, Dean et al. 2012, section 4.2) that one begins 
 workers get the same portion. The paper has portions and backup copies; that a result must be claimed before it enters a
 sum, and the first claim of several copies wins, is ours.
 
-No call waits in here: a worker that gets nothing leaves a wake function, which is called when it may ask again.
+No call waits in here: a worker that gets nothing passes a wake function, which is called when it may try again.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class WorkQueue:
             held: The leases that the worker knows of; others of its own go back, as their answers were lost.
 
         Raises:
-            WaitTimedOut: The announced call has ended, or its worker has asked again: what it knows is out of date.
+            WaitTimedOut: The announced call has ended, or its worker has made another: its state is out of date.
         """
         with self._calls.settled():
             self._require_open()
@@ -176,7 +176,7 @@ class WorkQueue:
                 self._calls.announce(worker_id, wake)
             for lease in list(worker.leases.values()):
                 if held is not None and lease.lease_id not in held:
-                    self._give_back(lease, why=f"worker {worker_id!r} asked for work without naming it")
+                    self._give_back(lease, why=f"worker {worker_id!r} requested work without naming it")
                     # It begins with that portion again.
                     worker.enter(lease.pass_)
                     worker.next_portion = lease.portion_id
@@ -347,8 +347,8 @@ class WorkQueue:
                     raise InvalidArgument(f"pass {pass_} is awaited, but the present one is {self.pass_}: await that")
                 if not self._passes:
                     raise StateLost(
-                        f"pass {pass_} is not under way: the server came back from a checkpoint, and what was staged"
-                        " is gone; begin another pass"
+                        f"pass {pass_} is not under way: the server was restored from a checkpoint, and its"
+                        " stages are gone; begin another pass"
                     )
                 outcome = self._passes[0].outcome()
             if wake is not None and not outcome.complete:
@@ -524,13 +524,13 @@ class WorkQueue:
         worker = known or WorkerProgress(worker_id, incarnation)
         if incarnation < worker.incarnation:
             raise Superseded(
-                f"a newer process goes by the name of worker {worker_id!r}: stop this one, or give it another name"
+                f"a newer process has the name of worker {worker_id!r}: stop this one, or give it another name"
             )
         if incarnation > worker.incarnation:
             # The new process has none of the old one's portions, but its machine may still have the data.
             worker.measured.clear()
             worker.gave_at, worker.incarnation = None, incarnation
-            self._take_back_all(worker, why=f"a newer process goes by the name of worker {worker_id!r}", lost=True)
+            self._take_back_all(worker, why=f"a newer process has the name of worker {worker_id!r}", lost=True)
         self._departed.pop(worker_id, None)
         self._workers[worker_id] = worker
         return worker

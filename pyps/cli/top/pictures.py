@@ -60,7 +60,7 @@ def headline(history: History, *, paused: bool) -> Text:
         line.append_text(harmless("  ".join(str(each) for each in words if each)))
     if silent := history.silent:
         line.append(f"  {len(silent)} of {len(history.servers)} servers do not answer", "bold red")
-    return line.append("  paused: nothing is asked" if paused else "", "bold yellow")
+    return line.append("  paused" if paused else "", "bold yellow")
 
 
 def figures(history: History) -> Text:
@@ -161,7 +161,7 @@ def waits(history: History) -> RenderableType:
     lines += [f"{server.address} does not answer: {server.error}" for server in history.silent]
     if not history.silent and (hint := not_named([answer.status for answer in history.answers])):
         lines.append(hint)
-    return harmless_lines(lines or ["nobody waits"])
+    return harmless_lines(lines or ["no worker waits"])
 
 
 def portions(history: History) -> RenderableType:

@@ -300,7 +300,7 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
     begin_pass(queue, 3, epoch=2)
     after = restored_queue(queue)
     assert after.lease("a", 1, now=0.0) == NothingNow(3)
-    with pytest.raises(StateLost, match="pass 3 is not under way: the server came back from a checkpoint"):
+    with pytest.raises(StateLost, match="pass 3 is not under way: the server was restored from a checkpoint"):
         after.await_pass(3, coordinator_epoch=2)
     with pytest.raises(InvalidArgument, match="pass 3 cannot begin"):
         begin_pass(after, 3, epoch=3)

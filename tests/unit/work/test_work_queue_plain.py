@@ -263,7 +263,7 @@ def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
     former = lease(queue, "a", incarnation=1)
     assert lease(queue, "a", incarnation=2) is not None
     assert not deliver(queue, former, incarnation=2).accepted
-    with pytest.raises(Superseded, match="a newer process goes by the name of worker 'a'"):
+    with pytest.raises(Superseded, match="a newer process has the name of worker 'a'"):
         deliver(queue, former, incarnation=1)
 
 
@@ -392,7 +392,7 @@ def test_of_two_calls_of_one_worker_the_later_one_is_answered():
     lease(queue, "b", wake=former)
     lease(queue, "b", wake=later)
     assert former.times == 1
-    with pytest.raises(WaitTimedOut, match="worker 'b' has asked again since"):
+    with pytest.raises(WaitTimedOut, match="worker 'b' has made another call since"):
         lease(queue, "b", wake=former, announced=True)
     queue.release("a", lost=True)
     assert (former.times, later.times, ended.times) == (1, 1, 0)
@@ -411,7 +411,7 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
     queue.announce("a", later)
     held = lease(queue, "a", held=(), wake=later, announced=True)
     assert isinstance(held, Leased)
-    with pytest.raises(WaitTimedOut, match="worker 'a' has asked again since"):
+    with pytest.raises(WaitTimedOut, match="worker 'a' has made another call since"):
         lease(queue, "a", held=(), wake=former, announced=True)
     assert queue.progress().running == 1
     assert deliver(queue, held).accepted
