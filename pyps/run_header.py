@@ -26,7 +26,7 @@ class RunHeader:
     optimizer: RuleSettings
     # The behaviour in force, and the server's flags: a run may be changed while it goes on.
     behaviour: BehaviourTexts
-    told: BehaviourTexts
+    configured: BehaviourTexts
 
     def with_epoch(self, epoch: int) -> RunHeader:
         """Return the same header with another epoch."""
@@ -55,7 +55,7 @@ class RunHeader:
             "placement": {"num_servers": self.num_servers, "servers": list(self.partition.placement.servers)},
             "optimizer": {"rule": self.optimizer.rule, "groups": groups, "kinds": list(self.optimizer.kinds)},
             "behaviour": dict(self.behaviour),
-            "told": dict(self.told),
+            "configured": dict(self.configured),
         }
 
     @classmethod
@@ -75,7 +75,7 @@ class RunHeader:
                 optimizer["rule"], tuple(optimizer["groups"]), tuple(map(PayloadKind, optimizer["kinds"]))
             ),
             behaviour=Behaviour.parse(**plain["behaviour"]).texts,
-            told=Behaviour.parse(**plain["told"]).texts,
+            configured=Behaviour.parse(**plain["configured"]).texts,
         )
 
 

@@ -254,7 +254,7 @@ HEADER = RunHeader(
     partition=partition(MODEL, num_servers=1),
     optimizer=RuleSettings.make("adagrad", ({"learning_rate": 0.1},)),
     behaviour=make_behaviour("async", "divide").texts,
-    told=make_behaviour("hardsync").texts,
+    configured=make_behaviour("hardsync").texts,
 )
 
 

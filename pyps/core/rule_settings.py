@@ -92,33 +92,33 @@ class RuleSettings:
 
 
 def settle(
-    told: RuleSettings | None,
-    asked: RuleSettings | None,
+    configured: RuleSettings | None,
+    requested: RuleSettings | None,
     *,
     num_groups: int,
     source: str,
-    asker: str = "the worker",
+    requester: str = "the worker",
 ) -> RuleSettings:
-    """Return the settings in force, from those that are fixed already (`told`, by `source`) and a worker's own.
+    """Return the settings in force, from those that are fixed already (`configured`, by `source`) and a worker's own.
 
     A worker whose settings differ from the fixed ones is refused, never silently overridden.
     """
-    if told is None and asked is None:
+    if configured is None and requested is None:
         raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")
-    if asked is not None:
-        asked = asked.for_groups(num_groups)
-    kinds = asked.kinds if asked is not None and asked.kinds else (PayloadKind.GRADIENT,) * num_groups
-    if told is None:
-        assert asked is not None
-        return replace(asked, kinds=kinds)
-    told = told.for_groups(num_groups)
-    lines = told.differences(asked) if asked is not None else []
+    if requested is not None:
+        requested = requested.for_groups(num_groups)
+    kinds = requested.kinds if requested is not None and requested.kinds else (PayloadKind.GRADIENT,) * num_groups
+    if configured is None:
+        assert requested is not None
+        return replace(requested, kinds=kinds)
+    configured = configured.for_groups(num_groups)
+    lines = configured.differences(requested) if requested is not None else []
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
         raise OptimizerMismatch(
-            f"{asker}'s optimizer differs from {source} (here: the server, there: {asker}):\n{listed}"
+            f"{requester}'s optimizer differs from {source} (here: the server, there: {requester}):\n{listed}"
         )
-    return replace(told, kinds=told.kinds or kinds)
+    return replace(configured, kinds=configured.kinds or kinds)
 
 
 def _number(value: float | None) -> str:

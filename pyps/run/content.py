@@ -109,8 +109,8 @@ class ReadyContent(Content):
             )
         return shard
 
-    def header(self, *, behaviour: Behaviour, told: Behaviour) -> RunHeader:
-        """Return the run without its shards; `told` is the behaviour of the server's flags."""
+    def header(self, *, behaviour: Behaviour, configured: Behaviour) -> RunHeader:
+        """Return the run without its shards; `configured` is the behaviour of the server's flags."""
         return RunHeader(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -118,7 +118,7 @@ class ReadyContent(Content):
             partition=self.partition,
             optimizer=self.settings,
             behaviour=behaviour.texts,
-            told=told.texts,
+            configured=configured.texts,
         )
 
 

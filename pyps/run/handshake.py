@@ -234,20 +234,20 @@ def check_model_size(model: Model, *, parameters_max: int) -> None:
         )
 
 
-def check_run_told(asked: str, *, told: str) -> None:
+def check_run_configured(requested: str, *, configured: str) -> None:
     """Refuse a caller that means another run than the one that the server was started for."""
-    if asked and told and asked != told:
+    if requested and configured and requested != configured:
         raise RunMismatch(
-            f"this server was started for run {told!r} (--run-id), the caller means {asked!r}: "
-            f"join with PYPS_RUN_ID={told}, or use another server"
+            f"this server was started for run {configured!r} (--run-id), the caller means {requested!r}: "
+            f"join with PYPS_RUN_ID={configured}, or use another server"
         )
 
 
-def check_run(asked: str, holding: Holding, *, observer: bool) -> None:
+def check_run(requested: str, holding: Holding, *, observer: bool) -> None:
     """Refuse a caller that means another run, or none in particular while the run holds updates."""
-    if asked == holding.run_id or (not asked and (observer or holding.version_max == 0)):
+    if requested == holding.run_id or (not requested and (observer or holding.version_max == 0)):
         return
-    meant = f"the caller means run {asked!r}" if asked else "the caller names no run"
+    meant = f"the caller means run {requested!r}" if requested else "the caller names no run"
     raise RunMismatch(
         f"this server holds {holding}, but {meant}: join it by name (PYPS_RUN_ID={holding.run_id} or "
         f"run_id={holding.run_id!r}), or forget it with `pyps reset {shlex.quote(holding.run_id)}`"
@@ -283,11 +283,11 @@ def check_initialization(
     num_servers: int,
     *,
     config: ServerConfig,
-    told: RuleSettings | None,
+    configured: RuleSettings | None,
     protocol: Aggregation,
 ) -> RuleSettings:
     """Return the settings of the run that the caller would initialise; refuse what the server could not hold."""
-    check_run_told(caller.run_id, told=config.run_id)
+    check_run_configured(caller.run_id, configured=config.run_id)
     check_model_size(model, parameters_max=config.max_model_parameters)
     unreadable = next((tensor.name for tensor in model.tensors if not tensor.name.isprintable()), None)
     if unreadable is not None:
@@ -297,16 +297,16 @@ def check_initialization(
     check_name(model.name, what="the model's name")
     model.require_whole()
     protocol.check_servers(num_servers)
-    source = "what the server was told at its start (--optimizer)"
-    settings = settle(told, caller.optimizer, num_groups=model.num_groups, source=source)
+    source = "the server's --optimizer"
+    settings = settle(configured, caller.optimizer, num_groups=model.num_groups, source=source)
     Bounds.parse(config.bounds).require_settings(settings)
     return settings
 
 
 def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding, waited: bool) -> None:
     """Refuse whoever does not fit the run that is there; `waited` callers belong to it, whoever named it."""
-    asked = content.run_id if waited and not greeting.run_id else greeting.run_id
-    check_run(asked, holding, observer=greeting.observer)
+    requested = content.run_id if waited and not greeting.run_id else greeting.run_id
+    check_run(requested, holding, observer=greeting.observer)
     if greeting.num_servers:
         check_model(greeting, mine=content.partition, server_index=content.server_index)
     if greeting.optimizer is not None:
@@ -314,14 +314,20 @@ def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding
         settle(content.settings, greeting.optimizer, num_groups=num_groups, source=f"that of run {content.run_id!r}")
 
 
-def check_restoring(header: RunHeader, *, run_id: str, told: RuleSettings | None) -> None:
-    """Refuse a checkpoint that contradicts what the server was told: its run, or its optimizer."""
+def check_restoring(header: RunHeader, *, run_id: str, configured: RuleSettings | None) -> None:
+    """Refuse a checkpoint that contradicts the server's flags: its run, or its optimizer."""
     if run_id and header.run_id != run_id:
         raise RunMismatch(
             f"the checkpoint is of run {header.run_id!r}, but this server was started for "
             f"{run_id!r}: drop --run-id, or name another --checkpoint-dir"
         )
-    settle(told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer", asker="the checkpoint")
+    settle(
+        configured,
+        header.optimizer,
+        num_groups=header.model.num_groups,
+        source="--optimizer",
+        requester="the checkpoint",
+    )
 
 
 def _ago(seconds: float) -> str:

@@ -421,13 +421,13 @@ class RoundController:
         with self._lock:
             return self._adopt(behaviour, learning_rate=None)
 
-    def go_on(self, in_force: Behaviour, *, kept: Behaviour, told: Behaviour) -> None:
+    def resume(self, in_force: Behaviour, *, kept: Behaviour, configured: Behaviour) -> None:
         """Put the behaviour of a restored run in force: that of its checkpoint, or of the server's flags."""
         self.adopt(in_force)
         if in_force != kept:
             what = "the server was started with other settings than the checkpoint's"
             self._events.add("configured", what, **in_force.texts)
-        elif in_force != told:
+        elif in_force != configured:
             what = "the run keeps its checkpoint's settings where no flag sets others"
             self._events.add("configured", what, **kept.texts)
 

@@ -56,7 +56,7 @@ class Run:
         self.config = config
         self.clock = clock
         self.recorder = recorder
-        self.told = RuleSettings.parse(config.optimizer) if config.optimizer else None
+        self.configured = RuleSettings.parse(config.optimizer) if config.optimizer else None
         self.started_at = clock()
         # Unix time at the start, or the newest life of a worker that a restored run knows, whichever is later.
         self._began_nanoseconds = time.time_ns()
@@ -107,7 +107,7 @@ class Run:
         self._ending = Ending(config.stop_condition, on_end=self._ended)
         if config.stop_condition is not None:
             self.rounds.on_update = partial(self._look_for_the_end, self._ending)
-        self.content = Content(run_id=config.run_id, epoch=epoch, settings=self.told)
+        self.content = Content(run_id=config.run_id, epoch=epoch, settings=self.configured)
 
     # How workers come and go.
 
@@ -133,7 +133,7 @@ class Run:
             if isinstance(content, ReadyContent):
                 handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
             elif greeting.observer:
-                handshake.check_run_told(greeting.run_id, told=self.config.run_id)
+                handshake.check_run_configured(greeting.run_id, configured=self.config.run_id)
             if greeting.observer:
                 return 0
             greeting = handshake.with_parts(greeting, content.model, protocol=self._aggregation)
@@ -273,11 +273,13 @@ class Run:
         The checkpoint's settings stay in force, except those that the flags set to other values than before.
         """
         header = restored.header
-        handshake.check_restoring(header, run_id=self.config.run_id, told=self.told)
-        told, kept = self.rounds.behaviour, Behaviour.parse(**header.behaviour)
-        before: Mapping[str, object] = dict(header.told)
-        anew = {name: said for name, said in told.texts.items() if self._is_told(name) and said != before[name]}
-        texts: dict[str, Any] = {**kept.texts, **anew}
+        handshake.check_restoring(header, run_id=self.config.run_id, configured=self.configured)
+        configured, kept = self.rounds.behaviour, Behaviour.parse(**header.behaviour)
+        before: Mapping[str, object] = dict(header.configured)
+        changed = {
+            name: said for name, said in configured.texts.items() if self._is_configured(name) and said != before[name]
+        }
+        texts: dict[str, Any] = {**kept.texts, **changed}
         in_force = Behaviour.parse(**texts)
         in_force.aggregation.check_servers(header.num_servers)
         in_force.aggregation.check_change(kept.aggregation)
@@ -291,7 +293,7 @@ class Run:
                 self.work.restore(restored.work)
             self._begin_log(content)
             self._set_content(content)
-        self.rounds.go_on(in_force, kept=kept, told=told)
+        self.rounds.resume(in_force, kept=kept, configured=configured)
         self.on_ready()
 
     # Pushes, pulls and time.
@@ -480,7 +482,7 @@ class Run:
         return Snapshot(self._header(content), dict(content.shards), content.machine, work)
 
     def _header(self, content: ReadyContent) -> RunHeader:
-        return content.header(behaviour=self.rounds.behaviour, told=self.config.behaviour)
+        return content.header(behaviour=self.rounds.behaviour, configured=self.config.behaviour)
 
     # Helpers.
 
@@ -521,9 +523,9 @@ class Run:
         if self._draining:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
 
-    def _is_told(self, name: str) -> bool:
+    def _is_configured(self, name: str) -> bool:
         """Return whether a flag of this server sets that value, or a protocol's name implies it."""
-        if name == "staleness" and self._is_told("protocol") and brought_policy(self.config.protocol):
+        if name == "staleness" and self._is_configured("protocol") and brought_policy(self.config.protocol):
             return True
         return name in self.config.given or getattr(self.config, name) != getattr(type(self.config), name)
 
@@ -541,7 +543,7 @@ class Run:
 
     def _check_initialization(self, caller: Greeting | Opening, model: Model, num_servers: int) -> RuleSettings:
         return handshake.check_initialization(
-            *(caller, model, num_servers), config=self.config, told=self.told, protocol=self._aggregation
+            *(caller, model, num_servers), config=self.config, configured=self.configured, protocol=self._aggregation
         )
 
     def _unix_nanoseconds(self) -> int:

@@ -71,7 +71,7 @@ def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder)
 
 
 def test_a_protocol_that_is_told_anew_brings_its_policy_and_no_other_changes_it(folder: CheckpointFolder) -> None:
-    write_checkpoint(folder, header=dataclasses.replace(HEADER, told=HEADER.behaviour))
+    write_checkpoint(folder, header=dataclasses.replace(HEADER, configured=HEADER.behaviour))
     for given, policy in (({}, "divide"), ({"protocol": "downpour"}, "none"), ({"protocol": "softsync:n=2"}, "divide")):
         run = restored_run(folder, resolve(given, {}, warn=print))
         assert run.rounds.behaviour.staleness.text == policy, given
@@ -90,7 +90,7 @@ def test_examples_of_gradients_that_wait_count_with_the_update_that_takes_them(f
     push(shards[0], np.ones(16), epoch=3, example_count=64, workers=roster("a", "b"))
     hardsync = make_behaviour("hardsync").texts
     sgd = RuleSettings.make("sgd", ({"learning_rate": 1.0},))
-    write_checkpoint(folder, shards, header=replace(HEADER, optimizer=sgd, behaviour=hardsync, told=hardsync))
+    write_checkpoint(folder, shards, header=replace(HEADER, optimizer=sgd, behaviour=hardsync, configured=hardsync))
     for protocol, examples, state in (("hardsync", 0, RunState.READY), ("async", 64, RunState.FINISHED)):
         run = restored_run(folder, resolve({"protocol": protocol, "stop_after": "examples=64"}, {}, warn=print))
         assert (run.content.examples, run.state) == (examples, state), protocol

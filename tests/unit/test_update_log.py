@@ -38,7 +38,7 @@ HEADER = RunHeader(
     partition=partition(Model((Tensor("t", (16,)),)), num_servers=1),
     optimizer=SETTINGS,
     behaviour=make_behaviour("async", "divide").texts,
-    told=make_behaviour("async").texts,
+    configured=make_behaviour("async").texts,
 )
 
 

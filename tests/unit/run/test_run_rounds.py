@@ -146,7 +146,7 @@ def test_a_restored_run_says_whose_settings_are_in_force():
         (kept, "the run keeps its checkpoint's settings where no flag sets others"),
     ):
         driver = RunDriver("a")
-        driver.run.rounds.go_on(in_force, kept=kept, told=told)
+        driver.run.rounds.resume(in_force, kept=kept, configured=told)
         assert driver.run.rounds.behaviour == in_force
         [message] = driver.events("configured")
         assert message.startswith(words)
