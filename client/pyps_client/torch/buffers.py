@@ -1,7 +1,7 @@
-"""Buffers that workers share, such as batch norm's statistics: pushed as how far they moved, pulled as they stand.
+"""Buffers that workers share, such as batch norm's statistics: workers push their moves and pull the values.
 
-Servers add what is pushed, weighed as the protocol and the staleness policy weigh gradients: under hardsync all
-workers' moves are averaged, so that the servers' buffers are the mean of the workers'.
+Servers add the moves, weighed as gradients: under hardsync they average them, so that the servers' buffers are the
+mean of the workers'.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BUFFER_MODES = ("local", "average", "first")
 def shared_buffers(
     module: torch.nn.Module, layout: Layout, *, mode: str, is_first: bool, overlaps: bool
 ) -> SharedBuffers | None:
-    """What a worker does with the buffers under a mode; None where there are none to share."""
+    """Return a worker's shared buffers; None without any."""
     if layout.kinds is None:
         return None
     return SharedBuffers(module, layout, mode, is_first=is_first, overlaps=overlaps)
 
 
 class SharedBuffers:
-    """How far the buffers of one model moved since the servers' values, as one more gradient of each.
+    """The moves of a model's buffers since the servers' values, each a gradient.
 
-    "average": every worker pushes its moves and goes on from the servers' values. "first": one worker keeps its
-    own statistics and moves the servers' towards them; the others follow. Each push then makes up for what was
-    lost of the one before, however it was weighed.
+    "average": every worker pushes its moves and goes on from the servers' values. "first": one worker keeps its own
+    statistics and moves the servers' towards them; the others follow. Each push then corrects the one before, however
+    that was weighed.
     """
 
     def __init__(self, module: torch.nn.Module, layout: Layout, mode: str, *, is_first: bool, overlaps: bool) -> None:
@@ -42,17 +42,17 @@ class SharedBuffers:
         self._names = list(shareable_buffers(module))
         self._pushes = mode == "average" or is_first
         self._keeps_own = mode == "first" and is_first
-        # Where pushes overlap, a pull may lack the newest one, which is then pushed twice: half the way each time
-        # settles, the whole way would swing for ever.
+        # With overlap a pull may lack the newest push, whose move is then pushed twice: half of it each time settles,
+        # all of it would oscillate.
         self._gain = 0.5 if self._keeps_own and overlaps else 1.0
-        # The servers' values, as far as this worker knows, with what it pushed since; None before the first pull.
+        # The servers' last known values, plus this worker's pushes since; None before the first pull.
         self._base: list[torch.Tensor] | None = None
         # This worker's own values after the newest minibatch that was accepted.
         self._own = self._copies()
 
     @torch.no_grad()
     def moves(self) -> list[torch.Tensor | None]:
-        """How far each buffer is from the servers' value; None for each where this worker pushes none."""
+        """Return each buffer's distance from the servers' value; None for each where this worker pushes none."""
         if not self._pushes or self._base is None:
             return [None] * len(self._buffers)
         for name, buffer in zip(self._names, self._buffers, strict=True):
@@ -66,7 +66,7 @@ class SharedBuffers:
 
     @torch.no_grad()
     def accepted(self, moves: Sequence[torch.Tensor | None]) -> None:
-        """Notes that these moves were gathered for the next push."""
+        """Note that the next push has these moves."""
         self._own = self._copies()
         for base, move in zip(self._base or (), moves, strict=False):
             if move is not None:
@@ -74,13 +74,13 @@ class SharedBuffers:
 
     @torch.no_grad()
     def skipped(self) -> None:
-        """Undoes what a minibatch did whose gradient is not used: its NaN may have spread into the buffers."""
+        """Undo a minibatch whose gradient is not used: its NaN may have spread into the buffers."""
         for buffer, own in zip(self._buffers, self._own, strict=True):
             buffer.copy_(own)
 
     @torch.no_grad()
     def pulled(self) -> None:
-        """Notes that the servers' values, and what is on its way to them, were written into the model."""
+        """Note that the servers' values, plus moves that are under way, were written into the model."""
         is_first = self._base is None
         self._base = self._copies()
         if self._keeps_own and not is_first:
@@ -89,5 +89,5 @@ class SharedBuffers:
             self._own = self._copies()
 
     def _copies(self) -> list[torch.Tensor]:
-        # In float32, whatever the model's type: a delta of half precision would lose what it says.
+        # In float32: a move in half precision would vanish.
         return [buffer.detach().to(torch.float32, copy=True) for buffer in self._buffers]

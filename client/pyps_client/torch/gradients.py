@@ -1,4 +1,4 @@
-"""Where gradients gather, their form on the wire, and what keeps NaN and infinity from the servers."""
+"""Gradients as they gather and as they are sent, and the checks that keep NaN and infinity from the servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyps_wire.common_pb2 import REASON_NOT_FINITE, Receipt
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model
 
-# So much of freed gradients is worth to be given back to the system.
+# Freed gradients of this size go back to the system.
 LARGE_BYTES = 16 << 20
 
 
@@ -44,22 +44,22 @@ class Gradients:
 
         `codec`: what the session converts them to, where they do not travel as they are.
         """
-        # What a session pushes; valid after seal() and ready().
+        # The payload; valid after seal() and ready().
         self.vectors = vectors
         self._layout = layout
         host = [tensor_over(vector) for vector in vectors]
         dtype = host[0].dtype
-        # The type that must hold the numbers in the end.
+        # The type of the payload on the wire.
         self.wire_dtype = (codec and torch_dtype(codec)) or dtype
-        # Where the vectors lie in memory, from an address to behind another.
+        # First address of each vector, and the one behind it.
         self._ranges = [(vector.data_ptr(), vector.data_ptr() + vector.nbytes) for vector in host]
-        # Tensor index -> its place; and a block at a time, all places as a few long slices.
+        # Each tensor's place by index; and each block's places as a few long slices.
         self._places: dict[int, torch.Tensor] = {}
         self._slices: list[list[torch.Tensor]] = []
-        # Tensor index -> the address of its place in the vectors, where gradients gather right there.
+        # The addresses of places in the vectors, of tensors whose gradients gather there.
         self._addresses: dict[int, int] = {}
-        # Blocks that gather in buffers of their own: that buffer, the same as it travels (converted on the device, so
-        # that only the wire's type crosses the bus), and pieces of the vectors beside what is copied to each.
+        # Blocks that gather in buffers of their own: the buffer, the same in the wire's type (converted on the device,
+        # before the bus), and pairs of pieces to copy, to the vectors and from the buffer.
         self._apart: list[tuple[Block, torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         self._on_host = on_host = places_in(layout, host)
         for block in layout.blocks:
@@ -77,18 +77,18 @@ class Gradients:
                 self._slices.append([flat])
                 self._apart.append((block, flat, wire, list(zip(targets, sources, strict=True))))
             self._places |= places
-        # Tensors of one dtype, which torch handles in one call.
+        # Tensors of one dtype, for one call of torch.
         self._batches = [batch for block in layout.blocks for batch in block.batches]
         self._whole = [each for slices in self._slices for each in slices]
         self._events: list[torch.cuda.Event] = []
-        # What the numbers of each group mean, as a session takes it.
+        # The kind of each group's numbers.
         self.kinds = layout.kinds
         self.present = [False] * len(layout.parameters)
         self.minibatch_count = 0
         self.example_count = 0
-        # Whether a look at what has gathered showed that all of it can be sent.
+        # Whether all gathered numbers were found finite in the wire's type.
         self._seen_fit = False
-        # Whether the memory of the model's own gradients was given back.
+        # Whether the model's own gradients were given back to the system.
         self._gave_back = False
         # Versions of the parameters that the first and the newest of the minibatches were computed on.
         self.base_versions: Mapping[int, int] = {}
@@ -97,9 +97,9 @@ class Gradients:
     def add(
         self, gradients: Sequence[torch.Tensor | None], *, versions: Mapping[int, int], example_count: int = 0
     ) -> None:
-        """Adds one minibatch's gradients, which were computed on parameters of these versions.
+        """Add one minibatch's gradients, which were computed on parameters of these versions.
 
-        Amid it an exception, as Ctrl-C raises, leaves nothing gathered: what is half added cannot be told apart.
+        An exception amid it, such as Ctrl-C, leaves nothing gathered: a half of a sum is of no use.
         """
         try:
             for batch in self._batches:
@@ -115,10 +115,7 @@ class Gradients:
         self.example_count += example_count
 
     def lay(self, index: int, gradient: torch.Tensor) -> torch.cuda.Event | None:
-        """Lays one tensor's gradient, all that will be pushed of it, where it is sent from.
-
-        From a device it is there after the event.
-        """
+        """Copy one tensor's whole gradient to its place in the vectors; from a device it is there after the event."""
         if index in self._addresses:
             self._add_batch((index,), {index: gradient})
             return None
@@ -128,49 +125,46 @@ class Gradients:
         return recorded_event(gradient.device) if gradient.is_cuda else None
 
     def fits(self, numbers: npt.NDArray[Any]) -> bool:
-        """Whether numbers of the vectors are finite, and still so in the wire's type."""
+        """Return whether numbers of the vectors are finite in the wire's type."""
         values = [tensor_over(numbers)]
         if values[0].dtype == self.wire_dtype:
             return all_finite(values)
         return surely_fit(values, self.wire_dtype) or all_fit(values, self.wire_dtype)
 
     def are_finite(self) -> bool:
-        """True when what has gathered holds no NaN and no infinity; one pass over memory, where it lies."""
+        """Return whether all gathered numbers are finite; one pass over memory."""
         gathered = self._gathered()
         self._seen_fit = surely_fit(gathered, self.wire_dtype)
         return self._seen_fit or all_finite(gathered)
 
     def hand_out(self) -> None:
-        """Makes the model's gradients tensors in the vectors, values lost, where nothing has gathered yet.
-
-        Where there is no gradient there still is none.
-        """
+        """Move the model's existing gradients into the vectors, without their values, if nothing has gathered."""
         if self.minibatch_count:
             self.take_back()
             return
-        # Let go together: apart, each one's memory would soon hold some small thing, and could not be given back.
+        # Freed together: one by one, small objects would soon fill their memory, which could not be given back.
         replaced: list[torch.Tensor] = []
         for index, address in self._addresses.items():
             parameter = self._layout.parameters[index]
             gradient = parameter.grad
-            # Sparse ones have no memory of their own.
+            # Sparse ones have no address.
             if gradient is None or gradient.layout != torch.strided or gradient.data_ptr() == address:
                 continue
-            # What a float32 view on the CPU can stand for.
+            # One that a float32 view on the CPU can replace.
             is_plain = (
                 type(gradient) is torch.Tensor and gradient.device.type == "cpu" and gradient.dtype == torch.float32
             )
             if is_plain and may_lie_in_vectors(self._layout, index):
                 parameter.grad = own_place(self._layout, self.vectors, index)
                 replaced.append(gradient)
-        # Where every minibatch has new ones all the same, their memory serves the next.
+        # Once: a program that makes new ones for every minibatch uses their memory again.
         if not self._gave_back and sum(gradient.nbytes for gradient in replaced) > LARGE_BYTES:
             del gradient
             replaced.clear()
             self._gave_back = give_back_free_memory()
 
     def take_back(self) -> None:
-        """Gives the model's gradients memory of their own, values and all: what has gathered stays as it is."""
+        """Copy the model's gradients out of the vectors: what has gathered stays as it is."""
         for index, address in self._addresses.items():
             parameter = self._layout.parameters[index]
             gradient = parameter.grad
@@ -178,10 +172,9 @@ class Gradients:
                 parameter.grad = gradient.clone()
 
     def seal(self, *, checked: bool = True) -> bool:
-        """Converts what was gathered to the vectors' type and starts its way to the host.
+        """Convert what has gathered to the vectors' type and start its copy to the host.
 
-        False when the sum overflowed, or would in the wire's type: nothing of it may be sent. Without `checked` nobody
-        does.
+        Returns False where the sum is not finite in the wire's type, and must not be sent; without `checked` unseen.
         """
         if checked and not self._seen_fit:
             gathered = self._gathered()
@@ -198,16 +191,16 @@ class Gradients:
         return True
 
     def ready(self) -> None:
-        """Returns once the vectors on the host hold what was sealed."""
+        """Return once the vectors on the host hold what was sealed."""
         while self._events:
             self._events.pop().synchronize()
 
     def sums(self) -> list[torch.Tensor | None]:
-        """What was gathered, in float32, one entry a tensor; None where there is nothing."""
+        """Return the gathered sums in float32, one entry a tensor; None without one."""
         return [self._places[index] if present else None for index, present in enumerate(self.present)]
 
     def clear(self) -> None:
-        """Makes all tensors absent, for the next gradients. The vectors must rest no longer."""
+        """Make all tensors absent, for the next gradients."""
         self.present = [False] * len(self.present)
         self.minibatch_count = 0
         self.example_count = 0
@@ -215,7 +208,7 @@ class Gradients:
     def _add_batch(
         self, batch: Sequence[int], gradients: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
     ) -> None:
-        """Adds the gradients of tensors of one dtype, all of them in as few calls of torch as there can be."""
+        """Add the gradients of tensors of one dtype, in as few calls of torch as possible."""
         first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         present, addresses = self.present, self._addresses
@@ -224,10 +217,10 @@ class Gradients:
             if gradient is None:
                 continue
             address = gradient.data_ptr()
-            # It may be the tensor's place in the vectors already, number by number.
+            # It may lie in its place already.
             lies_there = address == addresses.get(index) and gradient.is_contiguous()
             if not lies_there or gradient.is_neg() or gradient.is_conj():
-                # Another view of the vectors (turned, moved, of another tensor) would be overwritten while it is read.
+                # Another view of the vectors would be overwritten while it is read.
                 for begin, end in self._ranges:
                     if begin <= address < end:
                         gradient = gradient.clone()
@@ -243,7 +236,7 @@ class Gradients:
                 torch._foreach_add_(*again)
 
     def _gathered(self) -> list[torch.Tensor]:
-        """The float32 sums of the tensors that are present, where they gather, in long slices where all are."""
+        """Return the float32 sums of present tensors, in long slices where all of a block are."""
         if False not in self.present:
             return self._whole
         gathered: list[torch.Tensor] = []
@@ -254,20 +247,20 @@ class Gradients:
 
 
 class Finite:
-    """Leaves out minibatches, and sums of them as they travel, that are not finite; ends a worker that makes no others.
+    """Leaves out minibatches, and sums of them, that are not finite; raises NotFinite after too many in a row.
 
-    A minibatch that the servers look through before they apply any of it passes unseen: their receipts tell.
+    A minibatch that the servers check before they apply any of it passes unchecked: their receipts tell.
     """
 
     def __init__(self, model: Model, *, checks: bool = True) -> None:
-        """`checks`: whether minibatches are checked here; else the caller knows them to be finite in float32."""
+        """`checks`: whether to check minibatches; else the caller does."""
         self._model = model
         self._checks = checks
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
         # Minibatches that another process of the replica refused.
         self._left_out_with_others = 0
-        # The minibatch that gathers now, where nobody has looked for NaN in it: the servers will.
+        # The gathering minibatch, if the servers will check it for NaN.
         self.unchecked: Sequence[torch.Tensor | None] = ()
 
     @property
@@ -284,9 +277,9 @@ class Finite:
         example_count: int,
         server_checks: bool,
     ) -> bool:
-        """Adds a minibatch to what has gathered; False where it is not finite, and left out.
+        """Add a minibatch to what has gathered; False where it is not finite, and left out.
 
-        `versions` of the parameters that it was computed on. `server_checks`: it goes alone, to a server that checks.
+        `versions`: of the parameters that it was computed on. `server_checks`: it goes alone, to a server that checks.
         """
         for index, gradient in enumerate(gradients):
             if gradient is not None and gradient.layout != torch.strided:
@@ -295,7 +288,7 @@ class Finite:
                     "dense gradients only: make the layer with sparse=False."
                 )
         self.unchecked = gradients if server_checks else ()
-        # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
+        # A sum cannot be undone. The first minibatch is checked in its place, in one piece.
         is_first = to.minibatch_count == 0
         if self._checks and not is_first and not all_finite([each for each in gradients if each is not None]):
             self._skip(gradients)
@@ -312,19 +305,19 @@ class Finite:
         return True
 
     def leave_out(self, gradients: Sequence[torch.Tensor | None], *, for_others: bool) -> None:
-        """Counts a minibatch that is left out: for its own numbers, or for those of another process of the replica."""
+        """Count a minibatch that is left out: for its own numbers, or for those of another process of the replica."""
         if for_others:
             self._left_out_with_others += 1
         else:
             self._skip(gradients)
 
     def passed(self) -> None:
-        """Notes a minibatch that was finite."""
+        """Note a finite minibatch."""
         if self._minibatch_guard.skips:
             self._minibatch_guard.passed()
 
     def seal(self, gathered: Gradients) -> bool:
-        """True when what has gathered may go on its way; else it is left out."""
+        """Return whether what has gathered may be sent; else leave it out."""
         if gathered.seal(checked=not self.unchecked):
             if self._payload_guard.skips:
                 self._payload_guard.passed()
@@ -335,7 +328,7 @@ class Finite:
         return False
 
     def note(self, receipts: Sequence[Receipt]) -> None:
-        """Takes a push that nobody had looked through, and that was refused for its NaN, for one that was skipped."""
+        """Count an unchecked push that the servers refused for its NaN as skipped."""
         gradients, self.unchecked = self.unchecked, ()
         if not gradients:
             return
@@ -347,7 +340,7 @@ class Finite:
             self._minibatch_guard.passed()
 
     def _skip(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Counts a minibatch as skipped, and says where it is not finite, if not in the wire's type only."""
+        """Count a minibatch as skipped, and log where it is not finite."""
         for tensor, gradient in zip(self._model.tensors, gradients, strict=True):
             if gradient is not None and not all_finite([gradient]):
                 index = tuple(gradient.isfinite().logical_not().nonzero()[0].tolist())
@@ -357,20 +350,20 @@ class Finite:
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """True when no element is NaN or infinite; one pass over memory, on the tensors' own devices."""
+    """Return whether no element is NaN or infinite; one pass over memory, on the tensors' own devices."""
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         sums.setdefault(tensor.device, []).append(tensor.sum().float())
-    # A finite sum has finite terms only. One that is not may have overflowed, so then every term is looked at.
+    # A finite sum has finite terms only. Another may have overflowed, so then every term is checked.
     return all(bool(torch.stack(of_device).sum().isfinite()) for of_device in sums.values()) or all(
         bool(tensor.isfinite().all()) for tensor in tensors
     )
 
 
 def surely_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """True when one pass showed that all elements are finite, and still so in `dtype`; False leaves it open.
+    """Return whether one pass shows that all elements are finite in `dtype`; False leaves it open.
 
-    Only float32 on the host is looked at so.
+    It does so for float32 on the host only.
     """
     # The square of an element that is too large exceeds this by itself, however the sum is rounded: all terms are
     # positive. Float32 squares of what bfloat16 or float32 cannot hold are infinite.
@@ -386,7 +379,7 @@ def surely_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
 
 
 def all_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """True when all elements are finite, and still so in `dtype`, which only the extremes can tell."""
+    """Return whether all elements are finite in `dtype`, by their extremes."""
     return all(
         bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all()) for tensor in tensors if tensor.numel()
     )

@@ -1,4 +1,4 @@
-"""Where each tensor of a torch model lies in its group's vector; what of a model's state the servers hold."""
+"""The places of a torch model's tensors in their groups' vectors, and the part of its state that servers hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 class Range:
     """Neighbouring tensors of one block that are neighbours in their group's vector too."""
 
-    # Where it begins in the block's buffer and in the group's vector.
+    # The first number, in the block's buffer and in the group's vector.
     block_offset: int
     group_offset: int
     length: int
@@ -32,9 +32,9 @@ class Block:
 
     group: int
     device: torch.device
-    # Indices of tensors, in order, apart by dtype: torch handles many tensors of one dtype at once.
+    # Indices of tensors, in order, by dtype: torch handles many tensors of one dtype at once.
     batches: tuple[tuple[int, ...], ...]
-    # tensor index -> where it begins in the block's buffer.
+    # The first number of each tensor in the block's buffer, by index.
     offsets: Mapping[int, int]
     ranges: tuple[Range, ...]
     length: int
@@ -50,29 +50,28 @@ class Layout:
 
     model: Model
     parameters: tuple[torch.Tensor, ...]
-    # Where each tensor begins in its group's vector.
+    # The first number of each tensor in its group's vector.
     group_offsets: tuple[int, ...]
     blocks: tuple[Block, ...]
-    # The first of `parameters` that is a buffer (batch norm's statistics); buffers are the last group, and all that
-    # follows is buffers.
+    # The first of `parameters` that is a buffer (batch norm's statistics); buffers are the last group.
     first_buffer: int
-    # id of one of the module's own tensors -> the name under which servers hold it.
+    # The servers' names of the module's tensors, by id.
     names: Mapping[int, str]
-    # Tensors that stay in their own memory, as they are parts of something: blocks of a parameter, a DTensor's.
+    # Tensors that cannot move, as parts of a parameter or a DTensor.
     apart: frozenset[int] = frozenset()
-    # Tensors that their own modules write in each forward pass, as Embedding(max_norm=...).
+    # Tensors that their own modules write in each forward pass, such as Embedding(max_norm=...).
     shortened: frozenset[int] = frozenset()
 
     @property
     def kinds(self) -> tuple[int, ...] | None:
-        """What is pushed of each group: gradients, and how far buffers moved. None where all are gradients."""
+        """The kind of each group's numbers; None where all are gradients."""
         if self.first_buffer == len(self.parameters):
             return None
         return (PAYLOAD_KIND_GRADIENT,) * (self.model.num_groups - 1) + (PAYLOAD_KIND_BUFFER,)
 
     @property
     def devices(self) -> str:
-        """The devices in words, for people: "cuda:0", "cpu, cuda:1"."""
+        """The devices in words: "cuda:0", "cpu, cuda:1"."""
         return ", ".join(dict.fromkeys(str(block.device) for block in self.blocks))
 
 
@@ -83,7 +82,7 @@ def plan(
     shard_size: int = DEFAULT_SHARD_SIZE,
     with_buffers: bool = False,
 ) -> Layout:
-    """Lays out the parameters of an optimizer's groups; refuses what cannot live on a server, or not as a whole.
+    """Lay out the parameters of an optimizer's groups; refuse those that no server can hold.
 
     With buffers, the model's saved floating-point buffers follow as a group of their own.
     """
@@ -125,7 +124,7 @@ def plan(
 def named_groups(
     module: torch.nn.Module, param_groups: Sequence[Mapping[str, Any]]
 ) -> list[list[tuple[str, torch.Tensor]]]:
-    """Each group's parameters with their names in the module; refuses what cannot live on a server."""
+    """Return each group's parameters with their names in the module; refuse those that no server can hold."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     empty = next((index for index, group in enumerate(param_groups) if not group["params"]), None)
     if empty is not None:
@@ -140,7 +139,7 @@ def named_groups(
 
 
 def shareable_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's buffers of floating-point numbers that are saved with it, by the module's own names."""
+    """Return the model's saved floating-point buffers, by the module's own names."""
     saved = module.state_dict(keep_vars=True)
     return {
         name: buffer
@@ -152,7 +151,7 @@ def shareable_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def blocks_of(
     tensors: Sequence[Tensor], parameters: Sequence[torch.Tensor], offsets: Sequence[int]
 ) -> tuple[Block, ...]:
-    """The tensors by group and device, each with its place in flat buffers."""
+    """Return the tensors by group and device, each with its place in flat buffers."""
     members: dict[tuple[int, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         members.setdefault((tensor.group, parameters[index].device), []).append(index)
@@ -177,10 +176,10 @@ def blocks_of(
 
 
 def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's state dict with the servers' values where they hold one, and this worker's own elsewhere.
+    """Return the model's state dict with the servers' values, and this worker's own where servers hold none.
 
-    By the model's original names, without what torch.compile adds; a tied tensor stands under each of its
-    names. What servers hold is float32, whatever the model's type; all is on the CPU.
+    Names are the model's original ones, without torch.compile's prefix; a tied tensor stands under each of its names.
+    The servers' values are float32; all are on the CPU.
     """
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -189,12 +188,12 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
             state[plain_name(name)] = held[shared]
         elif isinstance(value, torch.Tensor):
             state[plain_name(name)] = value.detach().to("cpu", copy=True)
-    # After the model's own, what other processes of a replica hold.
+    # Then those of the replica's other processes.
     return state | {name: values for name, values in held.items() if name not in state}
 
 
 def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
-    """Says what a model saves that is not the run's: parameters that are not the optimizer's, buffers."""
+    """Warn of a model's parameters and buffers that the run does not hold."""
     parameters = [name for name, value in module.named_parameters() if id(value) not in layout.names]
     buffers = [] if layout.kinds else list(shareable_buffers(module))
     for kind, names, remedy in (
@@ -209,7 +208,7 @@ def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
 
 
 def tell_narrowed(layout: Layout) -> None:
-    """Says where the model's precision is more than the servers'."""
+    """Warn where the model's precision is higher than the servers'."""
     tensors = zip(layout.model.tensors, layout.parameters, strict=True)
     wide = [tensor.name for tensor, parameter in tensors if parameter.dtype == torch.float64]
     if wide:
@@ -220,7 +219,7 @@ def tell_narrowed(layout: Layout) -> None:
 
 
 def several(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -236,12 +235,12 @@ def _name_of(module: torch.nn.Module) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what torch.compile puts into it, so that compiled and plain workers agree."""
+    """Return a tensor's name without torch.compile's prefix: compiled and plain workers must agree."""
     return name.replace("_orig_mod.", "")
 
 
 def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index: int) -> str:
-    """The parameter's name in the model; parameters that servers cannot hold are refused."""
+    """Return the parameter's name in the model; refuse one that servers cannot hold."""
     where = f"Parameter {index} of group {group}"
     if torch.nn.parameter.is_lazy(parameter):
         raise InvalidArgument(
@@ -260,7 +259,7 @@ def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index
 
 
 def _problem(parameter: torch.Tensor) -> str:
-    """What keeps a parameter from living on a server, in words; empty for nothing."""
+    """Return why no server can hold a parameter; empty where one can."""
     if parameter.is_inference():
         return "was made under torch.inference_mode(), so that nothing can train it: make the model outside"
     if parameter.is_meta:
@@ -277,9 +276,9 @@ def _problem(parameter: torch.Tensor) -> str:
 
 
 def _refuse_overlaps(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Refuses different parameters on the same memory: each would be trained apart and overwrite the other.
+    """Refuse different parameters on the same memory: each would be trained by itself and overwrite the other.
 
-    Parameters that are views of one storage side by side (as in a flattened LSTM) are fine.
+    Disjoint views of one storage, as in a flattened LSTM, are fine.
     """
     spans = sorted(
         (str(parameter.device), parameter.data_ptr(), parameter.data_ptr() + _span_bytes(parameter), name)

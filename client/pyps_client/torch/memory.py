@@ -19,7 +19,7 @@ from pyps_wire.codecs import Codec
 
 
 def tensor_over(vector: npt.NDArray[Any]) -> torch.Tensor:
-    """A vector's memory as torch sees it, not copied; uint16 are the bits of bfloat16, which numpy lacks."""
+    """Return a torch view of a vector; uint16 are the bits of bfloat16, which numpy lacks."""
     if vector.dtype == np.uint16:
         return torch.from_numpy(vector.view(np.int16)).view(torch.bfloat16)
     # Words of another codec would be taken for whole numbers.
@@ -28,7 +28,7 @@ def tensor_over(vector: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def places_in(layout: Layout, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor's place in its group's vector."""
+    """Return each tensor's place in its group's vector."""
     return [
         place(flat[tensor.group], offset, parameter)
         for tensor, offset, parameter in zip(layout.model.tensors, layout.group_offsets, layout.parameters, strict=True)
@@ -38,31 +38,28 @@ def places_in(layout: Layout, flat: Sequence[torch.Tensor]) -> list[torch.Tensor
 def places_of_block(
     block: Block, flat: torch.Tensor | None, parameters: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]
 ) -> Mapping[int, torch.Tensor]:
-    """By index, the places of a block's tensors in its own buffer, or on the host where the block has none."""
+    """Return the places of a block's tensors by index: in its own buffer, or on the host without one."""
     if flat is None:
         return {index: on_host[index] for index in block.offsets}
     return {index: place(flat, offset, parameters[index]) for index, offset in block.offsets.items()}
 
 
 def place(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's place in a flat buffer, in its shape: logical order, whatever its memory format."""
+    """Return the parameter's place in a flat buffer, in its shape: logical order, whatever its memory format."""
     return flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
 
 
 def own_place(layout: Layout, vectors: Sequence[npt.NDArray[Any]], index: int) -> torch.Tensor:
-    """A tensor's place in its group's vector, as a torch storage of its own over that memory alone.
-
-    So the tensor may be saved, or moved into memory of its own, without the vector's other tensors.
-    """
+    """Return a tensor's place in its group's vector, as a storage of its own: it is saved without the other tensors."""
     parameter, offset = layout.parameters[index], layout.group_offsets[index]
     vector = vectors[layout.model.tensors[index].group]
     return tensor_over(vector[offset : offset + parameter.numel()]).view(parameter.shape)
 
 
 def may_lie_in_vectors(layout: Layout, index: int) -> bool:
-    """Whether a tensor's numbers, or its gradient's, could be read and written right in a float32 vector on the host.
+    """Return whether a tensor's numbers, or its gradient's, can lie in a float32 vector on the host.
 
-    Shared buffers never are: the model moves them by itself.
+    Shared buffers cannot: the model moves them.
     """
     parameter = layout.parameters[index]
     return (
@@ -78,7 +75,7 @@ def may_lie_in_vectors(layout: Layout, index: int) -> bool:
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event:
-    """An event at the end of what the device's current stream was given so far."""
+    """Return an event at the present end of the device's current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -89,12 +86,12 @@ _PORTABLE = 1
 
 
 class PinnedPages:
-    """Registers the pages of some arrays with CUDA until `release`. Where CUDA will not, copies are only slower."""
+    """Arrays whose pages CUDA has pinned, until `release`. Where it cannot, copies are only slower."""
 
     def __init__(self, arrays: Iterable[npt.NDArray[Any]], devices: Sequence[torch.device]) -> None:
         """`devices`: those that copy."""
         self._devices = devices
-        # The arrays' memory must not go before the registration.
+        # Held until the pages are unregistered.
         self._arrays = list(arrays)
         self._registered: list[int] = []
         for begin, end in whole_pages(self._arrays):
@@ -109,12 +106,12 @@ class PinnedPages:
             self._clear_last_error()
 
     def release(self) -> None:
-        """Unregisters the pages, once no copy is under way."""
+        """Unregister the pages, once no copy is under way."""
         try:
             for device in self._devices:
                 torch.cuda.synchronize(device)
         except RuntimeError as failure:
-            # A GPU that has failed answers nothing any more, and what went wrong was raised elsewhere.
+            # A GPU that has failed answers nothing, and its error was raised elsewhere.
             logger.debug("memory stays pinned: %s", failure)
             return
         for begin in self._registered:
@@ -126,16 +123,13 @@ class PinnedPages:
         self._arrays = []
 
     def _clear_last_error(self) -> None:
-        """Takes back the error that CUDA keeps for whoever asks next, which would be an innocent kernel's launch."""
+        """Clear the error that CUDA keeps, which the next kernel's launch would raise."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self._devices[0])
 
 
 def whole_pages(arrays: Iterable[npt.NDArray[Any]]) -> list[tuple[int, int]]:
-    """The ranges of whole pages that arrays lie on, apart from each other and in order: addresses, the end excluded.
-
-    CUDA registers pages, and none twice.
-    """
+    """Return the address ranges of whole pages that arrays lie on, disjoint and in order: CUDA registers none twice."""
     size = mmap.PAGESIZE
     touched = sorted(
         (array.ctypes.data // size * size, -(-(array.ctypes.data + array.nbytes) // size) * size)
@@ -156,12 +150,12 @@ def _runtime() -> Any:
 
 
 def torch_dtype(codec: Codec) -> torch.dtype | None:
-    """The type of a codec's words, which torch calls as the contract does; None where there is none."""
+    """Return torch's type of a codec's words, which has the codec's name; None without one."""
     return None if codec.dtype is None else getattr(torch, codec.name, None)
 
 
 class TorchConverter(Converter):
-    """A session's converter: the same bits as numpy's in a part of the time, where torch has the type."""
+    """Converts faster than numpy, to the same bits, where torch has the type."""
 
     def encode(self, values: npt.NDArray[np.float32], codec: Codec) -> memoryview:
         dtype = torch_dtype(codec)
@@ -178,6 +172,6 @@ class TorchConverter(Converter):
 
 
 def _words(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A payload as a tensor, in place and at any alignment; only to be read, of which torch has no notion."""
+    """Return a payload as a tensor, in place and at any alignment. Do not write to it."""
     address = np.frombuffer(payload, np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_uint8 * payload.nbytes).from_address(address), dtype=dtype)

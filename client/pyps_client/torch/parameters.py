@@ -1,4 +1,4 @@
-"""A torch model's parameters beside the servers': how pulled ones come into it, who else writes or replaces them."""
+"""A torch model's parameters: how pulled values come into it, and who else writes or moves them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pyps_wire import blocks
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import ShardRange, Tensor
 
-# How often torch has seen a tensor written.
+# torch's count of a tensor's writes.
 _version = attrgetter("_version")
 
 _bytes_of = methodcaller("tobytes")
@@ -41,45 +41,44 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Parameters:
-    """The parameters as last pulled, one vector a group on the host, and the way into the model.
+    """The last pulled parameters, one vector a group on the host, and their way into the model.
 
-    The vectors are float32, float16, or uint16 (bfloat16's bits), and converted to the model's type on its own
-    device. Between two calls of `write` they may be rewritten by another thread, from `wait_until_free`
-    on; where parameters may lie in them (`alias`), by nobody but the training thread, within a step.
+    The vectors are float32, float16, or uint16 (bfloat16's bits); the model's device converts them. From
+    `wait_until_free` until `write` another thread may rewrite them; where parameters may lie in them (`alias`), only
+    the training thread, within a step.
     """
 
     def __init__(
         self, layout: Layout, vectors: list[npt.NDArray[Any]], *, alias: bool = False, private: bool = True
     ) -> None:
         """`alias`: lets float32 parameters on the CPU lie in the vectors. `private`: no other process sees those."""
-        # What a session pulls into.
         self.vectors = vectors
         self._layout = layout
         self._host = [tensor_over(vector) for vector in vectors]
         on_host = places_in(layout, self._host)
-        # On a device, the vectors arrive in one piece and are spread from there.
+        # A device gets a vector in one piece and spreads it.
         self._staging = [
             None
             if block.device.type == "cpu"
             else torch.empty(block.length, dtype=self._host[block.group].dtype, device=block.device)
             for block in layout.blocks
         ]
-        # Tensor index -> its place.
+        # By tensor index.
         self._places: dict[int, torch.Tensor] = {}
         for block, staging in zip(layout.blocks, self._staging, strict=True):
             self._places |= places_of_block(block, staging, layout.parameters, on_host)
         self._events: list[torch.cuda.Event] = []
-        # What goes to a device while other shards are still on their way, goes beside what the model computes.
+        # Streams for copies to a device while other shards still arrive, and the model computes.
         devices = {block.device for block in layout.blocks if block.on_cuda}
         self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
-        # Where shards begin and end that are on their way to the devices already, by group.
+        # Group, first number and end of each shard whose copy to the devices has begun.
         self._landed: set[tuple[int, int, int]] = set()
         self._may_alias = alias and self._host[0].dtype == torch.float32
         self.aliases = Aliases(layout, vectors, private=private)
         self._copies = self._planned_copies()
 
     def write(self) -> None:
-        """Brings the vectors, which were all pulled, into the model's parameters, in place."""
+        """Bring the pulled vectors into the model's parameters, in place."""
         if self._may_alias:
             self._may_alias = False
             self.aliases.adopt()
@@ -91,9 +90,9 @@ class Parameters:
         self._landed.clear()
 
     def land(self, shard: ShardRange) -> None:
-        """Begins to copy to the devices a shard that has come, beside the arrival of others.
+        """Begin to copy a shard to the devices while others still arrive.
 
-        From any thread, between `wait_until_free` and `write`, which copies what did not land, as shared memory's.
+        On any thread, between `wait_until_free` and `write`, which copies the rest.
         """
         for block, staging in zip(self._layout.blocks, self._staging, strict=True):
             if staging is not None and block.group == shard.group:
@@ -102,7 +101,7 @@ class Parameters:
         self._landed.add((shard.group, shard.offset, shard.offset + shard.length))
 
     def separate(self) -> None:
-        """Moves the parameters out of the vectors: from now on they are copied, and may be changed between pulls."""
+        """Move the parameters out of the vectors: from now on they are copied, and may be changed between pulls."""
         self._may_alias = False
         # The vectors may have been rewritten since.
         self._landed.clear()
@@ -111,22 +110,22 @@ class Parameters:
             self._copies = self._planned_copies()
 
     def value_of(self, index: int) -> torch.Tensor:
-        """A tensor's values as last written, on its device; good until the next pull."""
+        """Return a tensor's last written values, on its device; valid until the next pull."""
         return self._places[index]
 
     def wait_until_free(self) -> None:
-        """Returns once the vectors may be rewritten, and what lies of them on devices: nobody reads either any more."""
+        """Return once nobody reads the vectors, and their copies on devices, any more."""
         for stream in self._streams.values():
             stream.synchronize()
         while self._events:
             self._events.pop().synchronize()
 
     def note_read(self) -> None:
-        """Notes that `value_of` was read from just now, by work that the devices may not have done yet."""
+        """Note that devices may still read from `value_of`."""
         self._events += map(recorded_event, self._streams)
 
     def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
-        """The tensors that lie in such vectors, by name, on the CPU; views of the vectors, but where they were cut."""
+        """Return the tensors in such vectors by name, on the CPU; views of the vectors, unless a tensor has blocks."""
         places = places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
         return _joined(zip(self._layout.model.tensors, places, strict=True))
 
@@ -144,7 +143,7 @@ class Parameters:
                 self._events.append(recorded_event(block.device))
 
     def _not_landed(self, group: int) -> Iterator[tuple[int, int]]:
-        """The ranges of a group's vector that no shard has brought to the devices."""
+        """Yield the ranges of a group's vector that no `land` has copied."""
         end = 0
         for _, begin, next_end in sorted(landed for landed in self._landed if landed[0] == group):
             if end < begin:
@@ -154,7 +153,7 @@ class Parameters:
             yield end, len(self._host[group])
 
     def _stage(self, block: Block, staging: torch.Tensor, begin: int, end: int) -> None:
-        """Copies what a block has of a range of its group's vector into its buffer on the device."""
+        """Copy a block's part of a range of its group's vector into its buffer on the device."""
         for piece in block.ranges:
             first = max(begin, piece.group_offset)
             length = min(end, piece.group_offset + piece.length) - first
@@ -165,7 +164,7 @@ class Parameters:
     def _planned_copies(
         self,
     ) -> list[tuple[Block, torch.Tensor | None, list[tuple[list[torch.Tensor], list[torch.Tensor]]]]]:
-        """What `write` has to copy, a block at a time: parameters of one dtype and their places together."""
+        """Return the copies of `write`, by block: parameters of one dtype and their places together."""
         lie_there = set(map(id, self.aliases.tensors))
         copies = []
         for block, staging in zip(self._layout.blocks, self._staging, strict=True):
@@ -181,27 +180,25 @@ class Parameters:
 
 
 class Aliases:
-    """Those of a model's parameters whose memory is the vectors'. Used by one thread.
+    """The parameters of a model that lie in the vectors. Used by one thread.
 
-    A parameter that somebody else moves (`model.to`, `share_memory`) is one no longer. Where other processes see the
-    vectors, a forked child would see its parent's parameters change: it gets those of the moment of the fork, as from
-    any fork.
+    A parameter that a program moves (`model.to`, `share_memory`) no longer does. Where other processes see the vectors,
+    a forked child gets copies as of the fork: it would else see its parent's parameters change.
     """
 
     def __init__(self, layout: Layout, vectors: Sequence[npt.NDArray[np.float32]], *, private: bool) -> None:
         self._layout = layout
         self._vectors = vectors
-        # Whether no other process sees the vectors.
         self._private = private
         # Parameters that lie in the vectors, and their addresses.
         self.tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        # Their values for children forked before the next change; and how often they had been written when copied.
+        # Their values for children forked before the next change; and their counts of writes at that copy.
         self._for_children: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copied_at: list[int] = []
 
     def adopt(self) -> None:
-        """Moves the model's parameters into the vectors, which hold their values, where nobody would notice."""
+        """Move the model's parameters into the vectors, which hold their values, where nothing else holds them."""
         for index, parameter in enumerate(self._layout.parameters):
             # Not one that its own module writes in each forward pass.
             can = index not in self._layout.shortened and may_lie_in_vectors(self._layout, index)
@@ -214,9 +211,9 @@ class Aliases:
             _forked_apart.add(self)
 
     def changed(self) -> bool:
-        """Notes that the vectors were rewritten, and tells autograd: a graph made before may not go backward.
+        """Count a write of each parameter for autograd: a graph made before may not go backward.
 
-        True when parameters were found moved elsewhere, which are left out from now on.
+        Returns whether a program has moved some; they are left out from now on.
         """
         self._for_children = []
         moved = list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses
@@ -227,14 +224,14 @@ class Aliases:
         return moved
 
     def separate(self) -> None:
-        """Moves the parameters into memory of their own, values and all."""
+        """Copy the parameters into memory of their own."""
         for tensor in self._lying():
             tensor.data = tensor.data.clone()
         self._for_children = []
         self._forget_moved()
 
     def before_fork(self) -> None:
-        """Keeps the present values for the child. Children forked in a row share one copy."""
+        """Copy the present values for the child. Children forked in a row share one copy."""
         lying = self._lying()
         now = list(map(_version, lying))
         if not self._for_children or now != self._copied_at:
@@ -242,14 +239,14 @@ class Aliases:
             self._copied_at = now
 
     def in_child(self) -> None:
-        """Moves the child's parameters into memory of its own."""
+        """Move the child's parameters into memory of its own."""
         for tensor, values in self._for_children:
             tensor.data = values
         self._for_children = []
         self._forget_moved()
 
     def _lying(self) -> list[torch.Tensor]:
-        """Those that nobody has moved elsewhere since."""
+        """Return those that no program has moved."""
         pairs = zip(self.tensors, self._addresses, strict=True)
         return [tensor for tensor, address in pairs if tensor.data_ptr() == address]
 
@@ -259,34 +256,34 @@ class Aliases:
 
 
 class LocalSteps:
-    """Moves the model by gradients.
+    """Local steps on the model.
 
-    Half-precision parameters are moved in float32 copies, as on the servers: in their own type a small step
-    would vanish. The copies exist from the first local step on.
+    Half-precision parameters are moved in float32 copies, as on the servers: a small step would vanish in their type.
+    The copies exist from the first local step on.
     """
 
     def __init__(self, layout: Layout, parameters: Parameters) -> None:
         self._layout = layout
         self._parameters = parameters
-        # Tensor index -> its float32 values, local steps included. Empty until the first.
+        # Float32 values, local steps included, by tensor index. Empty until the first step.
         self.masters: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begins again from the parameters that were just written into the model."""
+        """Begin again from the parameters that were just written into the model."""
         for index, master in self.masters.items():
             master.copy_(self._parameters.value_of(index))
         self._parameters.note_read()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor | None], rates: Sequence[float]) -> None:
-        """Takes a step of these rates, at least one a group: parameters -= rate * gradient."""
+        """Take a step of these rates, at least one a group: parameters -= rate * gradient."""
         for block in self._layout.blocks:
             rate = rates[block.group]
             if rate == 0.0:
                 continue
             if min(block.offsets) < self._layout.first_buffer:
-                # What was pulled must stay as it is: a shard without a newer version does not come again.
+                # The vectors must stay as they are: a shard without a newer version is not pulled again.
                 self._parameters.separate()
             for batch in block.batches:
                 given = {index: gradient for index in batch if (gradient := gradients[index]) is not None}
@@ -387,7 +384,7 @@ def _sample_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Tensors by name; the blocks of a tensor that is cut over parts become one new tensor."""
+    """Return tensors by name; the blocks of a tensor become one new tensor."""
     by_name: dict[str, torch.Tensor] = {}
     for tensor, values in tensors:
         if tensor.whole_shape:
@@ -399,7 +396,7 @@ def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.T
 
 
 def initial_values(layout: Layout) -> Callable[[ShardRange], npt.NDArray[np.float32]]:
-    """The model's own values, which must rest, as another thread may ask for them: a shard's at a time, in float32."""
+    """Return a function of the model's own values by shard, in float32, for any thread: the model must not change."""
     for block in layout.blocks:
         if block.on_cuda:
             torch.cuda.synchronize(block.device)
@@ -420,7 +417,7 @@ def _values_in(layout: Layout, shard: ShardRange) -> npt.NDArray[np.float32]:
 
 
 def _is_sole_owner(parameter: torch.Tensor) -> bool:
-    """True when no other tensor or array, and no other process, is on the parameter's memory: none is left behind."""
+    """Return whether no other tensor, array or process uses the parameter's memory."""
     storage = parameter.untyped_storage()
     whole = storage.nbytes() == parameter.numel() * parameter.element_size()
     count = getattr(torch._C, "_storage_Use_Count", None)
@@ -431,7 +428,7 @@ def _is_sole_owner(parameter: torch.Tensor) -> bool:
     return bool(count(storage._cdata) == count(its_storage._cdata))
 
 
-# Those whose vectors a forked child would share with its parent.
+# Those in vectors that a forked child shares with its parent.
 _forked_apart: weakref.WeakSet[Aliases] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer's parameter groups say while a run goes on: what may change and who hears of it, what may not."""
+"""The settings in an optimizer's parameter groups: rate and momentum may change while a run goes on, others may not."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FREE = frozenset({"lr", "params"})
 
 
 class Rates:
-    """The groups' learning rates, and momenta where the rule has one, which schedulers move; all else must stay.
+    """The groups' learning rates and momenta, which schedulers move.
 
-    One worker owns the schedule; what it sends is in force for the push that carries it. Another worker's changes
-    count only until that one has pushed, which is said once.
+    One worker owns the schedule; its changes apply from the push that carries them. Another worker's changes apply only
+    until the owner has pushed, which is logged once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rates:
     ) -> None:
         """`local_rate`: the configured size of the worker's own steps between pulls."""
         self._translation = translation
-        # The optimizer's own list, so that its groups always hold the present rates.
+        # The optimizer's own list.
         self._param_groups = param_groups
         self._joined_with = joined_with
         self._owns_schedule = owns_schedule
@@ -50,27 +50,27 @@ class Rates:
         self.groups_of_vectors: Sequence[int] | None = None
         self._torch_momentum: TorchName = translation.hyperparameters.get(translation.momentum, "")
         names = (self._torch_momentum,) if isinstance(self._torch_momentum, str) else self._torch_momentum
-        # How a group's momentum is reached, if the rule has one.
+        # The way to a group's momentum, if the rule has one.
         self._momentum = [itemgetter(name) for name in names if name != ""]
-        # Rate and momentum that the servers were last told of each group.
+        # Rate and momentum of each group that were last sent to the servers.
         settings = [group.hyperparameters for group in joined_with.groups]
         self._told = [(group["learning_rate"], group.get(translation.momentum)) for group in settings]
-        # True once the first change was sent.
+        # Whether a change was sent.
         self._moved = False
         # Each group's parameters; the model holds them, so that an id stays its own.
         self._parameters = [_ids(group) for group in param_groups]
-        # The groups as they were found in order, which are looked at again only where they are others.
+        # The groups when they were last found correct.
         self._checked: list[Mapping[str, Any]] = [{}] * len(param_groups)
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether the worker takes steps of its own between pulls: by default under plain SGD only."""
+        """Whether the worker takes local steps between pulls: by default under plain SGD only."""
         return not self._translation.stateful if self._local_rate is None else self._local_rate > 0
 
     def check(self, param_groups: Sequence[Mapping[str, Any]], *, follow: bool = False) -> None:
-        """Raise SettingsChanged where a group differs from what the run was joined with, but for rate and momentum.
+        """Raise SettingsChanged where a group differs in more than rate and momentum from those of the start.
 
-        `follow`: take rates from these groups from now on, which may be another list than before.
+        `follow`: take rates from these groups from now on; a program may replace the optimizer's list.
         """
         if follow:
             self._param_groups = param_groups
@@ -85,7 +85,7 @@ class Rates:
         return None
 
     def changes(self) -> Mapping[int, GroupRate]:
-        """Own vector -> rate, for the push that begins now; empty where the servers have been told all."""
+        """Return the rates to send with the push that begins now, by vector; none where nothing changed."""
         now = self._now()
         has_scheduler = False
         for group in self._param_groups:
@@ -96,12 +96,11 @@ class Rates:
         if not self._owns_schedule and not self._moved:
             logger.info(
                 "the servers take the learning rate and momentum from another worker, by default worker 0%s. "
-                "This worker's changes have no effect on the servers; owns_schedule=True here alone makes them count.",
+                "This worker's changes have no effect on the servers, unless it alone has owns_schedule=True.",
                 " as soon as its scheduler has moved them" if has_scheduler else "",
             )
-        # A scheduler claims the schedule before it first moves, so that a second owner is refused at once. What is
-        # moved by hand, or by a plateau, on a worker that does not own it is that worker's alone: nobody else's need
-        # move at all.
+        # A scheduler claims the schedule before its first change, so that a second owner is refused at once. A change
+        # by hand, or by a plateau, on a worker that does not own the schedule stays on that worker.
         changes = {
             index: GroupRate(*rate, provisional=not self._owns_schedule)
             for index, (rate, told) in enumerate(zip(now, self._told, strict=True))
@@ -114,9 +113,9 @@ class Rates:
         return {vector: changes[group] for vector, group in enumerate(self.groups_of_vectors) if group in changes}
 
     def sizes(self, told: Mapping[int, float]) -> Sequence[float]:
-        """The sizes of the worker's own step now, one a vector; none where it takes no such steps.
+        """Return the sizes of a local step now, one a vector; none where there are no local steps.
 
-        By default the servers' present learning rates; `told`: those by vector, as far as they are known.
+        By default they are the servers' learning rates; `told`: the known ones, by vector.
         """
         if not self.takes_local_steps:
             return ()
@@ -125,7 +124,7 @@ class Rates:
         if self._local_rate is not None:
             return [self._local_rate] * len(own)
         if self._owns_schedule and (self._moved or now != self._told):
-            # The servers go by them, or will from the next push on.
+            # The servers use them from the next push on.
             return own
         return [told.get(vector, rate) for vector, rate in enumerate(own)]
 
@@ -139,13 +138,13 @@ class Rates:
                 "and momentum."
             )
         refuse_changes(self._translation, self._joined_with, param_groups)
-        # A list may be changed in its place, and would be compared with itself.
+        # A list may be changed in place, and would equal itself.
         values = [value for group in param_groups for name, value in group.items() if name not in _FREE]
         changeable = any(isinstance(value, list) for value in values)
         self._checked = [{} if changeable else dict(group) for group in param_groups]
 
     def _now(self) -> list[tuple[float, float | None]]:
-        """Rate and momentum of each group."""
+        """Return rate and momentum of each group."""
         momenta: Iterable[Any] = self._param_groups
         for item in self._momentum:
             momenta = map(item, momenta)

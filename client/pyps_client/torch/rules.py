@@ -1,4 +1,4 @@
-"""What a torch optimizer says, in the servers' words."""
+"""Translations of torch optimizers into the servers' update rules."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _PLAIN = {"maximize": False, "differentiable": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """How one torch optimizer class is said in the servers' words."""
+    """One torch optimizer class and the servers' rule for it."""
 
     optimizer: type[torch.optim.Optimizer]
     # The servers' rule.
     rule: str
-    # True where a step depends on earlier gradients, so that no worker can take it by itself.
+    # Whether a step depends on earlier gradients, so that a worker alone cannot take it.
     stateful: bool = True
-    # The servers' hyperparameter -> torch's name for it.
+    # torch's names of the servers' hyperparameters.
     hyperparameters: Mapping[str, TorchName]
-    # Settings of a class with several rules that choose this one: every group must have exactly these.
+    # Settings that choose this rule among those of the class; every group must have them.
     when: Mapping[str, object] = field(default_factory=dict)
-    # Torch settings that the rule lacks -> the only value that is the rule.
+    # Settings that the rule lacks, with the only value that it can take.
     fixed: Mapping[str, object] = field(default_factory=lambda: _PLAIN)
-    # Torch settings that do not change what is computed.
+    # Settings that change no result.
     ignored: frozenset[str] = _EXECUTION
 
     @property
     def momentum(self) -> str:
-        """The hyperparameter that schedulers cycle against the learning rate; empty where the rule has none."""
+        """The hyperparameter that schedulers cycle against the learning rate; empty without one."""
         return next((name for name in ("momentum", "beta1") if name in self.hyperparameters), "")
 
 
@@ -48,7 +48,7 @@ _SGD: Mapping[str, TorchName] = {"learning_rate": "lr", "weight_decay": "weight_
 _ADAM: Mapping[str, TorchName] = {**_SGD, "beta1": ("betas", 0), "beta2": ("betas", 1), "eps": "eps"}
 _NO_AMSGRAD = {**_PLAIN, "amsgrad": False}
 
-# A rule that the servers learn is one more row here. Of a class with several, the first that fits is taken.
+# For a class with several rules the first that fits.
 TRANSLATIONS: tuple[Translation, ...] = (
     Translation(
         optimizer=torch.optim.SGD,
@@ -151,7 +151,7 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
 
 
 def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, Any]]) -> OptimizerSettings:
-    """The servers' settings for torch parameter groups; a setting that the rule lacks is refused by name."""
+    """Return the servers' settings for torch parameter groups; refuse a setting that the rule lacks."""
     groups = [_group_settings(translation, index, group) for index, group in enumerate(param_groups)]
     return OptimizerSettings(rule=translation.rule, groups=groups)
 
@@ -159,7 +159,7 @@ def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, An
 def refuse_changes(
     translation: Translation, asked: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises SettingsChanged where a group no longer says what the run was joined with, but for lr and momentum."""
+    """Raise SettingsChanged where a group's settings other than lr and momentum are no longer those of the start."""
     _refuse_cycled_momentum(translation, param_groups, SettingsChanged)
     for index, group in enumerate(param_groups):
         settings = asked.groups[index].hyperparameters
@@ -199,8 +199,7 @@ def _group_settings(translation: Translation, index: int, group: Mapping[str, An
                 f"has no {setting}: use {setting}={required!r}."
             )
     settings = {ours: value_of(group, torchs) for ours, torchs in translation.hyperparameters.items()}
-    # A scheduler that was made before has begun to move lr and momentum, at a pace of its own on every worker: the run
-    # is agreed upon where it began.
+    # A scheduler that was made before may have moved lr and momentum, on each worker differently: agree on the start.
     settings["learning_rate"] = float(group.get("initial_lr", group["lr"]))
     if translation.momentum and "max_momentum" in group:
         settings[translation.momentum] = float(group["max_momentum"])
@@ -216,7 +215,7 @@ def text_of(name: TorchName) -> str:
 
 
 def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses settings of a newer torch that were unknown here, unless they are off."""
+    """Refuse unknown settings of a newer torch, unless they are off."""
     of_rule = {name if isinstance(name, str) else name[0] for name in translation.hyperparameters.values()}
     known = {*of_rule, *translation.when, *translation.fixed, *translation.ignored}
     for index, group in enumerate(optimizer.param_groups):
@@ -231,7 +230,7 @@ def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) 
 def _refuse_cycled_momentum(
     translation: Translation, param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]
 ) -> None:
-    """Refuses groups whose momentum a scheduler moves, leaving its bounds in them, where the rule has none."""
+    """Refuse groups whose momentum a scheduler moves where the rule has none; the scheduler left its bounds there."""
     for index, group in enumerate(param_groups):
         if "max_momentum" in group and not translation.momentum:
             raise error_class(
@@ -242,13 +241,13 @@ def _refuse_cycled_momentum(
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that has taken steps: the servers start with fresh slots."""
+    """Refuse an optimizer that has taken steps: the servers start with fresh slots."""
     for state in optimizer.state.values():
         # SGD counts no steps.
         if float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None:
             raise UnsupportedOptimizer(
                 f"The {_class_name(type(optimizer))} has taken steps already ({', '.join(state)}), and the servers "
-                f"cannot take over what it gathered: create a fresh optimizer for RemoteOptimizer."
+                f"cannot take over its state: create a fresh optimizer for RemoteOptimizer."
             )
 
 

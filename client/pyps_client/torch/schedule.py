@@ -1,4 +1,4 @@
-"""After which minibatches a worker pushes and pulls: what its user says of it, and what the protocol in force wants."""
+"""After which minibatches a worker pushes and pulls: by its user's settings, and by the protocol in force."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from pyps_wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What the user says of how often to push and to pull, and whether beside the computation."""
+    """The user's settings for pushes and pulls, which RemoteOptimizer explains."""
 
-    # Minibatches summed in a push (the paper's n_push), and minibatches between pulls (n_fetch). None: what the
-    # protocol in force wants, or else 1.
+    # The paper's n_push and n_fetch.
     push_every: int | None = None
     pull_every: int | None = None
-    # "off": the worker waits for each. "step": both go on beside the computation, on threads, where the protocol in
-    # force lets them. "backward": both begin beside the backward pass, likewise, and are waited for.
     overlap: str = "off"
-    # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
     compat: str | None = None
-    # Whether it is known how large the worker's own steps between pulls are, be it 0.
+    # Whether the size of local steps between pulls is known, be it 0.
     local_rate_known: bool = True
 
     def __post_init__(self) -> None:
@@ -44,16 +40,16 @@ class Pace:
 
 
 class Due(NamedTuple):
-    """What is to follow a minibatch."""
+    """What follows a minibatch."""
 
     push: bool
     pull: bool
-    # Whether because a portion of data ends with it.
+    # Whether a portion of data ends with it, which makes both due.
     ends_portion: bool
 
 
 class Schedule:
-    """After which minibatches a worker pushes and pulls: by the user's pace, or the protocol's, which may change."""
+    """When a worker pushes and pulls: by the user's pace, or by the protocol's, which may change."""
 
     def __init__(self, pace: Pace, view: View) -> None:
         self._pace = pace
@@ -70,13 +66,13 @@ class Schedule:
         self._pulls_since = 0
         # Minibatches that are the last of their portions of data.
         self.portion_ends: set[int] = set()
-        # Whether pushes and pulls go on beside the computation now, or begin beside the backward pass.
+        # Whether pushes and pulls may go on during the computation now, or begin during the backward pass.
         self.overlaps = False
         self.sends_early = False
         self.follow(0)
 
     def at(self, step: int) -> Due:
-        """What is to follow minibatch number `step`, from 0, by what the protocol in force wants then."""
+        """Return what follows minibatch number `step`, from 0."""
         if self._view.state.terms is not self._terms:
             self.follow(step)
         ends_portion = bool(self.portion_ends) and self._ends_portion(step)
@@ -85,11 +81,11 @@ class Schedule:
         return Due(ends_portion or pushes, (step + 1 - self._pulls_since) % self.pull_every == 0, ends_portion)
 
     def pushes_after(self, step: int) -> bool:
-        """Whether a push is to follow minibatch number `step`, as far as is known now."""
+        """Return whether a push follows minibatch number `step`, by the present protocol."""
         return ((step if self._pace.compat == "paper" else step + 1) - self._pushes_since) % self.push_every == 0
 
     def follow(self, step: int) -> None:
-        """Takes over what the protocol in force wants, at the border before minibatch number `step`."""
+        """Apply the terms of the protocol in force, from minibatch number `step` on."""
         self._terms = terms = self._view.state.terms
         wanted = terms.accumulate
         if wanted != self._wanted:
@@ -126,13 +122,13 @@ class Schedule:
             self._held_back, self.sends_early = bool(reason), not reason
             return
         self._held_back = present_only
-        # Where steps are granted one by one, nothing goes on beside the computation either.
+        # Nor where steps are granted one by one.
         self.overlaps = self._pace.overlap == "step" and not present_only and not terms.ask_to_proceed
 
     def _ends_portion(self, step: int) -> bool:
-        """Whether a push and a pull are to follow minibatch number `step` because a portion ends with it.
+        """Return whether a portion ends with minibatch number `step`, and so a push; both counts start again then.
 
-        So it is where the protocol sums a push's worth of minibatches, and a portion is one: both begin to count anew.
+        Only where the protocol sums minibatches: a portion is one push's worth of them.
         """
         ended = {end for end in self.portion_ends if end <= step}
         self.portion_ends -= ended
@@ -142,7 +138,7 @@ class Schedule:
         return True
 
     def _warn_of(self, wanted: int) -> None:
-        """Says once that the user's number is another than the protocol's, which it goes before."""
+        """Warn once where the user's number differs from the protocol's, and is used instead."""
         if not wanted or self._warned:
             return
         stated = {"push_every": self._pace.push_every, "pull_every": self._pace.pull_every}
@@ -157,7 +153,7 @@ class Schedule:
 
 
 def _why_whole(terms: Terms) -> str:
-    """Why a push must not leave before its step, in words; empty where it may."""
+    """Return why a push must not be sent before its step; empty where it may."""
     name = terms.protocol.partition(":")[0]
     if terms.clip_norm:
         return "the servers clip each push by its norm, which nobody knows before"
@@ -169,10 +165,10 @@ def _why_whole(terms: Terms) -> str:
 
 
 def _since(since: int, every: int, changed: int, *, border: int) -> int:
-    """From where to count every so many minibatches, of which there are others from this border on.
+    """Return from which minibatch to count when the interval changes at this border.
 
-    What has begun counts, up to the whole length: so what has gathered goes on its way together with what completes
-    it, or with the very next minibatch.
+    Minibatches that have gathered count, up to the whole interval: they are sent with those that complete it, or with
+    the very next one.
     """
     if changed == every:
         return since
