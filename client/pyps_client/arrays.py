@@ -36,16 +36,19 @@ Optimizer = tuple[str, Mapping[str, float]]
 
 
 class Client:
-    """One worker of a run, over named numpy arrays: all in one parameter group, in the order given.
+    """One worker of a run, over named numpy arrays in one parameter group.
 
-    Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where this worker
-    is elected to send them. Then in turn: pull, compute, push; or compute and exchange. Whatever the servers' protocol
-    makes workers wait for (a round's end, a turn, the slowest), it is the pull that waits. A push is one update:
-    to sum several minibatches in one, as asgd:accumulate= asks of workers (`session.accumulate`), is yours to do.
+        with Client({"w": w}, ("sgd", {"learning_rate": 0.1}), "host:7610") as client:
+            parameters = client.pull()
+            while not client.finished:
+                parameters = client.exchange({"w": gradient_of(parameters)})
+
+    It connects when made, and waits for servers and for the run's first parameters: `tensors`, if the servers elect
+    this worker to send them. Pull waits for everything that the protocol makes workers wait for: a round's end, a turn,
+    the slowest. A push is one update: sum minibatches yourself where the protocol wants that (`session.accumulate`).
     Use one thread, or one that pushes and one that pulls.
 
-    Whatever waits for servers or workers in vain raises ServerUnavailable or WaitTimedOut; a push after the run's end
-    raises RunFinished.
+    Calls raise ServerUnavailable or WaitTimedOut after a wait, and a push after the run's end RunFinished.
     """
 
     def __init__(
@@ -79,17 +82,17 @@ class Client:
             initial=lambda: [np.concatenate([np.asarray(tensor).reshape(-1) for tensor in tensors.values()])],
             device="cpu",
         )
-        # Examples in each batch from now on, where a push does not say; portions do.
+        # Examples in each batch, unless a push states them; set by portions.
         self.examples_in_batch: int | None = None
-        # The thread that hands in a gradient now, or 0.
+        # The thread that pushes now, or 0.
         self._stepping = 0
         self._border = threading.Lock()
-        # Guarded by _border: whether a step has ended, and the next was not allowed yet.
+        # Guarded by _border: whether the next step still needs permission.
         self._between_steps = True
         try:
             self.session.connect()
             leave.expect(self.session, of=self)
-            # Pushed gradients and pulled parameters, as they travel, in the one group's vectors.
+            # Pushed gradients and pulled parameters, in the wire's type.
             lent = self.session.lend()
             [[self._gradient]], [self._parameters] = lent.gradients, lent.parameters
             self.session.pull([self._parameters])
@@ -98,13 +101,18 @@ class Client:
             raise
 
     def push(self, gradients: Arrays, examples: int = 0) -> list[Receipt]:
-        """Pushes gradients by tensor name, returns a receipt a shard; a tensor left out is left alone.
+        """Push gradients by tensor name; return a receipt a shard.
 
-        All is checked before anything is sent. A gradient with NaN or infinity is skipped with a warning: no
-        receipts; ten in a row raise NotFinite. ModelMismatch names a gradient of another name, shape or type than the
-        model's. `examples`: how many stand behind the gradient. A receipt may say that it was not taken and why; see
-        `refused`. After a server's restore from a checkpoint the client pulls by itself, so that the next
-        gradient is taken.
+        A gradient with NaN or infinity is skipped with a warning, and there are no receipts. A receipt may refuse a
+        shard and says why; see `refused`. After a server's restore from a checkpoint the client also pulls, so that the
+        servers take the next gradient.
+
+        Args:
+            gradients: float32 arrays; a tensor without one stays as it is.
+            examples: the number of examples in the minibatch.
+
+        Raises ModelMismatch, before anything is sent, for a gradient of another name, shape or type than the model's,
+        and NotFinite after ten skipped gradients in a row.
         """
         receipts = self._hand_in(gradients, examples)
         if any(receipt.reason == REASON_EPOCH for receipt in receipts or ()):
@@ -112,7 +120,7 @@ class Client:
         return receipts or []
 
     def exchange(self, gradients: Arrays, examples: int = 0) -> dict[str, npt.NDArray[np.float32]]:
-        """Pushes and pulls in one: half the way there and back. Takes what `push` does, returns what `pull` does."""
+        """Push and pull in one call: it takes the arguments of `push` and returns the parameters of `pull`."""
         receipts = self._hand_in(gradients, examples, [self._parameters])
         self._enter_step()
         if receipts is None or self.session.pull_needed:
@@ -120,55 +128,51 @@ class Client:
         return self._pulled()
 
     def pull(self) -> dict[str, npt.NDArray[np.float32]]:
-        """The newest parameters, by tensor name, in arrays of the caller's own.
+        """Return the newest parameters by tensor name, in new arrays.
 
-        Waits for what the protocol in force wants before the next gradient; WaitTimedOut names those who were
-        waited for in vain.
+        Waits as the protocol in force wants before the next gradient; WaitTimedOut names the workers in the way.
         """
         self._enter_step()
         self.session.pull([self._parameters])
         return self._pulled()
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
-        """The parameters as they are now, by tensor name, each shard of one version: for evaluation.
-
-        Waits for nobody, and changes nothing about this worker's training.
-        """
+        """Return the present parameters by tensor name, each shard of one version, without a wait: for evaluation."""
         vectors = [np.zeros(size, np.float32) for size in self._model.group_sizes]
         self.session.snapshot(vectors)
         return split_tensors(self._model, vectors)
 
     @property
     def batch_size(self) -> int:
-        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        """Examples in a minibatch by the servers' schedule; 0 without one."""
         return self.session.batch_size
 
     @property
     def refused(self) -> dict[str, int]:
-        """Pushed shards that servers did not take, by reason: {"STALE": 3}."""
+        """Refused shards of pushes, by reason: {"STALE": 3}."""
         return self.session.refused
 
     @property
     def global_step(self) -> int:
-        """Updates of the whole run, as far as this worker has seen."""
+        """Updates of the whole run."""
         return self.session.global_step
 
     @property
     def finished(self) -> bool:
-        """True when the run is over."""
+        """Whether the run is over."""
         return self.session.finished
 
     @property
     def stepper(self) -> Stepper:
-        """What `pyps_client.data.Portions` asks of it."""
+        """The client's steps, for `pyps_client.data.Portions`."""
         return _ClientStepper(self)
 
     def report(self, **scalars: float) -> None:
-        """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
+        """Send figures of this worker, such as loss=0.3, with the next heartbeat."""
         self.session.report(**scalars)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leaves the run, as the client's end does once nobody holds it any more. A second call does nothing."""
+        """Leave the run; without a call this happens when the client is freed. A second call does nothing."""
         self.session.close(cause, message)
 
     def __enter__(self) -> Client:
@@ -180,7 +184,7 @@ class Client:
         self.close(*leave.cause_of(error))
 
     def _hand_in(self, gradients: Arrays, examples: int, parameters: Vectors | None = None) -> list[Receipt] | None:
-        """Ends a step: checks the gradients and pushes them; None where they are of no use."""
+        """Check the gradients and push them; None where they are skipped."""
         self._check(gradients)
         thread = threading.get_ident()
         if self._stepping and self._stepping != thread:
@@ -200,14 +204,14 @@ class Client:
                 self._between_steps = True
 
     def _pulled(self) -> dict[str, npt.NDArray[np.float32]]:
-        """What was pulled last, in arrays of the caller's own."""
+        """Return the pulled parameters in new arrays."""
         values = self._parameters
         if values.dtype != np.float32:
             values = self._pull_codec.decode(values.view(np.uint8).data, values.size)
         return split_tensors(self._model, [values])
 
     def _enter_step(self) -> None:
-        """Asks whether the next step may begin, once, where the protocol wants to be asked."""
+        """Wait for permission to begin the next step, once, where the protocol grants steps."""
         with self._border:
             if self._between_steps:
                 self.session.proceed()
@@ -234,10 +238,7 @@ class Client:
                 )
 
     def _write(self, gradients: Arrays) -> bool:
-        """Puts gradients, in the wire's type, into their places in the vector; False where one is not finite there.
-
-        Float16 may have made an infinity of a large number.
-        """
+        """Write gradients into the vector in the wire's type; False where one is not finite in it."""
         for name, gradient in gradients.items():
             tensor, begin = self._places[name]
             place = self._gradient[begin : begin + tensor.size]
@@ -253,7 +254,7 @@ class Client:
 
 
 class _ClientStepper:
-    """A client's steps as portions of data see them: each is answered when it returns."""
+    """A client's steps, for portions of data: each is answered when it returns."""
 
     def __init__(self, client: Client) -> None:
         self.session = client.session
@@ -272,17 +273,17 @@ class _ClientStepper:
         return self.session.finished
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
-        # What a pull returns is the caller's own: parameters that came with a portion would reach nobody.
+        # Without parameters: only `pull` returns them.
         return ask(None)
 
     def tell_examples(self, count: int) -> None:
         self._client.examples_in_batch = count
 
     def end_portion_after(self, step: int) -> None:
-        """A push is the caller's to make; `Portions.ends_portion` tells when."""
+        """Do nothing: the caller pushes; `Portions.ends_portion` says when."""
 
     def flush(self) -> None:
-        """Nothing gathers."""
+        """Do nothing: nothing gathers."""
 
     def idle(self) -> None:
         if others_wait(self.session) and not self.finished:
@@ -290,14 +291,18 @@ class _ClientStepper:
                 self._client.exchange({})
 
     def finish(self) -> None:
-        """Pulls are the caller's."""
+        """Do nothing: the caller pulls."""
 
     def tell_over(self) -> None:
         raise RunFinished(f"Run {self.session.run_id!r} is over: leave the loop. Pulls still work.")
 
 
 class Observer:
-    """A reader of a run, which learns the model from the servers. It never counts as a worker."""
+    """A reader of a run, which gets the model from the servers. It is no worker.
+
+    with Observer("host:7610") as observer:
+        parameters = observer.snapshot()
+    """
 
     def __init__(self, servers: str | Sequence[str] | None = None, *, launch: Launch | None = None) -> None:
         """Connect to all of the run's servers, waiting for them and for the run's first parameters.
@@ -306,7 +311,7 @@ class Observer:
         """
         leave.install_where_asked()
         launch = Launch.of(servers, launch)
-        # "local" is refused: a server of its own would never have a run.
+        # This refuses "local": a new server has no run.
         own = f"observer-{socket.gethostname()}-{os.getpid()}"
         launch = launch.with_(servers=parse_servers(launch.servers), worker_id=own)
         self._handshake = Handshake(launch)
@@ -319,25 +324,24 @@ class Observer:
         except BaseException:
             self.close()
             raise
-        # The ports of the servers' inspection, which a server that comes back may have changed.
+        # A server that comes back may have another.
         self._control_ports = [reply.control_address.rpartition(":")[2] for reply in replies]
         self.model = whole.model
         self.optimizer: OptimizerSettings = first.optimizer
         self._holdings = Holdings(whole)
-        # What was last read, one vector a group; only what is newer is read again.
+        # The last snapshot, one vector a group; only newer shards are read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
         self._receivers_into = receivers(self._servers, self._vectors, self._holdings, codec=FLOAT32)
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
-        """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
+        """Return the newest parameters by tensor name, in new arrays; each shard of one version."""
         read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._receivers_into, poll=LongPoll(0.0))
         return split_tensors(self.model, self._vectors)
 
     def figures(self, every_seconds: float = 10.0) -> Iterator[tuple[int, dict[str, float]]]:
-        """The run's update and its figures by name, now and again after each pause, for whatever logs them.
+        """Yield the run's update and its figures by name (docs/trackers.md), now and after each pause.
 
-        Ends with the run, or once a server has been gone for `loss_wait_seconds`. The names are those of
-        docs/trackers.md. Beside `snapshot`, use one thread.
+        Ends with the run, or once a server was gone for `loss_wait_seconds`. Call `snapshot` on the same thread.
         """
         if not 0.0 <= every_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgument(
@@ -370,11 +374,11 @@ class Observer:
 
     @property
     def global_step(self) -> int:
-        """Updates of the run in the last snapshot: its largest shard version."""
+        """The largest shard version of the last snapshot."""
         return max(self._holdings.versions.values(), default=0)
 
     def close(self) -> None:
-        """Frees the connections."""
+        """Close the connections."""
         self._closing.set()
         self._servers.close()
 
@@ -386,10 +390,7 @@ class Observer:
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
-    """Copies of a model's tensors out of its groups' vectors, by name; blocks of a cut tensor joined into the whole.
-
-    Of a tensor of which the model has not all blocks, the others are NaN.
-    """
+    """Return copies of a model's tensors from its groups' vectors by name, blocks joined; missing blocks are NaN."""
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for tensor, begin in _places(model):
         values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
@@ -402,7 +403,7 @@ def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDAr
 
 
 def _places(model: Model) -> Iterator[tuple[Tensor, int]]:
-    """Each tensor, and where it begins in its group's vector."""
+    """Yield each tensor, with its first number in its group's vector."""
     ends = [0] * model.num_groups
     for tensor in model.tensors:
         yield tensor, ends[tensor.group]

@@ -22,7 +22,7 @@ from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
-# Instead of addresses: a server that the worker starts on its machine, for itself alone.
+# In place of addresses: a server that the worker starts on its machine, for itself alone.
 LOCAL = "local"
 # What torchrun calls a job on several nodes that it was given no --rdzv-id for.
 NO_RUN_ID = "none"
@@ -43,7 +43,7 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True, init=False)
 class Launch:
-    """How a worker reaches its run, and its place there.
+    """A worker's connection to its run, and its place there.
 
         RemoteOptimizer(model, optimizer, launch=Launch("host:7610", tls_ca="ca.crt", token_file="token"))
 
@@ -209,7 +209,7 @@ class Launch:
 
     @property
     def credentials(self) -> Credentials:
-        """What the worker shows, and by what it knows the servers."""
+        """Token and certificates."""
         return Credentials(
             token=self.token,
             token_file=self.token_file,
@@ -219,7 +219,7 @@ class Launch:
         )
 
     def begun(self, num_processes: int) -> Launch:
-        """With the address of a server that this starts, where a worker of so many processes asked for its own."""
+        """Return a launch with a server started for servers="local", for a worker of so many processes."""
         if self.servers != (LOCAL,):
             return self
         _check_alone(num_processes)
@@ -245,7 +245,7 @@ def _check_alone(num_processes: int) -> None:
 
 
 def check_types(settings: Any) -> None:
-    """Refuses what a dataclass holds in a field of another type."""
+    """Refuse a dataclass with a value of another type than its field's."""
     hints = get_type_hints(type(settings))
     for each in fields(settings):
         value, hint = getattr(settings, each.name), hints[each.name]
@@ -259,9 +259,9 @@ def check_types(settings: Any) -> None:
 
 
 def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """This process's number and how many there are, where torchrun started several and no name of a worker was set.
+    """Return this process's number and how many torchrun started, unless a variable names the worker.
 
-    Who names a worker, as for the processes of a replica, says its place too. RANK without torchrun is none of ours.
+    Without torchrun RANK has another meaning.
     """
     if any(environment.get(name) for name in ("PYPS_WORKER_ID", "PYPS_WORKER_INDEX", "PYPS_WORKER_COUNT")):
         return None
@@ -272,9 +272,9 @@ def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def torchrun_run(environment: Mapping[str, str]) -> str:
-    """The run that torchrun's processes are to share where none was named; empty for none.
+    """Return the name of torchrun's job, for the run; empty for none.
 
-    Without a name whoever comes after the first update, as one that torchrun started again, would be refused.
+    Without a name a process that joins after the first update, such as one started again, is refused.
     """
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
     if run_id == NO_RUN_ID:
@@ -283,7 +283,7 @@ def torchrun_run(environment: Mapping[str, str]) -> str:
 
 
 def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
-    """The servers' places, addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
+    """Return the servers' places, addresses as host:port, from "a:1,b:2" or a sequence; `port` is the default."""
     several = isinstance(servers, Iterable) and not isinstance(servers, Mapping)
     listed = servers.split(",") if isinstance(servers, str) else list(servers) if several else [0]
     if not all(isinstance(address, str) for address in listed):
@@ -318,7 +318,7 @@ def _default_worker_id(worker_index: int | None) -> str:
 
 
 def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str, Any]:
-    """Settings by field name, for the variables that are set and not empty; those of `but` are not looked at."""
+    """Return settings by field name, from variables that are set and not empty, except those of `but`."""
     settings: dict[str, Any] = {}
     for name, (read, kind) in _READERS.items():
         variable = f"PYPS_{name.upper()}"
@@ -354,7 +354,7 @@ def _choice(names: Sequence[str]) -> tuple[Callable[[str], Any], str]:
     return functools.partial(_one_of, names), f"one of {', '.join(names)}"
 
 
-# How each variable's text is read, and what to expect of it.
+# The reader of each variable's text, and the expected text.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("run_id", "worker_id"), (str, "a name")),
     **dict.fromkeys(("token_file", "tls_ca", "tls_cert", "tls_key"), (str, "a path")),

@@ -1,4 +1,4 @@
-"""How a torch model joins a run: whole, in the cut that the run's model has, or as the parts of a replica."""
+"""How a torch model joins a run: whole, sliced as the run's model is, or as the parts of a replica."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _gradient = attrgetter("grad")
 
 @dataclass(frozen=True)
 class Joined:
-    """A run that a worker has joined, and how the worker's model lies on its servers."""
+    """A run that a worker has joined, with the layout of the worker's model."""
 
     session: Worker
     layout: Layout
@@ -49,13 +49,13 @@ class Joined:
 
     @property
     def groups_of_vectors(self) -> Sequence[int] | None:
-        """The optimizer's group of each vector that is pushed; None where it is the vector's own number."""
+        """The optimizer's group of each pushed vector; None where it is the vector's number."""
         return None if self.cut is None else self.cut.arrangement.own_param_groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A RemoteOptimizer's settings, which its constructor explains."""
+    """The settings of a RemoteOptimizer."""
 
     overlap: str
     push_every: int | None
@@ -137,11 +137,11 @@ class Joining:
 
     @property
     def is_first(self) -> bool:
-        """Whether the worker is the first of several, or nobody said which it is."""
+        """Whether the worker is the first of several, or has no index."""
         return self.launch.worker_index in (None, 0)
 
     def join(self) -> Joined:
-        """Joins the run; all processes of a replica call it, and raise the same error or none."""
+        """Join the run; all processes of a replica call it, and raise the same error or none."""
         if self.replica is not ALONE:
             return self._of_one_name()._as_a_replica()
         try:
@@ -162,7 +162,7 @@ class Joining:
         )
 
     def steps(self, joined: Joined, rates: Rates) -> Steps:
-        """What takes the worker's steps, or those of one process of a replica."""
+        """Return the steps of the worker, or of one process of a replica."""
         session, cut = joined.session, joined.cut
         none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
         common: dict[str, Any] = {
@@ -209,7 +209,7 @@ class Joining:
         return Joined(session, layout, partial(map, _gradient, trained))
 
     def _of_one_name(self) -> Joining:
-        """Take over the leader's name and place on processes where nobody chose one, as under torchrun."""
+        """Take over the leader's name and place where nobody chose one, as under torchrun."""
         own = self.launch
         name, index, count = led(self.replica, lambda: (own.worker_id, own.worker_index, own.worker_count))
         if own.named:
@@ -282,7 +282,7 @@ class Joining:
 
 
 def check_examples(count: object) -> None:
-    """Refuse what is no number of examples; None is allowed."""
+    """Refuse a value that is neither a number of examples nor None."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
         raise InvalidArgument(
             f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more."
@@ -290,7 +290,7 @@ def check_examples(count: object) -> None:
 
 
 class OwnModel:
-    """A model with its own parameters. Others that take the place of trained ones would be trained by nobody."""
+    """Finds parameters that were replaced in a model: no step would train the new ones."""
 
     def __init__(self, module: torch.nn.Module, param_groups: Iterable[Mapping[str, Any]], replica: Group) -> None:
         self._module = module
@@ -301,20 +301,17 @@ class OwnModel:
         self._places = _places_in(module)
 
     def check(self, is_first: bool) -> None:
-        """Refuses a model in which others have taken the place of trained parameters.
-
-        Before the first step, also one that DistributedDataParallel was put around meanwhile.
-        """
+        """Refuse a model whose trained parameters were replaced; at first also one in DistributedDataParallel."""
         if is_first:
             unwrapped(self._module, self._replica)
-        # A walk through the module would take longer than a step of a small model.
+        # A walk through the modules takes longer than a step of a small model.
         for table, name, held in self._places:
             if table.get(name) is not held:
                 break
         else:
             return
-        # A forward pass without a backward one leaves whole parameters in what fully_shard cut: the next would read
-        # these, not what was pulled since.
+        # A forward pass without a backward one leaves whole parameters in fully_shard's modules: the next would read
+        # these and not the pulled ones.
         kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         for part in self._module.modules():
             if isinstance(part, kind):
@@ -322,7 +319,7 @@ class OwnModel:
         now = {id(parameter) for parameter in self._module.parameters()}
         known = {id(parameter): plain_name(name) for name, parameter in self._known.items()}
         lost = [name for key, name in known.items() if key in self._trained - now]
-        # A part that was taken off, and nothing put in its place, is the user's own affair.
+        # A part may be removed, if nothing takes its place.
         if lost and now - known.keys():
             raise InvalidArgument(
                 f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
@@ -333,15 +330,15 @@ class OwnModel:
 
 
 def _places_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """What each module of a model holds, under which name; not of torch.jit's, whose tables are made when asked for."""
+    """Return each module's table, name and value of its parameters and parts; torch.jit has no such tables."""
     tables = (table for part in module.modules() for table in (part._parameters, part._modules))
     return [(table, name, held) for table in tables if isinstance(table, dict) for name, held in table.items()]
 
 
 def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
-    """The model itself, of one that torch wraps for training by several processes, who must then be one worker.
+    """Return the model without torch's wrapper for several processes, which must be one worker.
 
-    Refuses what averages gradients among workers that would each push the average, and what cuts parameters unseen.
+    Refuses wrappers that average gradients among workers, each of which would push the average, or that hide slices.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
@@ -373,11 +370,11 @@ def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
 
 
 def _averagers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Each DistributedDataParallel over parameters of a module: trainers hand on what, or part of what, they wrap."""
+    """Return each DistributedDataParallel over parameters of a module: trainers may pass on the wrapped part."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_world_size() == 1:
         return []
-    # The module does not know of it, and torch keeps no list.
+    # torch keeps no list of them.
     kind = torch.nn.parallel.DistributedDataParallel
     own = set(map(id, module.parameters()))
     around_any = (found for found in gc.get_objects() if issubclass(type(found), kind))
