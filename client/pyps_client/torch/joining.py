@@ -22,7 +22,7 @@ from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, sev
 from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
-from pyps_client.torch.rules import Translation, translate, translation_of
+from pyps_client.torch.rules import translate, translation_of
 from pyps_client.torch.schedule import Pace
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
@@ -53,21 +53,18 @@ class Joined:
         return None if self.cut is None else self.cut.arrangement.own_param_groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Pace):
     """The settings of a RemoteOptimizer."""
 
-    overlap: str
-    push_every: int | None
-    pull_every: int | None
-    local_learning_rate: float | None
-    read_my_writes: bool
-    compat: str | None
-    buffers: str
-    owns_schedule: bool | None
+    local_learning_rate: float | None = None
+    read_my_writes: bool = False
+    buffers: str = "local"
+    owns_schedule: bool | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
+        Pace.__post_init__(self)
         if self.buffers not in BUFFER_MODES:
             raise InvalidArgument(f"buffers is {self.buffers!r}; expected one of {', '.join(BUFFER_MODES)}.")
         rate = self.local_learning_rate
@@ -75,39 +72,21 @@ class Settings:
             raise InvalidArgument(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
 
 
-@dataclass(frozen=True)
 class Joining:
     """How one worker, or one process of a replica, joins a run."""
 
-    module: torch.nn.Module
-    param_groups: Sequence[Mapping[str, Any]]
-    replica: Group
-    settings: Settings
-    # The servers' name of the optimizer's rule.
-    translation: Translation
-    optimizer: OptimizerSettings
-    pace: Pace
-    launch: Launch
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         launch: Launch,
         settings: Settings,
         replica: Group,
-    ) -> Joining:
+    ) -> None:
         """Check what can be checked without servers; raises a ConfigurationError."""
         translation, local_rate = translation_of(optimizer), settings.local_learning_rate
-        pace = Pace(
-            push_every=settings.push_every,
-            pull_every=settings.pull_every,
-            overlap=settings.overlap,
-            compat=settings.compat,
-            local_rate_known=local_rate is not None or not translation.stateful,
-        )
-        if settings.read_my_writes and (local_rate == 0 or (local_rate is None and translation.stateful)):
+        steps_known = local_rate is not None or not translation.stateful
+        if settings.read_my_writes and (local_rate == 0 or not steps_known):
             raise InvalidArgument(
                 "read_my_writes repeats the worker's own steps on pulled parameters, but there are no local steps: "
                 "pass local_learning_rate, the size of a plain SGD step."
@@ -126,14 +105,15 @@ class Joining:
                 f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
                 "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
             )
-        joining = cls(
-            module, optimizer.param_groups, replica, settings, translation, translate(optimizer), pace, launch
-        )
+        self.module, self.launch, self.replica = module, launch, replica
+        self.param_groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
+        self.settings = replace(settings, local_rate_known=steps_known)
+        # The optimizer in the servers' words.
+        self.translation, self.optimizer = translation, translate(optimizer)
         if replica is ALONE:
-            joining._layout()
+            self._layout()
         else:
             named_groups(module, optimizer.param_groups)
-        return joining
 
     @property
     def is_first(self) -> bool:
@@ -143,7 +123,8 @@ class Joining:
     def join(self) -> Joined:
         """Join the run; all processes of a replica call it, and raise the same error or none."""
         if self.replica is not ALONE:
-            return self._of_one_name()._as_a_replica()
+            self._take_one_name()
+            return self._as_a_replica()
         try:
             return self._whole()
         except ModelMismatch:
@@ -166,7 +147,7 @@ class Joining:
         session, cut = joined.session, joined.cut
         none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
         common: dict[str, Any] = {
-            "pace": self.pace,
+            "pace": self.settings,
             "local_rates": lambda: rates.sizes(session.next_rates()) or none,
             "rate_changes": rates.changes,
         }
@@ -175,7 +156,7 @@ class Joining:
 
             common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
             steps: Steps = ReplicaSteps(session, joined.layout, **common)
-        elif cut is not None and self.pace.overlap == "backward":
+        elif cut is not None and self.settings.overlap == "backward":
             raise InvalidArgument(
                 "overlap is 'backward', but this run's model is cut in parts: use overlap='step' or 'off'."
             )
@@ -184,7 +165,7 @@ class Joining:
                 *(self.module, joined.layout),
                 mode=self.settings.buffers,
                 is_first=self.is_first,
-                overlaps=self.pace.overlap == "step",
+                overlaps=self.settings.overlap == "step",
             )
             common |= {"buffers": buffers, "read_my_writes": self.settings.read_my_writes}
             steps = steps_of(session, joined.layout, **common)
@@ -208,13 +189,12 @@ class Joining:
         session = self._connected(layout, layout.model, settings)
         return Joined(session, layout, partial(map, _gradient, trained))
 
-    def _of_one_name(self) -> Joining:
+    def _take_one_name(self) -> None:
         """Take over the leader's name and place where nobody chose one, as under torchrun."""
         own = self.launch
         name, index, count = led(self.replica, lambda: (own.worker_id, own.worker_index, own.worker_count))
-        if own.named:
-            return self
-        return replace(self, launch=own.with_(worker_id=name, worker_index=index, worker_count=count))
+        if not own.named:
+            self.launch = own.with_(worker_id=name, worker_index=index, worker_count=count)
 
     def _as_a_replica(self) -> Joined:
         """Initialize the run, or take over its cut; again where another worker initialized it meanwhile."""
@@ -259,10 +239,10 @@ class Joining:
         common = {
             "The optimizer's rule": self.optimizer.rule,
             **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
-            "push_every": self.pace.push_every,
-            "pull_every": self.pace.pull_every,
-            "overlap": self.pace.overlap,
-            "compat": self.pace.compat,
+            "push_every": self.settings.push_every,
+            "pull_every": self.settings.pull_every,
+            "overlap": self.settings.overlap,
+            "compat": self.settings.compat,
             "local_learning_rate": self.settings.local_learning_rate,
             "gradient_codec": self.launch.gradient_codec,
             "parameter_codec": self.launch.parameter_codec,

@@ -96,8 +96,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `overlap`: "off" waits for each push and pull. "step" makes them in parallel to the computation, which costs
         about one version of staleness; minibatches that end meanwhile are summed in the next push. "backward" sends a
         shard as soon as the backward pass has its gradients, and `step` waits for the rest: the result is that of
-        "off". It takes one backward pass a step, and refuses gradients, a rate or `examples` that change before `step`.
-        Where the protocol or the transport does not allow overlap, the worker waits, and logs why.
+        "off". It takes one backward pass a step, and refuses gradients, a rate or `examples_in_batch` that change
+        before `step`. Where the protocol or the transport does not allow overlap, the worker waits, and logs why.
         `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
         a RemoteOptimizer, and take the same steps.
         `push_every`, `pull_every`: minibatches in a push, and from pull to pull; by default what the protocol wants
@@ -130,7 +130,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 buffers=buffers,
                 owns_schedule=owns_schedule,
             )
-            joining = Joining.of(whole, optimizer, Launch.of(servers, launch), settings, peers)
+            joining = Joining(whole, optimizer, Launch.of(servers, launch), settings, peers)
             _require_first(joining.launch, optimizer)
             return joining
 
