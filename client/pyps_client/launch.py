@@ -285,7 +285,7 @@ def torchrun_run(environment: Mapping[str, str]) -> str:
 def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
     """Return the servers' places, addresses as host:port, from "a:1,b:2" or a sequence; `port` is the default."""
     several = isinstance(servers, Iterable) and not isinstance(servers, Mapping)
-    listed = servers.split(",") if isinstance(servers, str) else list(servers) if several else [0]
+    listed: list[Any] = servers.split(",") if isinstance(servers, str) else list(servers) if several else [0]
     if not all(isinstance(address, str) for address in listed):
         raise InvalidArgument(f"servers is {servers!r}; expected 'host:port,host:port', or a list of such strings.")
     addresses = [address.strip() for address in listed if address.strip()]

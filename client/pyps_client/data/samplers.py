@@ -64,8 +64,8 @@ def worker_sampler(
     all workers.
     """
     for name, value in (("seed", seed), ("index", index), ("count", count)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise InvalidArgument(f"{name} is {value!r}; expected a whole number.")
+        if value is not None:
+            _check_whole(name, value)
     if not isinstance(dataset, Sized):
         raise InvalidArgument(f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__.")
     torchrun = torchrun_place(os.environ)
@@ -137,8 +137,9 @@ def growing_batches(
     `optimizer`: a RemoteOptimizer, or a Client. `batch_size` is the size where the servers leave it open. The rest is
     as for `worker_sampler`.
     """
-    if not isinstance(batch_size, Integral) or batch_size < 1:
-        raise InvalidArgument(f"batch_size is {batch_size!r}; expected a whole number, 1 or more.")
+    _check_whole("batch_size", batch_size)
+    if batch_size < 1:
+        raise InvalidArgument(f"batch_size is {batch_size}; expected 1 or more.")
     # Without a look at its value, for which the optimizer would join its run.
     if getattr_static(optimizer, "batch_size", None) is None:
         raise InvalidArgument(
@@ -161,6 +162,11 @@ def length_of(dataset: Any) -> int:
     if length == 0:
         raise InvalidArgument(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
     return length
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidArgument(f"{name} is {value!r}; expected a whole number.")
 
 
 def _place(variable: str, given: int | None) -> int | None:
