@@ -179,7 +179,7 @@ class Ledger:
         """Delete the life heard of longest ago, present lives of workers on the roster last."""
         for _ in range(len(self._lives)):
             (worker_id, incarnation), life = self._lives.popitem(last=False)
-            if self._latest.get(worker_id) != incarnation or not roster.counts(worker_id):
+            if self._latest.get(worker_id) != incarnation or not roster.is_active(worker_id):
                 break
             # To the end, behind all others.
             self._lives[worker_id, incarnation] = life

@@ -74,7 +74,7 @@ class Member:
     # How often others stopped waiting for it since then.
     stalls: int = 0
     # Whether it is active in the protocol's rounds: from its first push until it is gone or stalls.
-    counts: bool = False
+    active: bool = False
     # The worker's own count of steps.
     clock: int = 0
     # The worker's own figures, by name.
@@ -189,7 +189,7 @@ class Membership:
                     f"worker {worker_id!r} cannot join: {self.num_alive} workers are alive and the limit is"
                     f" {self.workers_max}; raise --max-workers on the server"
                 )
-            before = _GONE if known is None else _standing(known)
+            before = _GONE if known is None else _presence(known)
             is_later = known is not None and known.incarnation != incarnation
             if known is not None and not is_later:
                 # It says Hello again, and keeps its figures.
@@ -238,7 +238,7 @@ class Membership:
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
             was_alive = member.alive
-            self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, counts=member.counts)
+            self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, active=member.active)
             if scalars is not None:
                 member.scalars = dict(scalars)
         return NONE if was_alive else tell("back", "worker is back", worker=worker_id)
@@ -253,7 +253,7 @@ class Membership:
         with self._lock:
             member = self._members.get(worker_id)
             # An active worker is alive.
-            if member is None or not member.counts or member.incarnation != incarnation or member.pushed_at is None:
+            if member is None or not member.active or member.incarnation != incarnation or member.pushed_at is None:
                 return None
             if not compare_digest(member.secret, secret):
                 return None
@@ -265,14 +265,17 @@ class Membership:
     def pushed(
         self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None, secret: bytes = b""
     ) -> tuple[Roster, Effects]:
-        """Note a push, which makes the worker active, and return the roster with it. Raises as `heard`."""
+        """Note a push and return the roster with the worker, which is active now unless it stalls again and again.
+
+        Raises as `heard`.
+        """
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
-            was_alive, counted = member.alive, member.counts
-            counts = counted or member.stalls < STALLS_MAX
-            self._heard(member, now=now, clock=clock, pushed_at=now, counts=counts)
+            was_alive, was_active = member.alive, member.active
+            active = was_active or member.stalls < STALLS_MAX
+            self._heard(member, now=now, clock=clock, pushed_at=now, active=active)
             roster = self._present_roster()
-        if counted or not counts:
+        if was_active or not active:
             return roster, NONE
         kind, what = ("counts", "worker is active") if was_alive else ("back", "worker is back")
         return roster, tell(kind, what, worker=worker_id, workers=roster.num_workers)
@@ -284,9 +287,9 @@ class Membership:
             if member is None or member.incarnation != incarnation or member.state is not _ALIVE:
                 return NONE
             member.taken_at, member.stalls = now, 0
-            if member.counts:
+            if member.active:
                 return NONE
-            before, member.counts = _standing(member), True
+            before, member.active = _presence(member), True
             self._moved(member, before=before)
         return tell("counts", "worker is active", worker=worker_id, workers=self.roster.num_workers)
 
@@ -407,11 +410,11 @@ class Membership:
         """
         with self._lock:
             member = self._members.get(worker_id)
-            if member is None or not member.counts:
+            if member is None or not member.active:
                 return False
             for each in self._alive_of(member.replica) if member.replica else [member]:
-                if each.counts:
-                    before, each.counts = _standing(each), False
+                if each.active:
+                    before, each.active = _presence(each), False
                     each.stalls += 1
                     self._moved(each, before=before)
             return True
@@ -561,6 +564,7 @@ class Membership:
                 )
 
     def _require(self, worker_id: str, incarnation: int, secret: bytes) -> Member:
+        """Return the member that a call is from; raise as `heard`."""
         known = self._members.get(worker_id)
         _require_latest(known, incarnation)
         if known is not None and known.incarnation == incarnation:
@@ -609,7 +613,7 @@ class Membership:
         return effects
 
     def _out(self, member: Member, state: WorkerState) -> None:
-        before, member.state, member.counts = _standing(member), state, False
+        before, member.state, member.active = _presence(member), state, False
         self._moved(member, before=before)
 
     def _present_roster(self) -> Roster:
@@ -624,25 +628,25 @@ class Membership:
     def _entries(self) -> list[Entry]:
         """Return the entries of a roster, without processes of a replica's earlier lives."""
         return [
-            Entry(m.worker_id, m.name, m.parts, m.counts, m.pushed_at is not None or not m.alive)
+            Entry(m.worker_id, m.name, m.parts, m.active, m.pushed_at is not None or not m.alive)
             for m in self._members.values()
             if not m.replica or self._lives.is_latest(m.replica, m.incarnation)
         ]
 
-    def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
+    def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, active: bool) -> None:
         """Note a heartbeat, and drop the roster if that makes the worker alive, active or arrived."""
-        before = _standing(member)
+        before = _presence(member)
         member.state, member.was_heard = _ALIVE, True
         member.heard_at = max(now, member.heard_at)
         member.pushed_at = pushed_at
-        member.counts = counts
+        member.active = active
         if clock is not None:
             member.clock = clock
         self._moved(member, before=before)
 
-    def _moved(self, member: Member, *, before: Standing) -> None:
+    def _moved(self, member: Member, *, before: Presence) -> None:
         """Drop the roster if it would no longer be the same."""
-        now = _standing(member)
+        now = _presence(member)
         if now != before:
             self._roster = None
             self.num_alive += now[0] - before[0]
@@ -674,12 +678,12 @@ _STALLED = {
 }
 
 # What a roster depends on: whether a worker is alive, is active, and has yet to push.
-Standing = tuple[bool, bool, bool]
-_GONE: Standing = (False, False, False)
+Presence = tuple[bool, bool, bool]
+_GONE: Presence = (False, False, False)
 
 
-def _standing(member: Member) -> Standing:
-    return member.state is _ALIVE, member.counts, member.pushed_at is None
+def _presence(member: Member) -> Presence:
+    return member.state is _ALIVE, member.active, member.pushed_at is None
 
 
 def require_own(known: Member, incarnation: int, secret: bytes) -> None:

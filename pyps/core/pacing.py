@@ -258,7 +258,7 @@ class Release(Pacer):
         self._start, self._every = start, every
 
     def asks(self, version: int) -> bool:
-        # Until one more than those present would be free at once.
+        # Until one more worker, if it joined now, would be admitted at once.
         return version < self._start + self._every * len(self._state.present)
 
     @property

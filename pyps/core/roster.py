@@ -52,11 +52,11 @@ class Roster:
             return self
         return parted.rosters.get(part, parted.rosters[REST])
 
-    def counts(self, worker_id: str) -> bool:
+    def is_active(self, worker_id: str) -> bool:
         """Return whether that process is active for some part."""
         parted = self.parted
         if parted is not None:
-            return worker_id in parted.counted
+            return worker_id in parted.active
         # At every push: a linear search would cost a round the square of its workers.
         index = bisect_left(self.workers, worker_id)
         return index < len(self.workers) and self.workers[index] == worker_id
@@ -69,7 +69,7 @@ class Parted:
     # By part, and under REST.
     rosters: Mapping[int, Roster]
     # The active processes.
-    counted: frozenset[str]
+    active: frozenset[str]
 
 
 class Entry(NamedTuple):
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
     name: str
     # The parts that it holds; () for all.
     parts: tuple[int, ...]
-    counts: bool
+    active: bool
     # Whether it has pushed or is gone.
     arrived: bool
 
@@ -94,7 +94,7 @@ class Expectation:
         self._gathered = set[int]()
 
     def missing(self, num_arrived: int, *, part: int = WHOLE) -> int:
-        """Return how many workers are still missing."""
+        """Return how many workers are still missing; 0 for good once all have come."""
         if part in self._gathered:
             return 0
         missing = self.num_workers - num_arrived
@@ -113,10 +113,10 @@ def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
             by_part[part].append(entry)
     rosters = {part: roster_of_part([*holders_of_all, *some], expectation, part) for part, some in by_part.items()}
     rosters[REST] = roster_of_part(holders_of_all, expectation, REST)
-    counted = frozenset(entry.worker_id for entry in entries if entry.counts)
+    active = frozenset(entry.worker_id for entry in entries if entry.active)
     names = [entry._replace(worker_id=entry.name) for entry in entries]
     run = roster_of_part(names, expectation, WHOLE)
-    return Roster(run.workers, run.missing, run.coming, Parted(rosters, counted))
+    return Roster(run.workers, run.missing, run.coming, Parted(rosters, active))
 
 
 def not_joined(count: int) -> tuple[str, ...]:
@@ -132,5 +132,5 @@ def roster_of_part(entries: Iterable[Entry], expectation: Expectation, part: int
     arrived = {entry.name for entry in entries if entry.arrived}
     missing = expectation.missing(len(arrived), part=part)
     coming = {entry.worker_id for entry in entries if entry.name not in arrived} if missing else set()
-    workers = {entry.worker_id for entry in entries if entry.counts}
+    workers = {entry.worker_id for entry in entries if entry.active}
     return Roster(tuple(sorted(workers)), missing, tuple(sorted(coming)))

@@ -76,7 +76,7 @@ class Curve(ABC):
 
     @property
     def highest(self) -> float:
-        """The highest factor at any time, or a higher number."""
+        """An upper bound of the factor."""
         return 1.0
 
     @property

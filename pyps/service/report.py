@@ -164,7 +164,7 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport
         silent_seconds=max(0.0, run.clock() - member.heard_at),
         scalars=dict(member.scalars),
         message=member.message,
-        counts=member.counts,
+        counts=member.active,
         waits_for=waits_for,
         transport=transport,
         replica=member.replica,

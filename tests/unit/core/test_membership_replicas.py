@@ -224,7 +224,7 @@ def test_a_worker_that_holds_all_counts_for_every_part_beside_the_processes_that
         ("a", "r"),
         [("a", "r/0"), ("a",), ("a",)],
     )
-    assert [roster.counts(worker_id) for worker_id in ("r/0", "r/1", "a")] == [True, False, True], "by its own name"
+    assert [roster.is_active(worker_id) for worker_id in ("r/0", "r/1", "a")] == [True, False, True], "by its own name"
     # The log of a shard tells rosters apart by what they list for it.
     push(members, "r/1")
     assert members.roster.of_part(0) == roster.of_part(0)

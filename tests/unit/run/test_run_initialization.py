@@ -12,6 +12,7 @@ import pytest
 
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Store
+from pyps.run.content import listed
 from pyps.run.handshake import Greeting, Opening
 from pyps.run_header import RunHeader
 from pyps.storage.folder import CheckpointFolder
@@ -43,6 +44,26 @@ def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> Non
         anew.add(shard.shard_id, FLOAT32, payload)
     run.commit(anew)
     assert run.content.shards
+
+
+def test_a_worker_may_leave_before_there_is_a_run_and_leaves_no_turn_behind() -> None:
+    run = make_run()
+    run.hello(greeting_of("a"))
+    run.rounds.complete_rounds()
+    assert run.leave("r", "a", 1, failed=False, message="") == 0
+    run.rounds.complete_rounds()
+    assert run.hello(greeting_of("b")), "its turn is over"
+    assert [event.kind for event in run.events] == ["joined", "left", "joined"]
+
+
+def test_shards_are_listed_in_words_the_first_eight_of_many() -> None:
+    words = {
+        0: "no shards",
+        1: "shard 0",
+        8: "shards 0, 1, 2, 3, 4, 5, 6, 7",
+        10: "shards 0, 1, 2, 3, 4, 5, 6, 7 and 2 more",
+    }
+    assert {count: listed(range(count)) for count in words} == words
 
 
 class FullDisk(Log):
