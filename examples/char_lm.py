@@ -36,23 +36,23 @@ from pyps_wire.errors import PypsError
 
 TRAINING_BYTES = 2_000_000
 HELD_OUT_BYTES = 200_000
-# Characters in an example: each but the first is to be guessed from those before it.
+# Characters in an example; the model guesses each but the first from those before it.
 LENGTH = 65
 CHARACTERS = 128
-# Between two looks at the held-out text, each at one of so many of its examples.
+# Seconds between two scores of the held-out text, each of every so manyth example.
 LOOK_SECONDS = 2.0
 LOOK_EVERY = 10
-# Examples that are scored in one go: the scores of all would take 100 MB.
+# Examples that are scored at once: the scores of all would take 100 MB.
 SCORED_AT_ONCE = 500
 
 
 def main() -> None:
     arguments = parse_arguments()
-    # Each worker uses the cores that OMP_NUM_THREADS leaves it; the launcher sets that.
+    # The launcher gives each worker its share of the cores by OMP_NUM_THREADS.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training, held_out = standard_library(arguments.training_bytes)
     model = Network().to(device)
-    # What is done once for all workers is done by the first.
+    # The first worker does what is done once for all.
     scores = Scores(model, held_out) if os.environ.get("PYPS_WORKER_INDEX", "0") == "0" else None
     if scores is not None:
         print(f"held-out text, untrained: {scores.seen[0][1]:.3f} bits/char", flush=True)
@@ -75,11 +75,11 @@ def main() -> None:
             batches, loss_sum = batches + 1, loss_sum + loss.item()
             if scores is not None:
                 scores.look_if_due()
-        # For a worker that comes late the others may have done all of an epoch.
+        # The others may have done all of an epoch before a late worker.
         if batches:
             optimizer.report(loss=loss_sum / batches)
-            told = f"{batches:4d} batches here, loss {loss_sum / batches:.4f}"
-            print(f"epoch {epoch}  update {optimizer.global_step:5d}  {told}", flush=True)
+            trained = f"{batches:4d} batches here, loss {loss_sum / batches:.4f}"
+            print(f"epoch {epoch}  update {optimizer.global_step:5d}  {trained}", flush=True)
     optimizer.close()
     if scores is not None:
         scores.look()
@@ -105,17 +105,17 @@ class Network(nn.Module):
 
 
 def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of the characters that follow, in nats."""
+    """Return the mean cross-entropy of the next characters, in nats."""
     return loss_between(model(text[:, :-1]), text[:, 1:])
 
 
 def loss_between(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """The same, of the characters' scores."""
+    """Return the same for the characters' scores."""
     return functional.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def bits_per_character(model: nn.Module, text: TensorDataset, *, every: int = 1) -> float:
-    """The mean over the text, or over every so manyth example of it."""
+    """Return the mean over the text, or over every so manyth example."""
     examples = text.tensors[0][::every]
     device = next(model.parameters()).device
     with torch.no_grad():
@@ -124,7 +124,7 @@ def bits_per_character(model: nn.Module, text: TensorDataset, *, every: int = 1)
 
 
 class Scores:
-    """What a model in training scores on held-out text, now and then."""
+    """Scores of a model in training on held-out text."""
 
     def __init__(self, model: nn.Module, held_out: TensorDataset) -> None:
         self._model, self._held_out = model, held_out
@@ -134,19 +134,19 @@ class Scores:
         self.look()
 
     def look_if_due(self) -> None:
-        """Scores the model by a part of the text, now and then."""
+        """Score the model by a part of the text, if the last score is old enough."""
         if time.monotonic() - self._began >= self.seen[-1][0] + LOOK_SECONDS:
             self.look(every=LOOK_EVERY)
 
     def look(self, *, every: int = 1) -> None:
-        """Scores the model by every so manyth example."""
+        """Score the model by every so manyth example."""
         seconds = time.monotonic() - self._began
         self.seen.append((seconds, bits_per_character(self._model, self._held_out, every=every)))
 
 
 def standard_library(training_bytes: int = TRAINING_BYTES) -> tuple[TensorDataset, TensorDataset]:
-    """The text for training, and that held out: rows of LENGTH characters, a row's last the next one's first."""
-    # What is held out is the same however much is trained on.
+    """Return the text for training and the held-out text: rows of LENGTH characters, which share their ends."""
+    # The held-out text does not depend on the amount of training text.
     wanted = TRAINING_BYTES + HELD_OUT_BYTES
     text = b""
     for path in sources(Path(sysconfig.get_path("stdlib"))):
@@ -164,13 +164,13 @@ def standard_library(training_bytes: int = TRAINING_BYTES) -> tuple[TensorDatase
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """The files of the library itself, not of what was installed beside it."""
+    """Return the files of the standard library, without installed packages."""
     installed = {"site-packages", "dist-packages"}
     return (path for path in sorted(folder.rglob("*.py")) if not installed.intersection(path.parts))
 
 
 def draw(path: Path, scores: Sequence[tuple[float, float]]) -> None:
-    """Draws (seconds, bits/char) pairs."""
+    """Draw (seconds, bits/char) pairs."""
     # Figure alone draws without a display, which pyplot might ask for.
     from matplotlib.figure import Figure
 
@@ -187,7 +187,7 @@ def draw(path: Path, scores: Sequence[tuple[float, float]]) -> None:
 
 
 def evaluate(parameters: dict[str, np.ndarray]) -> dict[str, float]:
-    """Bits per character of these parameters on the held-out text."""
+    """Return the bits per character of these parameters on the held-out text."""
     model = Network()
     model.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
     return {"bits_per_character": bits_per_character(model, standard_library()[1])}
@@ -215,5 +215,5 @@ if __name__ == "__main__":
     try:
         main()
     except PypsError as error:
-        # What the servers refuse is said in a sentence; nobody needs to see where.
+        # A refusal is a sentence, and needs no traceback.
         sys.exit(f"char_lm.py: {error}")

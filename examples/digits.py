@@ -29,7 +29,7 @@ from pyps_client import RemoteOptimizer
 from pyps_client.data import worker_sampler
 from pyps_wire.errors import PypsError
 
-# What each torch optimizer is made with where nothing else is said.
+# The default settings of each torch optimizer.
 OPTIMIZERS = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
     "sgd": (torch.optim.SGD, {"lr": 0.3}),
@@ -46,7 +46,7 @@ SPLIT_SEED = 42
 
 def main() -> None:
     arguments = parse_arguments()
-    # Each worker uses the cores that OMP_NUM_THREADS leaves it; the launcher sets that.
+    # The launcher gives each worker its share of the cores by OMP_NUM_THREADS.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training, held_out = digits()
     loader = DataLoader(training, batch_size=arguments.batch_size, sampler=worker_sampler(training, seed=1))
@@ -92,13 +92,13 @@ def torch_optimizer(model: nn.Module, arguments: argparse.Namespace) -> torch.op
 
 
 def annealing(optimizer: torch.optim.Optimizer, epochs: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Lets the learning rate fall to a tenth along a cosine; worker 0's is the one that reaches the servers."""
+    """Lower the learning rate to a tenth along a cosine; the servers follow worker 0's."""
     lowest = [group["lr"] / 10 for group in optimizer.param_groups]
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs, eta_min=min(lowest))
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """The images for training, and those held out; the same split in every process."""
+    """Return the images for training and the held-out ones, split in the same way in every process."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
     pixels = torch.tensor(images[order] / 16, dtype=torch.float32)
@@ -108,7 +108,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def evaluate(parameters: dict[str, np.ndarray]) -> dict[str, float]:
-    """Loss and accuracy of these parameters on the held-out images."""
+    """Return loss and accuracy of these parameters on the held-out images."""
     model = network()
     model.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
     images, labels = digits()[1].tensors
@@ -135,5 +135,5 @@ if __name__ == "__main__":
     try:
         main()
     except PypsError as error:
-        # What the servers refuse is said in a sentence; nobody needs to see where.
+        # A refusal is a sentence, and needs no traceback.
         sys.exit(f"digits.py: {error}")

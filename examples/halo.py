@@ -1,4 +1,4 @@
-"""What crosses between the parts of an image: border rows one way, their gradients the other, each counted.
+"""Exchange between the parts of an image: border rows in one direction, gradients in the other, each counted.
 
 Each part is a process of torch.distributed and holds a band of the image's rows, part 0 the uppermost. A node is one
 number of a layer: a channel at a place. Other parts need a part's nodes along its borders alone, and such a node goes
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A node reads the square of so many rows and columns around its place.
+# A node reads a square of so many rows and columns.
 KERNEL = 3
 
 
 class Band:
-    """The rows of an image that this process holds, the ways to its neighbours, and a log of what it sent them."""
+    """The rows of an image that this process holds, its neighbours, and a log of what it sent them."""
 
     def __init__(self, height: int, *, index: int, count: int) -> None:
         self.index, self.count, self.height = index, count, height
@@ -34,13 +34,13 @@ class Band:
         return _Halo.apply(states, self, layer, readers)
 
     def sum_of_parts(self, partial: torch.Tensor, layer: str) -> torch.Tensor:
-        """Nodes (examples, nodes) to which each part has added what it could; their sum, the same in all parts."""
+        """Return the sum of all parts' nodes (examples, nodes), the same in all parts."""
         return _SumOfParts.apply(partial, self, layer)
 
     def swap(
         self, direction: str, layer: str, rows: Sequence[tuple[int, torch.Tensor]], *, readers: int
     ) -> tuple[torch.Tensor, ...]:
-        """Sends a row up and one down, by their places in the image; returns what came, zeros where nobody is."""
+        """Send a row up and one down, by their places in the image; return the neighbours' rows, or zeros."""
         received, operations = [], []
         for part, (row, states) in zip((self.index - 1, self.index + 1), rows, strict=True):
             received.append(torch.zeros_like(states, memory_format=torch.contiguous_format))
@@ -54,7 +54,7 @@ class Band:
 
 
 class Log:
-    """What this process sent in a minibatch, node by node."""
+    """The messages of this process in a minibatch, node by node."""
 
     def __init__(self) -> None:
         # How often each (direction, layer, node, destination) was sent.
@@ -74,7 +74,7 @@ class Log:
         self.add(direction, layer, nodes, part, edges=channels * (KERNEL * columns - 2) * readers)
 
     def clear(self) -> None:
-        """Begins the next minibatch."""
+        """Begin the next minibatch."""
         self.times.clear()
         self.edges = 0
 
@@ -90,7 +90,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         band = ctx.band
-        # Gradients of the neighbours' nodes go back to them, and those of this part's nodes come.
+        # Gradients of the neighbours' nodes are sent back, and those of this part's nodes are received.
         rows = [(band.rows.start - 1, gradient[:, :, :1]), (band.rows.stop, gradient[:, :, -1:])]
         above, below = band.swap("backward", ctx.layer, rows, readers=ctx.readers)
         own = gradient[:, :, 1:-1].clone()
@@ -109,9 +109,9 @@ class _SumOfParts(torch.autograd.Function):
         dist.all_gather(partials, partial)
         nodes = [(node,) for node in range(partial.shape[1])]
         for part in set(range(band.count)) - {band.index}:
-            # Nothing is gained over a message for each edge here: what crosses is added up before.
+            # Sums are sent, so a message for each edge would cost no more here.
             band.log.add("forward", layer, nodes, part, edges=len(nodes))
-        # One order on all processes, so that what they go on with has the same bits.
+        # One order on all processes, for the same bits.
         return torch.stack(partials).sum(0)
 
     @staticmethod

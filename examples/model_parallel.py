@@ -1,4 +1,4 @@
-"""A worker of several processes: a transformer, cut over them, that learns to guess the next character.
+"""A worker of several processes: a transformer, split over them, that learns to guess the next character.
 
 The text is char_lm.py's, the source of Python's standard library. A replica is one worker to pyps; inside it torch
 cuts the model, by a plan for parallelize_module that pyps never sees, or into the stages of a pipeline:
@@ -36,11 +36,11 @@ from pyps_client.torch import RemoteOptimizer, Replica
 from pyps_wire.errors import PypsError
 
 BATCH_SIZE = 16
-# A pipeline works at several pieces of a minibatch at once, each in another stage.
+# The pieces of a minibatch that a pipeline has at once, each in another stage.
 PIECES = 4
 REPORT_EVERY = 20
 
-# Cut by heads and by the columns of the dense layers; norms and positions stay whole in every process.
+# Split by heads and by the columns of the dense layers; every process has all norms and positions.
 PLAN = {
     "embedding": RowwiseParallel(input_layouts=Replicate()),
     "blocks.*.query": ColwiseParallel(),
@@ -51,13 +51,13 @@ PLAN = {
     "blocks.*.down": RowwiseParallel(),
     "output": ColwiseParallel(output_layouts=Replicate()),
 }
-# From a minibatch to its loss, gradients added to the parameters'.
+# Computes a minibatch's loss, and adds its gradients to the parameters'.
 Backpropagation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
     arguments = parse_arguments()
-    # A worker of one process needs no others to talk to.
+    # A worker of one process has no others.
     if arguments.cut != "none":
         dist.init_process_group("gloo")
     torch.manual_seed(arguments.seed)
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def cut(model: Transformer, how: str) -> tuple[nn.Module, Backpropagation]:
-    """This process's part of the model, and what trains the whole with the other processes."""
+    """Return this process's part of the model, and the function that trains the whole with the others."""
     if how == "pipeline":
         return pipeline(model)
     if how == "tensor":
@@ -100,7 +100,7 @@ def cut(model: Transformer, how: str) -> tuple[nn.Module, Backpropagation]:
 
 
 def pipeline(model: Transformer) -> tuple[nn.Module, Backpropagation]:
-    """The blocks that are this process's, as a stage between those of its neighbours."""
+    """Return this process's blocks, as a stage between those of its neighbours."""
     index, count = dist.get_rank(), dist.get_world_size()
     last = index == count - 1
     for number in range(BLOCKS):
@@ -125,15 +125,15 @@ def pipeline(model: Transformer) -> tuple[nn.Module, Backpropagation]:
 
 
 def minibatches(training: TensorDataset, *, seed: int) -> Iterator[torch.Tensor]:
-    """Minibatches of this replica's part of the text, pass after pass, the same in all its processes."""
-    # A pipeline is made for minibatches of one size.
+    """Yield minibatches of this replica's part of the text, pass after pass, the same in all its processes."""
+    # A pipeline needs minibatches of one size.
     loader = DataLoader(training, BATCH_SIZE, sampler=worker_sampler(training, seed=seed), drop_last=True)
     while True:
         yield from (text for (text,) in loader)
 
 
 def evaluate(parameters: dict[str, np.ndarray]) -> dict[str, float]:
-    """Bits per character of these parameters on the held-out text."""
+    """Return the bits per character of these parameters on the held-out text."""
     model = Transformer()
     model.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
     return {"bits_per_character": bits_per_character(model, standard_library()[1])}
@@ -161,5 +161,5 @@ if __name__ == "__main__":
     try:
         main()
     except PypsError as error:
-        # What the servers refuse is said in a sentence; nobody needs to see where.
+        # A refusal is a sentence, and needs no traceback.
         sys.exit(f"model_parallel.py: {error}")

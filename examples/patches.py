@@ -6,8 +6,8 @@ images are scikit-learn's digits, 8 by 8 pixels.
 
     pyps run --servers 2 --replicas 2 --parts 2 -- python examples/patches.py
 
-torch knows no such cut, so the worker tells pyps which block of each tensor it holds. What the parts of a replica send
-each other is counted, and the count stands at the end of the output.
+torch knows no such split, so the worker gives pyps the block of each tensor that it holds. The messages between the
+parts of a replica are counted, and the count is the end of the output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     index, count = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if count > SIDE:
         sys.exit(f"patches.py: the images have {SIDE} rows, too few for {count} parts")
-    # A worker of one process needs no others to talk to.
+    # A worker of one process has no others.
     if count > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(1)
@@ -64,10 +64,10 @@ def main() -> None:
             print(f"epoch {epoch:3d}  update {optimizer.global_step:5d}  loss {loss.item():.4f}", flush=True)
     optimizer.close()
     # The last minibatch is in the log; scoring adds to it.
-    told = what_crossed(band, most_times=most_times)
+    sent = what_crossed(band, most_times=most_times)
     hits = accuracy(model, held_out)
     if index == 0:
-        print(f"{told}\nheld-out accuracy {hits:.4f}", flush=True)
+        print(f"{sent}\nheld-out accuracy {hits:.4f}", flush=True)
     if count > 1:
         dist.destroy_process_group()
 
@@ -121,12 +121,12 @@ class Dense(nn.Module):
 
 
 def own_rows(band: Band, *shape: int, fan_in: int) -> nn.Parameter:
-    """The band's rows of random weights; all processes draw the same whole."""
+    """Return the band's rows of random weights; all processes draw the same whole."""
     return nn.Parameter((torch.randn(band.height, *shape) / math.sqrt(fan_in))[band.rows].clone())
 
 
 def blocks(model: nn.Module, band: Band) -> dict[str, Block]:
-    """Where in the whole tensors this process's parameters lie; the dense layer's bias is everybody's."""
+    """Return the places of this process's parameters in the whole tensors; all hold the dense layer's bias."""
     return {
         name: Block(offset=(band.rows.start,) + (0,) * (parameter.ndim - 1), whole_shape=(SIDE, *parameter.shape[1:]))
         for name, parameter in model.named_parameters()
@@ -135,7 +135,7 @@ def blocks(model: nn.Module, band: Band) -> dict[str, Block]:
 
 
 def what_crossed(band: Band, *, most_times: int) -> str:
-    """What all parts of the replica sent in the last minibatch, in words; all processes call it."""
+    """Describe what all parts of the replica sent in the last minibatch; all processes call it."""
     counts = [sum(sent[0] == direction for sent in band.log.times) for direction in ("forward", "backward")]
     everybody = [(*counts, band.log.edges, most_times)] * band.count
     if band.count > 1:
@@ -151,14 +151,14 @@ def what_crossed(band: Band, *, most_times: int) -> str:
 
 
 def accuracy(model: nn.Module, held_out: TensorDataset) -> float:
-    """The share of images that are recognised; all processes call it."""
+    """Return the share of images that are recognised; all processes call it."""
     images, labels = held_out.tensors
     with torch.no_grad():
         return (model(images).argmax(1) == labels).float().mean().item()
 
 
 def evaluate(parameters: dict[str, np.ndarray]) -> dict[str, float]:
-    """Accuracy of these parameters on the held-out images, for `pyps eval`: the whole network in one process."""
+    """Return the accuracy of these parameters on the held-out images, for `pyps eval`: all in one process."""
     model = Network(Band(SIDE, index=0, count=1))
     model.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
     return {"accuracy": accuracy(model, digits()[1])}
@@ -175,5 +175,5 @@ if __name__ == "__main__":
     try:
         main()
     except PypsError as error:
-        # What the servers refuse is said in a sentence; nobody needs to see where.
+        # A refusal is a sentence, and needs no traceback.
         sys.exit(f"patches.py: {error}")

@@ -5,7 +5,7 @@ and its gradient over all images, a portion at a time:
 
     pyps sandblaster --servers 2 --workers 4 examples/sandblaster_digits.py
 
-At the end worker 0 says how many images that nobody trained on the network takes for another digit. With
+At the end worker 0 prints the share of held-out images that the network takes for another digit. With
 `--picture FILE` it draws how the loss fell over the passes.
 """
 
@@ -29,7 +29,7 @@ from pyps_wire.errors import PypsError
 def main() -> None:
     arguments = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # The same first network in every run; the other workers get the one that is chosen to begin with.
+    # The same first network in every run; the other workers get it from the servers.
     torch.manual_seed(0)
     training, held_out = digits()
     model = network().to(device)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def score(model: nn.Module, images: TensorDataset) -> tuple[float, float]:
-    """The mean loss, and the share of images taken for another digit."""
+    """Return the mean loss, and the share of images taken for another digit."""
     device = next(model.parameters()).device
     pixels, labels = (tensor.to(device) for tensor in images.tensors)
     with torch.no_grad():
@@ -74,13 +74,13 @@ class Curve:
         self._errors: list[float] = []
 
     def note(self, number: int) -> None:
-        """Scores the model as it is at the beginning of a pass; one that others are through with is not told of."""
+        """Score the model at the beginning of a pass, unless the others have finished that pass."""
         self._passes.append(number)
         self._losses.append(score(self._model, self._training)[0])
         self._errors.append(100 * score(self._model, self._held_out)[1])
 
     def draw(self, path: Path, *, last_error: float) -> None:
-        """Writes the picture."""
+        """Write the picture."""
         # Figure alone draws without a display, which pyplot might ask for.
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
@@ -117,5 +117,5 @@ if __name__ == "__main__":
     try:
         main()
     except PypsError as error:
-        # What the servers refuse is said in a sentence; nobody needs to see where.
+        # A refusal is a sentence, and needs no traceback.
         sys.exit(f"sandblaster_digits.py: {error}")

@@ -1,4 +1,4 @@
-"""A worker that knows the contract alone: gRPC, numpy and what protoc makes of proto/, nothing of pyps_client.
+"""A worker without pyps_client: gRPC, numpy and the classes that protoc generates from proto/.
 
     pyps serve                                   # in another terminal
     python examples/stock_client.py 127.0.0.1:7610
@@ -22,14 +22,14 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PARAMETER_SERVER, stub_of
 
-# A group's tensors, end to end, are one vector, which whoever creates the run slices into shards. Here each is one.
+# A group's tensors, end to end, are one vector, which the first worker slices into shards. Here each is one.
 TENSORS = {"weight": np.zeros((20, 5), np.float32), "bias": np.zeros(5, np.float32)}
 RULE, HYPERPARAMETERS = "adagrad", {"learning_rate": 0.1, "eps": 1e-10}
 EXAMPLES = 32
 
 
 def gradients_of(parameters: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
-    """Those of a softmax regression on the step's minibatch: the class is the largest of the first five inputs."""
+    """Return the gradients of a softmax regression: the class is the largest of the first five inputs."""
     inputs = np.random.default_rng(step).standard_normal((EXAMPLES, 20), np.float32)
     scores = np.exp(inputs @ parameters["weight"] + parameters["bias"])
     errors = scores / scores.sum(axis=1, keepdims=True)
@@ -54,10 +54,10 @@ class Worker:
         self.run = {"model": model, "optimizer": optimizer, "num_servers": 1}
 
     def join(self) -> None:
-        """Says Hello until the run has parameters, and sends the first ones where it is told to."""
+        """Say Hello until the run has parameters; send the first ones if elected."""
         while (hello := self.hello()).state in (common.RUN_STATE_EMPTY, common.RUN_STATE_INITIALIZING):
             if hello.initialize:
-                # Whoever sends the first parameters names the run, unless the server's --run-id has.
+                # The sender of the first parameters names the run, unless the server's --run-id does.
                 self.sender.run_id = hello.run_id or "stock"
                 self.stub.Initialize(self.first_parameters(hello.term), metadata=self.metadata, timeout=60)
             else:
@@ -73,7 +73,7 @@ class Worker:
     def hello(self) -> wire.HelloReply:
         request = wire.HelloRequest(sender=self.sender, protocol_version=1, role=common.ROLE_WORKER, **self.run)
         reply = self.stub.Hello(request, metadata=self.metadata, timeout=60)
-        # From now on nobody without it speaks in this worker's name.
+        # From now on the server requires it in calls in this worker's name.
         self.sender.secret = reply.secret
         return reply
 
@@ -86,12 +86,12 @@ class Worker:
             yield wire.InitializeRequest(sender=self.sender, term=term, **shard)
 
     def keep_lease(self, seconds: float) -> None:
-        """Who is silent for longer than the lease is forgotten, and nobody waits for it."""
+        """Renew the lease: others wait no longer for a worker that is silent beyond it."""
         while not self.ended.wait(seconds):
             self.stub.Heartbeat(wire.HeartbeatRequest(sender=self.sender), metadata=self.metadata, timeout=60)
 
     def exchange(self, gradients: dict[str, np.ndarray], step: int) -> None:
-        """Pushes gradients and takes the parameters that they lead to, a message a shard each way."""
+        """Push gradients and receive the updated parameters, a message a shard in each direction."""
         for shard_id, values in enumerate(gradients.values()):
             push = {"sequence": step + 1, "shard_id": shard_id, "num_shards": len(gradients), "epoch": self.epoch}
             push |= {"base_version": self.versions[shard_id], "held_version": self.versions[shard_id]}
@@ -111,7 +111,7 @@ class Worker:
             self.pull(awaited)
 
     def pull(self, min_versions: dict[int, int]) -> None:
-        """Brings what is newer than held, once it is as new as is wanted."""
+        """Pull newer shards, once they have the wanted versions."""
         request = wire.PullRequest(sender=self.sender, role=common.ROLE_WORKER, epoch=self.epoch)
         request.codec, request.wait_milliseconds = common.CODEC_FLOAT32, 30_000
         for shard_id, version in enumerate(self.versions):
@@ -127,7 +127,7 @@ class Worker:
             self.versions[shard_id] = shard.version
 
     def leave(self) -> None:
-        """Says that it has done its part, so that nobody waits for the lease's end."""
+        """Leave as finished: no other worker waits for the lease's end."""
         self.ended.set()
         self.pushes.put(None)
         request = wire.LeaveRequest(sender=self.sender, cause=wire.LeaveRequest.CAUSE_FINISHED)
@@ -135,7 +135,7 @@ class Worker:
 
 
 def train(address: str, *, steps: int, worker_id: str = "stock") -> dict[str, np.ndarray]:
-    """The parameters after so many steps."""
+    """Return the parameters after so many steps."""
     worker = Worker(address, worker_id)
     worker.join()
     for step in range(steps):

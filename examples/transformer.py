@@ -1,4 +1,4 @@
-"""A small transformer that guesses the next character: the model that model_parallel.py cuts."""
+"""A small transformer that guesses the next character: the model that model_parallel.py splits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ WIDTH, HEADS, BLOCKS = 64, 4, 4
 
 
 class Transformer(nn.Module):
-    """Scores of the next character after each of some characters; a stage of it, where layers were taken out."""
+    """Scores of the next character after each of some characters; a stage of that if layers are removed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, WIDTH)
         self.positions = nn.Parameter(torch.randn(LENGTH - 1, WIDTH) / 10)
-        # Blocks have their numbers for names, so that a stage's are the whole model's.
+        # Blocks are named by numbers: a stage has the names of the whole model.
         self.blocks = nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, CHARACTERS)
@@ -32,7 +32,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to the characters so far, then two dense layers; each adds to the states that come in."""
+    """Attention to the characters so far, then two dense layers; each adds to its input."""
 
     def __init__(self) -> None:
         super().__init__()
