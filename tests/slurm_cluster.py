@@ -72,7 +72,6 @@ class Machine:
             stderr=subprocess.DEVNULL,
             env={"PATH": PATH},
         )
-        assert self._unshare.stdout is not None
         assert self._unshare.stdout.readline() == b"up\n"
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
         self.pid = int(children.read_text(encoding="utf-8"))

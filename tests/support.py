@@ -390,7 +390,6 @@ class ServerThread:
     def wait_for_look(self) -> None:
         """Waits until the server, which notices by its clock when it stood still, has looked at it once more."""
         now = self._clock()
-        assert self._server is not None
         standstill = self._server._standstill
         wait_until(lambda: standstill._looked_at >= now, what="a look at the server's clock")
 

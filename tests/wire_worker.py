@@ -510,7 +510,6 @@ class LocalWorker(WireWorker):
         return self.exchanged(self.exchange_request(shard_ids, **options))
 
     def exchanged(self, request: local.LocalRequest) -> list[wire.ExchangeReply]:
-        assert self.link is not None
         replies = list(self.link.ask(request).exchanged.replies)
         for reply in replies:
             if reply.codec:
@@ -533,7 +532,6 @@ class LocalWorker(WireWorker):
 
     def pull_here(self, min_versions: Mapping[int, int] | None = None, **options: Any) -> list[wire.Parameters]:
         """Lets newer parameters be written into the memory; what was written."""
-        assert self.link is not None
         shards = list(self.link.ask(self.pull_request(min_versions, **options)).pulled.shards)
         self.versions.update({shard.shard_id: shard.version for shard in shards})
         return shards

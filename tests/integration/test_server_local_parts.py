@@ -72,7 +72,6 @@ def test_a_shard_has_as_many_workers_as_declared_its_part(server: AnyServer) -> 
 def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: AnyServer) -> None:
     with replica(server) as (_, second):
         second.parameters[0][:] = 0.0
-        assert second.link is not None
         request = local.LocalRequest(pull=local.LocalPull(request=wire.PullRequest(epoch=second.epoch)))
         written = second.link.ask(request).pulled.shards
         assert [shard.shard_id for shard in written] == ids_of(second)
@@ -85,7 +84,6 @@ def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: AnyServe
         status, name, words = refusal_of(first.push, first.push_request(1.0, theirs))
         assert (status, name) == ("INVALID_ARGUMENT", "InvalidArgument")
         assert f"shard {theirs} belongs to part 1" in words and "'r/0'" in words and "part 0" in words
-        assert first.link is not None
         want = wire.PullRequest.Want(shard_id=theirs, held_version=-1)
         pull = wire.PullRequest(epoch=first.epoch, wants=[want])
         for request in (
@@ -114,7 +112,6 @@ def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: Any
     with local_worker(server.data, "solo", model=CUT, parts=[0]) as worker:
         worker.hello(parts=[0, 1])
         theirs = next(shard.shard_id for shard in worker.plan.shards if shard.shard_id not in ids_of(worker))
-        assert worker.link is not None
         with pytest.raises(NotInitialized, match="attach it again"):
             worker.link.ask(worker.exchange_request([theirs]))
         assert {reply.version for reply in worker.exchange()} == {2}

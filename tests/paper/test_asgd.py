@@ -66,7 +66,6 @@ def new_run(ownership: Ownership) -> Run:
     model = Model(tuple(Tensor(f"{index}", (length,), group=index) for index, length in enumerate(LENGTHS)))
     run = serving(*map(str, range(CLIENTS)), model=model, protocol="asgd")
     content = run.rounds._content
-    assert content is not None
     mutex = content.mutex
     vars(content)["mutex"] = Watched()
     return run

@@ -61,13 +61,10 @@ def save(folder: CheckpointFolder, driver: Driver, **others: Any) -> Path:
 
 
 def resumed(folder: CheckpointFolder) -> RestoredRun:
-    restored = folder.resume()
-    assert restored is not None
-    return restored
+    return folder.resume()
 
 
 def restored_driver(restored: RestoredRun) -> Driver:
-    assert restored.machine is not None
     parameters = np.concatenate([restored.shards[shard_id].parameters for shard_id in (0, 2)])
     shards = make_shards(parameters, LENGTHS)
     machine = VectorMachine(shards, bytes_max=BYTES_MAX)
@@ -131,7 +128,6 @@ def test_checkpoints_written_amid_programs_each_hold_one_iteration(folder: Check
     for path in sorted(folder.path.glob("checkpoint-*")):
         restored = Checkpoint(path).load()
         machine = restored.machine
-        assert machine is not None
         k = machine.iteration
         found.add(k)
         assert machine.text == (f"state {k}" if k else "")

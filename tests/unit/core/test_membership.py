@@ -21,9 +21,7 @@ def gone(effects: Effects) -> list[str]:
 
 
 def known(members: Membership, worker_id: str) -> Member:
-    member = members.get(worker_id)
-    assert member is not None
-    return member
+    return members.get(worker_id)
 
 
 def roster(members: Membership) -> tuple[list[str], int]:

@@ -43,7 +43,6 @@ class Replicas(RunDriver):
     def initialize(self, name: str, part: int, term: int, life: int = 1) -> None:
         opening = Opening("r", f"{name}/{part}", life, term, PLAN, None, 0, replica=name)
         initialization = self.run.begin_initialize(opening)
-        assert initialization is not None
         for shard in PLAN.of_parts({part}).shards:
             initialization.add(shard.shard_id, FLOAT32, memoryview(np.zeros(shard.length, np.float32).tobytes()))
         self.run.commit(initialization)

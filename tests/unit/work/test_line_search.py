@@ -56,7 +56,6 @@ def wiggle(a: float) -> tuple[float, float]:
 
 
 def require_armijo(found: Found | None, start: Start, c1: float = 1e-4) -> Found:
-    assert found is not None
     assert found.loss <= start.loss + c1 * found.step * start.slope
     return found
 
