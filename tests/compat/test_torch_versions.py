@@ -2,12 +2,11 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from environments import build_environment, run
-from support import ROOT, Start
+from support import ROOT
 
 # The environment takes minutes to build, and gigabytes while it is there.
 pytestmark = [pytest.mark.extended, pytest.mark.compat, pytest.mark.timeout(600)]
@@ -46,7 +45,7 @@ print(torch.__version__)
 """
 
 
-def test_a_worker_trains_as_torch_does_under_the_oldest_that_is_named(start_server: Start, tmp_path: Path) -> None:
+def test_a_worker_trains_as_torch_does_under_the_oldest_that_is_named(start_server, tmp_path):
     folder = tmp_path / "environment"
     try:
         python = build_environment(folder, f"torch=={FLOOR}.0", "numpy==2.0.*", "grpcio", "protobuf")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from environments import build_environment, run
-from support import ROOT, PythonProcess, Start, StartPython, shell, status_of, wait_until
+from support import ROOT, PythonProcess, shell, status_of, wait_until
 
 # The environment takes a minute to build, and more than a gigabyte while it is there.
 pytestmark = [pytest.mark.extended, pytest.mark.compat, pytest.mark.timeout(900)]
@@ -67,14 +67,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def test_the_page_names_the_versions_that_are_tried() -> None:
+def test_the_page_names_the_versions_that_are_tried():
     assert f"pip install {' '.join(TRACKERS)}\n" in PAGE
     assert SCRIPTS.keys() == KEPT.keys()
 
 
-def test_trackers_get_the_runs_figures(
-    python: Path, tmp_path: Path, start_server_process: Start, start_python: StartPython
-) -> None:
+def test_trackers_get_the_runs_figures(python, tmp_path, start_server_process, start_python):
     serve, train, track = re.findall(r"^(?:PYPS_\S+ )*(?:pyps|python) .*$", PAGE.split("```")[1], re.M)
     server = start_server_process(*serve.split()[2:], "--heartbeat-seconds", "0.5")
 

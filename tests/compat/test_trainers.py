@@ -84,26 +84,26 @@ def told(output: str) -> list[tuple[int, float]]:
     return [(int(update), float(loss)) for update, loss in re.findall(r"update (\d+): loss (\d\.\d+)", output)]
 
 
-def test_the_page_names_the_versions_that_are_tried() -> None:
+def test_the_page_names_the_versions_that_are_tried():
     assert f"pip install {' '.join(TRAINERS)}\n" in PAGE
     assert len(SCRIPTS) == len(TRAINERS)
 
 
-def test_a_trainer_trains_through_the_servers_to_its_own_end(run_job: Callable[..., str]) -> None:
+def test_a_trainer_trains_through_the_servers_to_its_own_end(run_job):
     lines = told(run_job())
     assert max(update for update, _ in lines) == UPDATES
     losses = [loss for _, loss in sorted(lines)]
     assert max(losses[-2:]) < losses[0] / 2
 
 
-def test_a_trainer_ends_with_the_run(run_job: Callable[..., str]) -> None:
+def test_a_trainer_ends_with_the_run(run_job):
     output = run_job(PYPS_STOP_AFTER="updates=60")
     assert 60 <= max(update for update, _ in told(output)) < UPDATES
     # What is told of a loop that goes on.
     assert "steps do nothing any more" not in output
 
 
-def test_a_new_run_begins_at_the_parameters_of_a_trainer_s_checkpoint(run_job: Callable[..., str]) -> None:
+def test_a_new_run_begins_at_the_parameters_of_a_trainer_s_checkpoint(run_job):
     first, second = (told(run_job(life)) for life in (0, 1))
 
     # The run begins anew, the parameters do not: after one more epoch the first lines tell of less than those before.

@@ -119,7 +119,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         cluster.compose("down", "--volumes", "--remove-orphans")
 
 
-def test_the_others_finish_after_one_worker_s_container_was_killed(cluster: Cluster) -> None:
+def test_the_others_finish_after_one_worker_s_container_was_killed(cluster):
     containers = cluster.containers()
     expect_few_rights(containers)
     expected = dict.fromkeys(WORKERS, cluster.transport)
@@ -175,7 +175,7 @@ def expect_refusals(container: str) -> None:
         assert words in answer, each
 
 
-def test_every_compose_of_this_machine_reads_the_files() -> None:
+def test_every_compose_of_this_machine_reads_the_files():
     # Asked here, not when tests are collected: the engine's script may have installed it since.
     commands = compose_commands()
     assert commands

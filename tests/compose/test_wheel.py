@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -66,7 +65,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.usefixtures("engine")
-def test_the_wheels_install_and_train_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+def test_the_wheels_install_and_train_where_nothing_can_be_compiled(tmp_path):
     built = re.findall(r"^dist/(\S+\.whl)$", run("make", "--no-print-directory", "wheel"), re.M)
     client, server = sorted(built, reverse=True)
     assert client.startswith("pyps_client-") and client.endswith("-py3-none-any.whl")

@@ -139,7 +139,7 @@ def environment(objects: list[Object], pod: Pod) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_manifest_is_one_by_the_schemas_of_kubernetes_and_of_jobset(clone: Path, variant: str) -> None:
+def test_every_manifest_is_one_by_the_schemas_of_kubernetes_and_of_jobset(clone, variant):
     jobset = clone / "deploy/kubernetes/jobset"
     newest = ".".join(kubernetes_validate.latest_version().split(".")[:2])
     for one in [*render(jobset.parent / variant), read(jobset / "export.yaml")]:
@@ -154,7 +154,7 @@ def test_every_manifest_is_one_by_the_schemas_of_kubernetes_and_of_jobset(clone:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone: Path, variant: str) -> None:
+def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone, variant):
     folder = clone / "deploy/kubernetes"
     objects = render(folder / variant)
     pods = list(pods_of(objects))
@@ -195,7 +195,7 @@ def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone:
             assert {port["name"]: port["port"] for port in one["spec"]["ports"]} == ports
 
 
-def test_kubectl_understands_every_command_of_the_page(clone: Path) -> None:
+def test_kubectl_understands_every_command_of_the_page(clone):
     shown = "".join((START, LOOK, KEEP, START_JOBSET, KEEP_JOBSET)).splitlines()
     assert len(INLINE) >= 4
     for line in [*shown, *INLINE]:
@@ -341,7 +341,7 @@ ADDRESS = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
 NAMES = ("worker-0", "worker-1", "worker-2")
 
 
-def test_workers_find_a_server_that_moved_and_one_that_was_killed_comes_again(cluster: Cluster) -> None:
+def test_workers_find_a_server_that_moved_and_one_that_was_killed_comes_again(cluster):
     servers, workers = ("pyps-server-0", "pyps-server-1"), [f"pyps-{name}" for name in NAMES]
     cluster.do(START)
     cluster.wait_for_workers(servers[0], *NAMES)
@@ -361,7 +361,7 @@ def test_workers_find_a_server_that_moved_and_one_that_was_killed_comes_again(cl
     assert sum(array.size for array in load_file(cluster.folder / "model.safetensors").values()) == 4810
 
 
-def test_servers_of_a_jobset_come_again_after_a_drain_and_end_with_the_last_worker(cluster: Cluster) -> None:
+def test_servers_of_a_jobset_come_again_after_a_drain_and_end_with_the_last_worker(cluster):
     servers, workers = ("pyps-server-0-0", "pyps-server-0-1"), [f"pyps-worker-0-{index}" for index in range(3)]
     cluster.do(START_JOBSET)
     cluster.wait_for_workers(servers[0], *NAMES)

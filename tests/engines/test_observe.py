@@ -65,7 +65,7 @@ pyps_apply_seconds_bucket{{le="+Inf"}} 0+100x60"""
 DONE = 'up 1x20 0x40; pyps_run_state{state="finished"} 0x15 1x5 _x40'
 
 
-def test_each_alert_fires_at_its_trouble_and_at_nothing_else(tmp_path: Path) -> None:
+def test_each_alert_fires_at_its_trouble_and_at_nothing_else(tmp_path):
     assert set(TROUBLES) == {rule.name for rule in RULES}
     tests = [_case(HEALTHY, *TROUBLES), _case(DONE, "PypsServerDown")]
     for rule in RULES:
@@ -89,7 +89,7 @@ def _case(text: str, *alerts: str, fires: Sequence[Mapping[str, Any]] = ()) -> d
     return {"interval": "1m", "input_series": series, "alert_rule_test": looks}
 
 
-def test_the_page_s_commands_run_and_it_tells_of_every_alert() -> None:
+def test_the_page_s_commands_run_and_it_tells_of_every_alert():
     assert re.findall(r"^\* \*\*`(Pyps\w+)`\*\*:", PAGE, re.M) == list(TROUBLES)
     assert "SUCCESS" in _run(*shlex.split(CHECK))
     # Images cannot be had everywhere; whether compose takes the file and the profile is seen where one is installed.
@@ -168,7 +168,7 @@ def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., A
     program.wait(20)
 
 
-def test_prometheus_scrapes_and_answers(servers: list[ServerThread], ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_prometheus_scrapes_and_answers(servers, ask, tmp_path):
     wait_until(lambda: ask("query", query="sum(up) == 2"), what="a scrape of both")
     for query in [*panel_queries(window="10s"), *(rule.without_threshold for rule in RULES)]:
         wait_until(lambda query=query: ask("query", query=query), what=f"an answer to {query}")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -118,7 +117,7 @@ def ended(job: PythonProcess, folder: Path) -> str:
     return job.output()
 
 
-def test_the_page_runs_as_it_stands(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_page_runs_as_it_stands(cluster, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "train.py").write_text(FUNCTION, encoding="utf-8")
     plain, replicas = COMMANDS
@@ -135,7 +134,7 @@ def test_the_page_runs_as_it_stands(cluster: Cluster, tmp_path: Path) -> None:
         assert re.search(r"worker-1 pid=.* step +20 +update +\d+", script.output())
 
 
-def test_workers_of_a_dead_node_go_on_elsewhere_or_the_run_ends_without_them(cluster: Cluster, tmp_path: Path) -> None:
+def test_workers_of_a_dead_node_go_on_elsewhere_or_the_run_ends_without_them(cluster, tmp_path):
     with cluster.train(tmp_path, servers=2, workers=2, resources={"alone": 3}) as job:
         job.wait_for_output("waiting for room for [{'server': 1}, {'server': 1}, {'alone': 3}, {'alone': 3}]")
         cluster.tell("add alone-0 alone")
@@ -151,7 +150,7 @@ def test_workers_of_a_dead_node_go_on_elsewhere_or_the_run_ends_without_them(clu
     assert re.search(r"returned \[(None, '.*'|'.*', None)\]", output)
 
 
-def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(cluster, tmp_path):
     kept = tmp_path / "kept"
     with cluster.train(tmp_path, servers=2, workers=2, checkpoint_dir=str(kept), checkpoint_seconds=0.2) as job:
         wait_until(lambda: len(lives(tmp_path)) == 2 and list(kept.glob("server-0/*/manifest.json")))
@@ -176,7 +175,7 @@ def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(clus
     assert f"the model was kept: pyps export model.safetensors --checkpoint {kept}" in output
 
 
-def test_an_exception_of_a_worker_ends_the_job_and_reaches_the_caller(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_exception_of_a_worker_ends_the_job_and_reaches_the_caller(cluster, tmp_path):
     with cluster.train(tmp_path, workers=2) as job:
         wait_until(lambda: len(lives(tmp_path)) == 2)
         (tmp_path / "raise").touch()
@@ -186,7 +185,7 @@ def test_an_exception_of_a_worker_ends_the_job_and_reaches_the_caller(cluster: C
         assert re.search(r"worker left .*worker=worker-1 .*state=failed", job.output())
 
 
-def test_a_function_may_end_by_sys_exit(cluster: Cluster) -> None:
+def test_a_function_may_end_by_sys_exit(cluster):
     program = (
         "import functools, sys, pyps.ray; "
         "train = functools.partial(pyps.ray.run, resources={'worker': 1}, server_resources={'server': 1}); "
@@ -198,7 +197,7 @@ def test_a_function_may_end_by_sys_exit(cluster: Cluster) -> None:
         assert re.search(r"^pyps\.launcher\.job\.JobError: worker-0 ended by sys\.exit\(3\)$", job.output(), re.M)
 
 
-def test_a_program_that_is_not_there_ends_the_job_in_words(cluster: Cluster) -> None:
+def test_a_program_that_is_not_there_ends_the_job_in_words(cluster):
     with cluster.start("pyps", "ray", *PLACES, "--", "nosuchprog") as job:
         assert job.wait() == 1
         assert re.search(
@@ -206,7 +205,7 @@ def test_a_program_that_is_not_there_ends_the_job_in_words(cluster: Cluster) -> 
         )
 
 
-def test_what_cannot_go_on_ends_in_words(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_cannot_go_on_ends_in_words(cluster, tmp_path):
     kept = tmp_path / "kept"
     failing = ("python", "-c", "raise SystemExit(3)")
     with (
@@ -227,7 +226,7 @@ def test_what_cannot_go_on_ends_in_words(cluster: Cluster, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Path, how: signal.Signals) -> None:
+def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how):
     kept = tmp_path / "kept"
     script = ("--", "python", str(FOLDER / "ray_script.py"), str(tmp_path))
     with cluster.start("pyps", "ray", *PLACES, "--checkpoint-dir", str(kept), *script) as job:
@@ -267,14 +266,14 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster: Cluster, tmp_path: Pa
         ({"servers": 2, "protocol": "asgd:mutex=whole"}, "one server"),
     ],
 )
-def test_nonsense_is_refused_before_ray_is_asked(given: dict[str, Any], refusal: str) -> None:
+def test_nonsense_is_refused_before_ray_is_asked(given, refusal):
     import pyps.ray
 
     with pytest.raises(PypsError, match=re.escape(refusal)):
         pyps.ray.run(**({"train_fn": print} | given))
 
 
-def test_the_command_refuses_what_is_no_bundle_and_a_machine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_refuses_what_is_no_bundle_and_a_machine_without_ray(monkeypatch):
     expected = "--resources is 'GPU'; expected names and numbers, as CPU=4,GPU=1"
     assert expected in shell("ray", "--resources", "GPU", "--", "true", status=2)
 

@@ -102,7 +102,7 @@ class Job:
         (self._folder / "end").write_text(str(status), encoding="utf-8")
 
 
-def test_a_job_trains_to_its_end_and_leaves_a_model_and_no_keys(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_trains_to_its_end_and_leaves_a_model_and_no_keys(cluster, tmp_path):
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     job = Job(cluster, tmp_path, SUBMIT, SCRIPT)
 
@@ -116,7 +116,7 @@ def test_a_job_trains_to_its_end_and_leaves_a_model_and_no_keys(cluster: Cluster
     assert [*tmp_path.glob("runs/pyps/job-*")] == []
 
 
-def test_commands_look_inside_a_job_that_lost_a_worker_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_commands_look_inside_a_job_that_lost_a_worker_node(cluster, tmp_path):
     job = Job(cluster, tmp_path, "pyps slurm --workers 2 --worker-sbatch --nodes=2 -- python train.py")
     job.wait_until_it_trains(workers=2)
     assert re.search(r"workers alive +│ 2 ", job.shell(STATUS))
@@ -134,7 +134,7 @@ def test_commands_look_inside_a_job_that_lost_a_worker_node(cluster: Cluster, tm
     cluster.boot("node3")
 
 
-def test_a_job_resumes_after_scancel_and_after_preemption(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_resumes_after_scancel_and_after_preemption(cluster, tmp_path):
     job = Job(cluster, tmp_path, TRAIN)
     job.wait_until_it_trains(workers=4)
     assert len(set(re.findall(r"gpu (\d of node\d)", job.output))) == 4
@@ -154,7 +154,7 @@ def test_a_job_resumes_after_scancel_and_after_preemption(cluster: Cluster, tmp_
 
 
 @pytest.mark.parametrize("node", ["node0", "node1"])
-def test_a_job_begins_again_where_a_server_s_node_dies(cluster: Cluster, tmp_path: Path, node: str) -> None:
+def test_a_job_begins_again_where_a_server_s_node_dies(cluster, tmp_path, node):
     command = "pyps slurm --workers 2 --checkpoint-seconds 0.5 -- python train.py"
     job = Job(cluster, tmp_path, command, PYPS_LOSS_WAIT_SECONDS="2")
     job.wait_until_it_trains(workers=2)
@@ -173,7 +173,7 @@ def test_a_job_begins_again_where_a_server_s_node_dies(cluster: Cluster, tmp_pat
     assert [*tmp_path.glob("runs/pyps/job-*")] == []
 
 
-def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster, tmp_path):
     folder = "it's %j a\\b"
     job = Job(cluster, tmp_path, f"pyps slurm --workers 2 --folder {shlex.quote(folder)} -- python train.py")
     job.wait_until_it_trains(workers=2)
@@ -184,7 +184,7 @@ def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster: Cluster, tmp
 
 
 @pytest.mark.parametrize(("program", "end"), [("true", ("COMPLETED", "0:0")), ("nosuchprogram", ("FAILED", "127:0"))])
-def test_a_job_without_servers_ends(cluster: Cluster, tmp_path: Path, program: str, end: tuple[str, str]) -> None:
+def test_a_job_without_servers_ends(cluster, tmp_path, program, end):
     job = Job(cluster, tmp_path, f"pyps slurm --workers 2 -- {program}")
     assert job.wait() == end
     assert "last checkpoint" not in job.output

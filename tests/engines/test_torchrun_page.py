@@ -94,7 +94,7 @@ def run(start_python: StartPython, tmp_path: Path) -> Iterator[Run]:
             holder.kill()
 
 
-def test_torchrun_takes_in_another_node_and_restarts_what_died(run: Run, tmp_path: Path) -> None:
+def test_torchrun_takes_in_another_node_and_restarts_what_died(run, tmp_path):
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
     server = run(SERVE)
     node = TORCHRUN.replace("examples/minimal.py", "rank.py").replace("--rdzv-id", f"{SOON} --rdzv-id")
@@ -113,7 +113,7 @@ def test_torchrun_takes_in_another_node_and_restarts_what_died(run: Run, tmp_pat
     assert server.running
 
 
-def test_servers_are_found_again_in_a_file_after_they_moved(run: Run, tmp_path: Path) -> None:
+def test_servers_are_found_again_in_a_file_after_they_moved(run, tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS, encoding="utf-8")
     first = run(BEFORE.replace("pyps serve", "echo $$ > first; exec pyps serve"))
     first.wait_for_output("data           127.0.0.2:7610")
@@ -131,14 +131,14 @@ def test_servers_are_found_again_in_a_file_after_they_moved(run: Run, tmp_path: 
     assert worker.wait() == 0
 
 
-def test_torchx_trains_on_this_machine_and_its_servers_end_with_the_workers(run: Run) -> None:
+def test_torchx_trains_on_this_machine_and_its_servers_end_with_the_workers(run):
     job = run(LOCAL)
     assert job.wait() == 0
     assert job.output().count("epoch 19") == 2
     assert "Job finished: SUCCEEDED" in job.output()
 
 
-def test_torchx_lists_every_option_that_the_page_names(run: Run) -> None:
+def test_torchx_lists_every_option_that_the_page_names(run):
     listed = run(HELP)
     assert listed.wait() == 0
     named = set(re.findall(r"--[a-z]+_[a-z_]+", PAGE))
@@ -146,7 +146,7 @@ def test_torchx_lists_every_option_that_the_page_names(run: Run) -> None:
     assert [option for option in sorted(named) if option not in listed.output()] == []
 
 
-def test_a_worker_of_torchx_that_fails_is_started_again_or_the_job_fails_and_ends(run: Run, tmp_path: Path) -> None:
+def test_a_worker_of_torchx_that_fails_is_started_again_or_the_job_fails_and_ends(run, tmp_path):
     (tmp_path / "failing.py").write_text(FAILING, encoding="utf-8")
     job = LOCAL.replace("examples/minimal.py", "failing.py examples/minimal.py").strip()
     again = run(job.replace("--servers 2", "--servers 1 --max_restarts 1"))
@@ -162,7 +162,7 @@ def test_a_worker_of_torchx_that_fails_is_started_again_or_the_job_fails_and_end
 @pytest.mark.parametrize(
     "line", ELSEWHERE.replace("\\\n", "").splitlines(), ids=lambda line: re.search(r"-s (\w+)", line)[1]
 )
-def test_torchx_shows_the_job_that_it_would_submit(run: Run, line: str) -> None:
+def test_torchx_shows_the_job_that_it_would_submit(run, line):
     if " -s kubernetes " in line:
         pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")
     job = run(line)
@@ -175,7 +175,7 @@ def test_torchx_shows_the_job_that_it_would_submit(run: Run, line: str) -> None:
     assert ("SLURM_JOB_NODELIST_HET_GROUP_0" if "slurm" in line else "VC_SERVER_0_HOSTS") in shown
 
 
-def test_workers_find_servers_on_machines_of_their_own(tmp_path: Path) -> None:
+def test_workers_find_servers_on_machines_of_their_own(tmp_path):
     from pyps.torchx import train
 
     [worker] = [role for role in train(script="train.py", servers=2).roles if role.name == "worker"]
@@ -191,7 +191,7 @@ def test_workers_find_servers_on_machines_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"servers": 0}, {"workers": 0}, {"port": 0}, {"max_restarts": -1}, {"idle_seconds": 0}]
 )
-def test_a_job_of_nothing_is_refused(wrong: dict[str, int]) -> None:
+def test_a_job_of_nothing_is_refused(wrong):
     from pyps.torchx import train
 
     with pytest.raises(ValueError, match=f"--{next(iter(wrong))} is .*; expected . or more"):

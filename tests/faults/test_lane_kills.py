@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from client_support import make_client
-from support import Start, StartPython, inspect, wait_until
+from support import inspect, wait_until
 from wire_worker import descriptors_of
 
 # 8 MB: a round takes long enough to be met in its midst.
@@ -25,7 +25,7 @@ with make_client(sys.argv[1], worker_id=sys.argv[2], tensors=gradient, **json.lo
 """
 
 
-def test_a_killed_worker_leaves_no_partial_update(start_server_process: Start, start_python: StartPython) -> None:
+def test_a_killed_worker_leaves_no_partial_update(start_server_process, start_python):
     server = start_server_process("--staleness", "none")
     with make_client(server.data, worker_id="steady", tensors=GRADIENT, **OPTIONS) as steady:
         steady.exchange(GRADIENT)

@@ -19,7 +19,7 @@ from pyps_client.push import Plan
 from pyps_client.vectors import Vector
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH, Receipt
-from support import ServerProcess, Start, checksums, inspect, wait_until
+from support import ServerProcess, checksums, inspect, wait_until
 from wire_worker import maps_of, segments_of
 
 # Four shards on each server, 8 MB: a round takes long enough to be met in its midst.
@@ -116,8 +116,8 @@ def saved_versions(server: ServerProcess) -> dict[int, int]:
 
 @pytest.mark.parametrize(("lost", "transport"), [(0, "shm"), (1, "shm"), (1, "tcp")])
 def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
-    start_server_process: Start, tmp_path: Path, segments_of_others: set[int], lost: int, transport: str
-) -> None:
+    start_server_process, tmp_path, segments_of_others, lost, transport
+):
     folders = [tmp_path / "server-0", tmp_path / "server-1"]
     servers = [start_server_process(*flags_of(folder), wait=False) for folder in folders]
     for server in servers:

@@ -86,7 +86,7 @@ STORIES = (asynchronous, softsync, hardsync, backup, ssp, ssp_with_a_death, seri
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_the_story_goes_as_it_was_written_down(story: Callable[[], Cluster], request: pytest.FixtureRequest) -> None:
+def test_the_story_goes_as_it_was_written_down(story, request):
     path = FOLDER / f"{story.__name__}.txt"
     told = tell(story)
     if request.config.getoption("--regenerate", default=False):
@@ -95,7 +95,7 @@ def test_the_story_goes_as_it_was_written_down(story: Callable[[], Cluster], req
     assert told.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
-def test_no_trace_is_without_its_story() -> None:
+def test_no_trace_is_without_its_story():
     assert {path.stem for path in FOLDER.glob("*.txt")} == {story.__name__ for story in STORIES}
 
 

@@ -11,7 +11,6 @@ from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, Codec
 from pyps_wire.partition import Partition
 from shards import gradient as make_gradient
-from support import Start
 
 
 class ScaledBytes(Codec):
@@ -68,7 +67,7 @@ def flat(tensors: dict[str, Floats]) -> Floats:
     return np.concatenate([tensors["first"], tensors["second"]])
 
 
-def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server: Start) -> None:
+def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server):
     gradient = {name: np.sin(tensor) for name, tensor in TENSORS.items()}
     gradient["second"][100:2000] = 0
     for protocol in ("async", "asgd:mutex=whole"):
@@ -86,7 +85,7 @@ def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server: S
             np.testing.assert_array_equal(flat(client.snapshot()), held, err_msg=protocol)
 
 
-def test_a_payload_of_another_size_than_its_numbers_take_is_refused() -> None:
+def test_a_payload_of_another_size_than_its_numbers_take_is_refused():
     payload = bytes(CODEC.encode(np.ones(100, np.float32)))
     for wrong, words in ((payload + bytes(100), "at most 136 bytes"), (payload[:-1], "127 bytes for 2 blocks")):
         wrong_push = make_gradient([], codec=CODEC, payload=wrong)
@@ -94,7 +93,7 @@ def test_a_payload_of_another_size_than_its_numbers_take_is_refused() -> None:
             made_native(wrong_push, shard_id=0, shard_length=100)
 
 
-def test_torch_leaves_to_the_codec_what_it_has_no_type_for() -> None:
+def test_torch_leaves_to_the_codec_what_it_has_no_type_for():
     values, place = np.sin(np.arange(100, dtype=np.float32)), np.empty(100, np.float32)
     payload = TorchConverter().encode(values, CODEC)
     assert bytes(payload) == bytes(CODEC.encode(values))
@@ -102,13 +101,13 @@ def test_torch_leaves_to_the_codec_what_it_has_no_type_for() -> None:
     np.testing.assert_array_equal(place, CODEC.decode(payload, 100))
 
 
-def test_it_does_not_lie_in_shared_memory(start_server: Start) -> None:
+def test_it_does_not_lie_in_shared_memory(start_server):
     with pytest.raises(ServerUnavailable, match="scaled_bytes does not write each number by itself"):
         make_client(start_server().data, **options(transport="shm"))
 
 
 @pytest.mark.parametrize("setting", ["gradient_codec", "parameter_codec"])
-def test_a_server_without_the_codec_names_those_both_know(start_server_process: Start, setting: str) -> None:
+def test_a_server_without_the_codec_names_those_both_know(start_server_process, setting):
     others = {"gradient_codec": "float32", "parameter_codec": "float32", setting: CODEC.name}
     with pytest.raises(InvalidArgument) as refused:
         make_client(start_server_process().data, **options(**others))
@@ -117,13 +116,13 @@ def test_a_server_without_the_codec_names_those_both_know(start_server_process: 
     refused.match("This worker knows float32, float16, bfloat16, scaled_bytes; the server float32, float16, bfloat16 ")
 
 
-def test_state_from_push_to_push_is_kept_for_pushes_alone(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_from_push_to_push_is_kept_for_pushes_alone(start_server, monkeypatch):
     monkeypatch.setattr(ScaledBytes, "stateful", True)
     with pytest.raises(InvalidArgument, match="scaled_bytes carries state"):
         make_client(start_server().data, **options())
 
 
-def test_error_feedback_survives_lost_connections(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_feedback_survives_lost_connections(start_server, monkeypatch):
     monkeypatch.setattr(ScaledBytes, "stateful", True)
     server = start_server("--staleness", "none", "--clip-norm", "1000")
     proxy = CuttingProxy(server.data)

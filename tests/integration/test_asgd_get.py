@@ -39,7 +39,7 @@ def delivered(server: ServerThread) -> dict[int, list[int]]:
     return {epoch: sorted(of_epoch) for epoch, of_epoch in places.items()}
 
 
-def test_four_clients_get_each_portion_once_with_parameters_of_one_moment(start_server) -> None:
+def test_four_clients_get_each_portion_once_with_parameters_of_one_moment(start_server):
     """A2 and A3: what comes is a state of the whole model, and no portion is given out twice."""
     server = start_server("--protocol", "asgd", "--staleness", "none")
     clients = [client(server, name) for name in "abcd"]
@@ -75,7 +75,7 @@ def test_four_clients_get_each_portion_once_with_parameters_of_one_moment(start_
         assert value == pytest.approx(-learning_rate * version, rel=1e-4)
 
 
-def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_given_out(start_server) -> None:
+def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_given_out(start_server):
     server = start_server("--protocol", "asgd")
     dataset = torch.utils.data.TensorDataset(torch.randn(12, 4))
     models = [torch.nn.Linear(4, 1, bias=False) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_giv
         optimizer.close()
 
 
-def test_a_portion_for_another_than_the_caller_is_refused(start_server) -> None:
+def test_a_portion_for_another_than_the_caller_is_refused(start_server):
     server = start_server("--protocol", "asgd")
     with client(server, "a") as worker:
         RemoteQueue(worker.session).open(DATA)

@@ -16,7 +16,7 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, Start, inspect
+from support import ServerThread, inspect
 
 Vectors = list[npt.NDArray[np.generic]]
 # Each worker's parameters after each round, then those that the servers hold, bit for bit.
@@ -179,7 +179,7 @@ LONG_FORM = (
 
 
 @pytest.mark.parametrize("form", [SHORT_FORM, pytest.param(LONG_FORM, marks=pytest.mark.extended)], ids=["some", "all"])
-def test_every_way_gives_the_same_bits(start_server: Start, form: Form) -> None:
+def test_every_way_gives_the_same_bits(start_server, form):
     for num_servers, flags, model, codecs in form:
         servers = start_servers(start_server, num_servers, "--expected-workers", "2", *flags)
         for pair in codecs:

@@ -1,17 +1,16 @@
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-from support import ROOT, StartPython
+from support import ROOT
 
 SCRIPT = ROOT / "examples" / "char_lm.py"
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(600)
-def test_workers_share_an_epoch_and_the_first_scores_it(start_python: StartPython, tmp_path: Path) -> None:
+def test_workers_share_an_epoch_and_the_first_scores_it(start_python, tmp_path):
     picture = tmp_path / "char_lm.png"
     script = (sys.executable, str(SCRIPT), "--epochs", "2", "--training-bytes", "120000", "--picture", str(picture))
     job = start_python("-m", "pyps", "run", "--servers", "2", "--workers", "2", "--", *script)

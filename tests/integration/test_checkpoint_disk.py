@@ -40,7 +40,7 @@ def mounted(folder: Path, size: str) -> bool:
 BIG = Model((Tensor("t", (120_000,)),))
 
 
-def test_a_full_disk_is_one_error_and_the_run_goes_on(start_server_process: Start, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_error_and_the_run_goes_on(start_server_process, tmp_path):
     folder = tmp_path / "disk"
     if not mounted(folder, "1600k"):
         pytest.skip("this process may not mount a small disk")
@@ -50,7 +50,7 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on(start_server_process: Star
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_file_size_limit_is_one_error_and_the_run_goes_on(start_server_process: Start, tmp_path: Path) -> None:
+def test_a_file_size_limit_is_one_error_and_the_run_goes_on(start_server_process, tmp_path):
     def make_room(server: ServerProcess) -> None:
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -91,7 +91,7 @@ def check_full_disk(start_server_process: Start, folder: Path, *, make_room: Cal
     assert "Traceback" not in server.output()
 
 
-def test_a_server_outlives_its_folder_and_uses_it_once_it_is_back(start_server: Start, tmp_path: Path) -> None:
+def test_a_server_outlives_its_folder_and_uses_it_once_it_is_back(start_server, tmp_path):
     folder = tmp_path / "checkpoints"
     server = start_server("--checkpoint-dir", str(folder), "--checkpoint-seconds", "0.1")
     with WireWorker(server.data) as worker:
@@ -126,7 +126,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     disk.goes_on.set()
 
 
-def test_leases_end_while_a_checkpoint_is_written(start_server: Start, tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_leases_end_while_a_checkpoint_is_written(start_server, tmp_path, slow_disk):
     often = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.1")
     server = start_server(*often, "--lease-seconds", "1", "--heartbeat-seconds", "0.3")
     with WireWorker(server.data) as worker:
@@ -136,7 +136,7 @@ def test_leases_end_while_a_checkpoint_is_written(start_server: Start, tmp_path:
         slow_disk.goes_on.set()
 
 
-def test_waits_for_a_checkpoint_block_no_answer(start_server: Start, tmp_path: Path, slow_disk: SlowDisk) -> None:
+def test_waits_for_a_checkpoint_block_no_answer(start_server, tmp_path, slow_disk):
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "1000")
     with WireWorker(server.data) as worker, connected(server.control) as channel:
         worker.join()
@@ -149,9 +149,7 @@ def test_waits_for_a_checkpoint_block_no_answer(start_server: Start, tmp_path: P
         assert len({save.result(DEADLINE_SECONDS).path for save in saves}) == 12
 
 
-def test_the_end_is_bounded(
-    start_server: Start, tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_is_bounded(start_server, tmp_path, slow_disk, monkeypatch):
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--drain-seconds", "0.5")
@@ -165,7 +163,7 @@ def test_the_end_is_bounded(
     stopping.join(DEADLINE_SECONDS)
 
 
-def test_a_model_and_its_logs_are_their_owner_s_alone(start_server: Start, tmp_path: Path) -> None:
+def test_a_model_and_its_logs_are_their_owner_s_alone(start_server, tmp_path):
     told = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--update-log", str(tmp_path / "log"))
     server = start_server(*told, "--log-gradients")
     with WireWorker(server.data) as worker:
@@ -177,7 +175,7 @@ def test_a_model_and_its_logs_are_their_owner_s_alone(start_server: Start, tmp_p
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_the_lock_of_a_folder_follows_no_link(tmp_path: Path) -> None:
+def test_the_lock_of_a_folder_follows_no_link(tmp_path):
     victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
     victim.write_text("precious", encoding="utf-8")
     folder.mkdir()

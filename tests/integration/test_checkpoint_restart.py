@@ -96,7 +96,7 @@ def slots_of(server: ServerThread) -> dict[int, bytes]:
     return {shard_id: state.slots["accumulator"].tobytes() for shard_id, state in run.shards.items()}
 
 
-def test_a_resumed_run_has_the_same_bits(start_server: Start, crew_of: Callable[..., Crew], tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits(start_server, crew_of, tmp_path):
     unbroken_servers = start_all(start_server, tmp_path / "unbroken")
     unbroken = crew_of(unbroken_servers)
     unbroken.initialize()
@@ -153,7 +153,7 @@ def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerThread,
 Trained = tuple[ServerThread, WireWorker, Path]
 
 
-def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process: Start, tmp_path: Path) -> None:
+def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process, tmp_path):
     folder = tmp_path / "checkpoints"
     server = start_server_process("--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
@@ -181,7 +181,7 @@ def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process
     assert inspect(third.control, "GetStatus").epoch == 2
 
 
-def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: Start, tmp_path: Path) -> None:
+def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server, tmp_path):
     server = start_server(*("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2"))
     with WireWorker(server.data) as worker:
         worker.join()
@@ -195,7 +195,7 @@ def checkpoints_in(folder: Path) -> list[int]:
     return [Checkpoint(path).version_max for path in sorted(folder.glob("checkpoint-*"))]
 
 
-def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Start, tmp_path: Path) -> None:
+def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server, tmp_path):
     server = start_server("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "99")
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
@@ -219,7 +219,7 @@ def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Star
             wait_until(lambda: 3 in checkpoints_in(tmp_path), what="the checkpoint of the second end")
 
 
-def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server: Start, tmp_path: Path) -> None:
+def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server, tmp_path):
     server = start_server("--checkpoint-dir", str(tmp_path))
     with WireWorker(server.data) as worker:
         worker.join()
@@ -232,7 +232,7 @@ def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server: Start,
         assert checkpoints_in(tmp_path) == [1]
 
 
-def test_a_folder_of_another_run_is_refused_with_the_choice(start_server: Start, trained: Trained) -> None:
+def test_a_folder_of_another_run_is_refused_with_the_choice(start_server, trained):
     server, _, folder = trained
     assert server.stop() == 0
     for flags, words in (
@@ -250,7 +250,7 @@ def test_a_folder_of_another_run_is_refused_with_the_choice(start_server: Start,
         assert all(word in str(refused.value) for word in words), (flags, refused.value)
 
 
-def test_a_reset_run_stays_away_and_keeps_its_checkpoints(start_server: Start, trained: Trained) -> None:
+def test_a_reset_run_stays_away_and_keeps_its_checkpoints(start_server, trained):
     server, _, folder = trained
     for _ in range(2):
         inspect(server.control, "SaveCheckpoint")
@@ -276,7 +276,7 @@ def in_force(server: ServerThread) -> tuple[str, str, float]:
     return status.protocol, status.staleness, status.learning_rates[0].base
 
 
-def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server: Start, tmp_path: Path) -> None:
+def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server, tmp_path):
     flags = ("--checkpoint-dir", str(tmp_path), "--staleness", "divide")
     first = start_server(*flags)
     with WireWorker(first.data) as worker:

@@ -4,7 +4,6 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from client_support import addresses, gradients_like, make_client, small_model, 
 from pyps.cli.bench import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, Start, StartPython, inspect, wait_until
+from support import AnyServer, PythonProcess, StartPython, inspect, wait_until
 from wire_worker import QUICK_LEASES, WireWorker
 
 # One thousand parameters, for so many seconds a line.
@@ -40,7 +39,7 @@ def state_of(server: AnyServer) -> tuple[int, str]:
     return status.state, status.run_id
 
 
-def test_bench_leaves_the_servers_empty(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
     flags = ("--exit-when", "gone", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
     servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
@@ -70,7 +69,7 @@ def test_bench_leaves_the_servers_empty(start_server: Start, start_python: Start
         assert server.wait() == 0
 
 
-def test_bench_refuses_servers_that_are_in_use(start_server: Start, start_python: StartPython) -> None:
+def test_bench_refuses_servers_that_are_in_use(start_server, start_python):
     servers = start_servers(start_server, 2)
     promised = start_server("--run-id", "digits")
     assert f"{promised.data} waits for run 'digits'" in run_bench(start_python, promised.data, status=1)
@@ -85,7 +84,7 @@ def test_bench_refuses_servers_that_are_in_use(start_server: Start, start_python
 
 
 @pytest.mark.extended
-def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_python: StartPython) -> None:
+def test_a_measurement_that_was_killed_is_forgotten(start_server, start_python):
     server = start_server(*QUICK_LEASES)
     endless = start_python(*BENCH, "600", "--servers", server.data)
     wait_for_updates(server)
@@ -94,7 +93,7 @@ def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_p
 
 
 @pytest.mark.extended
-def test_ctrl_c_ends_with_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+def test_ctrl_c_ends_with_what_was_measured(start_server, start_python):
     for flags in ((), ("--json",)):
         server = start_server()
         endless = start_python(*BENCH, "600", "--servers", server.data, *flags)
@@ -136,7 +135,7 @@ def wait_for_the_benchs_end(server: AnyServer) -> None:
 
 
 @pytest.mark.extended
-def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server, start_python):
     server = start_server("--lease-seconds", "100")
     process = start_python(*BENCH, "1", "--servers", server.data, "--json")
     wait_for_updates(server)
@@ -149,7 +148,7 @@ def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server: Star
 
 
 @pytest.mark.extended
-def test_a_second_ctrl_c_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+def test_a_second_ctrl_c_leaves_what_was_measured(start_server, start_python):
     server = start_server("--lease-seconds", "100")
     process = start_python(*BENCH, "600", "--servers", server.data)
     wait_for_updates(server)
@@ -162,7 +161,7 @@ def test_a_second_ctrl_c_leaves_what_was_measured(start_server: Start, start_pyt
 
 
 @pytest.mark.extended
-def test_an_error_leaves_what_was_measured(start_server_process: Start, start_python: StartPython) -> None:
+def test_an_error_leaves_what_was_measured(start_server_process, start_python):
     servers = [start_server_process() for _ in range(2)]
     processes = [
         start_python(*BENCH, "3", "--servers", server.data, *flags)
@@ -183,13 +182,13 @@ def test_an_error_leaves_what_was_measured(start_server_process: Start, start_py
 
 
 @pytest.mark.extended
-def test_bench_goes_by_the_protocol_of_the_servers(start_server: Start, start_python: StartPython) -> None:
+def test_bench_goes_by_the_protocol_of_the_servers(start_server, start_python):
     for protocol in ("hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"):
         table = run_bench(start_python, start_server("--protocol", protocol).data)
         assert "gRPC" in table and "bfloat16" in table, protocol
 
 
-def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server: Start) -> None:
+def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server):
     server = start_server()
     with make_client(server.data, run_id="pyps-bench-mine") as client:
         client.push(gradients_like(small_model(), seed=1))

@@ -4,11 +4,9 @@ import json
 import urllib.request
 from collections.abc import Sequence
 from concurrent import futures
-from pathlib import Path
 
 import grpc
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,7 +19,7 @@ from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.contract import WORK_QUEUE, stub_of
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, Start, configure, inspect, server_port, shell, wait_until, workers_of
+from support import AnyServer, configure, inspect, server_port, shell, wait_until, workers_of
 from wire_worker import WireWorker
 
 
@@ -36,7 +34,7 @@ def train(servers: Sequence[AnyServer]) -> dict[str, np.ndarray]:
         return client.pull()
 
 
-def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_server: Start) -> None:
+def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_server):
     servers = start_servers(start_server, 2)
     empty = shell("status", "--servers", controls(servers))
     assert f"no run yet: a worker starts it (PYPS_SERVERS={addresses(servers)})" in empty
@@ -67,7 +65,7 @@ def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_
     assert len(first["shards"]) == first["status"]["numShards"]
 
 
-def test_status_fits_80_columns_and_repeats_by_watch(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_fits_80_columns_and_repeats_by_watch(start_server, monkeypatch):
     servers = [start_server("--heartbeat-seconds", "0.05") for _ in range(2)]
     names = [f"worker-{index}" for index in range(2)]
     for name in names:
@@ -94,7 +92,7 @@ def test_status_fits_80_columns_and_repeats_by_watch(start_server: Start, monkey
     assert watched.count("┃ control ") == 2 and "step lost" in watched and "CRC-32" not in watched
 
 
-def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server: Start, tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server, tmp_path):
     nobody, there = f"127.0.0.1:{server_port()}", start_server()
     output = shell("status", "--servers", nobody, status=1)
     assert output.splitlines() == [f"pyps: no server answers on {nobody}: check the address and that the server runs"]
@@ -118,7 +116,7 @@ def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server: Start,
     assert f"127.0.0.1:{port} speaks gRPC but is no port of a pyps server" in output
 
 
-def test_either_port_of_a_server_does_for_every_command(start_server: Start, tmp_path: Path) -> None:
+def test_either_port_of_a_server_does_for_every_command(start_server, tmp_path):
     servers = start_servers(start_server, 2)
     train(servers)
     mixed = f"{servers[0].data},{servers[1].control}"
@@ -132,7 +130,7 @@ def test_either_port_of_a_server_does_for_every_command(start_server: Start, tmp
     assert shell("stop", "--servers", addresses(servers)).count("has finished its run") == 2
 
 
-def test_a_token_is_asked_for_and_taken(start_server: Start, tmp_path: Path) -> None:
+def test_a_token_is_asked_for_and_taken(start_server, tmp_path):
     token = tmp_path / "token"
     token.write_text("correct horse\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
@@ -142,7 +140,7 @@ def test_a_token_is_asked_for_and_taken(start_server: Start, tmp_path: Path) -> 
     assert "none cannot be read: No such file or directory" in " ".join(refused.split())
 
 
-def test_export_gives_plain_pytorch_the_tensors_under_their_names(start_server: Start, tmp_path: Path) -> None:
+def test_export_gives_plain_pytorch_the_tensors_under_their_names(start_server, tmp_path):
     servers = [start_server("--checkpoint-dir", str(tmp_path / f"server-{index}")) for index in range(2)]
     expected = train(servers)
     live, saved = tmp_path / "live.safetensors", tmp_path / "saved.safetensors"
@@ -167,7 +165,7 @@ def test_export_gives_plain_pytorch_the_tensors_under_their_names(start_server: 
     assert not (tmp_path / "half").exists()
 
 
-def test_export_eval_save_and_replay_say_what_they_need(start_server: Start, tmp_path: Path) -> None:
+def test_export_eval_save_and_replay_say_what_they_need(start_server, tmp_path):
     script, file, server = tmp_path / "score.py", str(tmp_path / "file"), start_server()
     script.write_text("def evaluate(parameters): return 0.0\n", encoding="utf-8")
     for arguments, words in (
@@ -186,7 +184,7 @@ def test_export_eval_save_and_replay_say_what_they_need(start_server: Start, tmp
     assert "default: 127.0.0.1:7610]" in " ".join(shell("export", "--help").split())
 
 
-def test_stop_and_reset_end_and_forget_a_run(start_server: Start) -> None:
+def test_stop_and_reset_end_and_forget_a_run(start_server):
     servers = start_servers(start_server, 2)
     assert "holds no run" in shell("stop", "--servers", controls(servers), status=1)
     with make_client(addresses(servers), run_id="mine") as client:
@@ -199,7 +197,7 @@ def test_stop_and_reset_end_and_forget_a_run(start_server: Start) -> None:
     assert {inspect(server.control, "GetStatus").state for server in servers} == {common.RUN_STATE_EMPTY}
 
 
-def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) -> None:
+def test_status_tells_how_each_worker_talks_to_its_servers(start_server):
     servers = [start_server(), start_server("--local-socket", "off")]
     with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
         assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
@@ -235,7 +233,7 @@ def session(servers: Sequence[AnyServer], worker_id: str, **options: str) -> Ses
     return Session(model, optimizer, launch=launch, initial=lambda: [np.zeros(2048, np.float32)])
 
 
-def test_set_changes_all_servers_named_and_says_what_is_in_force(start_server: Start) -> None:
+def test_set_changes_all_servers_named_and_says_what_is_in_force(start_server):
     servers = start_servers(start_server, 2)
     changes = ("--protocol", "1-softsync", "--staleness", "none", "--learning-rate", "0.01")
     with make_client(addresses(servers)) as client:
@@ -255,7 +253,7 @@ def test_set_changes_all_servers_named_and_says_what_is_in_force(start_server: S
     assert shell("status", "--events", "0", "--servers", controls(servers)).count("settings changed") == 0
 
 
-def test_what_cannot_be_set_is_one_sentence_and_changes_nothing(start_server: Start) -> None:
+def test_what_cannot_be_set_is_one_sentence_and_changes_nothing(start_server):
     server = start_server()
     refused = shell("set", "--protocol", "async", "--servers", server.control, status=1)
     assert "this server holds no run yet: start its workers first" in refused
@@ -270,7 +268,7 @@ def test_what_cannot_be_set_is_one_sentence_and_changes_nothing(start_server: St
         assert inspect(server.control, "GetStatus").staleness == "divide"
 
 
-def test_set_on_some_of_the_servers_changes_nothing_unless_it_is_meant(start_server: Start) -> None:
+def test_set_on_some_of_the_servers_changes_nothing_unless_it_is_meant(start_server):
     servers = start_servers(start_server, 2)
     change = ("set", "--protocol", "softsync:n=1", "--servers", servers[0].control)
     with make_client(addresses(servers)) as client:
@@ -283,7 +281,7 @@ def test_set_on_some_of_the_servers_changes_nothing_unless_it_is_meant(start_ser
     assert (untouched, changed) == ("async", "softsync:n=1")
 
 
-def test_a_command_that_one_server_refuses_changes_none(start_server: Start, tmp_path: Path) -> None:
+def test_a_command_that_one_server_refuses_changes_none(start_server, tmp_path):
     servers = [
         start_server("--checkpoint-dir", str(tmp_path / "first")),
         start_server("--bounds", "learning_rate_max=0.5"),
@@ -315,7 +313,7 @@ def test_a_command_that_one_server_refuses_changes_none(start_server: Start, tmp
         assert inspect(servers[0].control, "GetStatus").run_id == "mine"
 
 
-def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refused(start_server: Start) -> None:
+def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refused(start_server):
     server = start_server()
     with WireWorker(server.data) as worker:
         worker.join()
@@ -329,7 +327,7 @@ def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refuse
     assert "the run has finished: nothing in it can be set any more" in shell(*change, status=1)
 
 
-def test_status_tells_whom_a_round_waits_for_and_set_what_became_of_those_that_waited(start_server: Start) -> None:
+def test_status_tells_whom_a_round_waits_for_and_set_what_became_of_those_that_waited(start_server):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data, "quick") as quick, WireWorker(server.data, "slow") as slow:
         quick.join()
@@ -347,7 +345,7 @@ def test_status_tells_whom_a_round_waits_for_and_set_what_became_of_those_that_w
     assert "async, staleness divide, learning rate 1; 1 gradient that waited became 1 update." in output
 
 
-def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go(start_server: Start) -> None:
+def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go(start_server):
     server = start_server()
     with WireWorker(server.data) as worker:
         worker.join()
@@ -360,7 +358,7 @@ def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go
     assert "expected workers 7" in shown and "worker left: worker invented-19" in shown
 
 
-def test_status_escapes_control_characters(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_escapes_control_characters(start_server, monkeypatch):
     monkeypatch.setattr(handshake, "check_name", lambda name, what: None)
     server = start_server()
     with WireWorker(server.data, "\x1b[31mred\nline\x07") as worker:

@@ -1,7 +1,5 @@
 """Ctrl-C before a command has begun: amid its imports."""
 
-from support import StartPython
-
 # Runs `pyps`, and has Ctrl-C come when the module named first is imported.
 INTERRUPTED = """
 import runpy, signal, sys
@@ -17,7 +15,7 @@ runpy.run_module("pyps", run_name="__main__")
 """
 
 
-def test_ctrl_c_amid_imports_ends_with_its_status_alone(start_python: StartPython) -> None:
+def test_ctrl_c_amid_imports_ends_with_its_status_alone(start_python):
     command = ("serve", "--port", "0", "--control-port", "0", "--metrics-port", "0")
     modules = ("typer", "pyps_wire.errors", "pyps.cli.serve")
     processes = [start_python("-c", INTERRUPTED, module, *command, fresh=True) for module in modules]

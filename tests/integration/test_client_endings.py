@@ -8,7 +8,6 @@ import textwrap
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch
 from client_support import gradients_like, make_client, small_model
 from pyps_client import Observer, ServerUnavailable, lease, leave
 from pyps_client import worker as session
-from support import Start, StartPython, checksums, child_environment, wait_until, workers_of
+from support import checksums, child_environment, wait_until, workers_of
 from training import joined
 
 # What a wait for the lease would last; nobody may wait for it.
@@ -82,9 +81,7 @@ UNNAMED = {
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_a_signalled_worker_leaves(
-    start_server: Start, start_python: StartPython, protocol: str, number: int, status: int
-) -> None:
+def test_a_signalled_worker_leaves(start_server, start_python, protocol, number, status):
     server = start_server("--protocol", protocol, *FLAGS)
     ended = start_python("-c", WORKER, server.data, "1000")
     with make_client(server.data, worker_id="stays", run_id="shared") as client:
@@ -105,7 +102,7 @@ def test_a_signalled_worker_leaves(
     assert workers_of(server.control)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
 
 
-def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server: Start, start_python: StartPython) -> None:
+def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server, start_python):
     server = start_server("--protocol", "hardsync", *FLAGS)
     ended = start_python("-c", OVERLAPPED, server.data)
     ended.wait_for_output("joined")
@@ -118,7 +115,7 @@ def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server: Start, start
     assert workers_of(server.control)["ends"].state == "failed"
 
 
-def test_a_forked_child_ends_by_sigterm_as_usual(start_server: Start, start_python: StartPython) -> None:
+def test_a_forked_child_ends_by_sigterm_as_usual(start_server, start_python):
     server = start_server()
     code = (
         "import os, signal, sys\n"
@@ -146,9 +143,7 @@ def test_a_forked_child_ends_by_sigterm_as_usual(start_server: Start, start_pyth
         ("with client: raise ValueError('out of data')", "failed", 1),
     ],
 )
-def test_a_worker_says_how_it_ended(
-    start_server: Start, start_python: StartPython, ending: str, state: str, status: int
-) -> None:
+def test_a_worker_says_how_it_ended(start_server, start_python, ending, state, status):
     server = start_server()
     worker = start_python("-c", f"{WORKER}\n{ending}\n", server.data, "1")
 
@@ -162,8 +157,8 @@ def test_a_worker_says_how_it_ended(
 
 @pytest.mark.parametrize(("overlap", "every"), [("off", 2), ("step", 1)])
 def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_long_as_amid_training(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch, overlap: str, every: int
-) -> None:
+    start_server, monkeypatch, overlap, every
+):
     monkeypatch.setattr(session, "END_SECONDS", 0.3)
     server = start_server()
     model = torch.nn.Linear(4, 2)
@@ -184,8 +179,8 @@ def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_
 
 @pytest.mark.parametrize(("overlap", "transport"), [("off", "grpc"), ("step", "shm")])
 def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and_says_what_was_not_delivered(
-    start_server_process: Start, monkeypatch: pytest.MonkeyPatch, overlap: str, transport: str
-) -> None:
+    start_server_process, monkeypatch, overlap, transport
+):
     """A stopped process keeps its connections open: a call's own deadline leaves a minute for a slow link."""
     monkeypatch.setattr(session, "END_SECONDS", 0.5)
     monkeypatch.setattr(lease, "HURRIED_SECONDS", 0.1)
@@ -207,9 +202,7 @@ def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and
     server.signal(signal.SIGCONT)
 
 
-def test_a_program_reports_its_lost_server(
-    start_server_process: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_a_program_reports_its_lost_server(start_server_process, start_python, tmp_path):
     server, flag = start_server_process(), tmp_path / "gone"
     script = OVERLAPPED.partition("while True:")[0].replace('"step"', '"off", push_every=2')
     ending = (
@@ -232,7 +225,7 @@ def threads_of_client() -> list[str]:
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_a_collected_optimizer_pushes_what_it_gathered_and_leaves(start_server: Start, overlap: str) -> None:
+def test_a_collected_optimizer_pushes_what_it_gathered_and_leaves(start_server, overlap):
     server = start_server()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -256,7 +249,7 @@ def test_a_collected_optimizer_pushes_what_it_gathered_and_leaves(start_server: 
     assert torch.isfinite(model.weight).all()
 
 
-def test_an_optimizer_that_its_own_model_holds_ends_with_the_model(start_server: Start) -> None:
+def test_an_optimizer_that_its_own_model_holds_ends_with_the_model(start_server):
     server = start_server()
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -273,7 +266,7 @@ def test_an_optimizer_that_its_own_model_holds_ends_with_the_model(start_server:
     wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
 
 
-def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
+def test_a_client_that_nobody_holds_leaves_the_run(start_server):
     server = start_server()
     client = make_client(server.data, worker_id="left")
     client.push(gradients_like(small_model(), 0))
@@ -286,7 +279,7 @@ def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "raise ValueError('out of data')"])
-def test_an_optimizer_local_to_main_leaves(start_server: Start, start_python: StartPython, ending: str) -> None:
+def test_an_optimizer_local_to_main_leaves(start_server, start_python, ending):
     server = start_server()
     script = textwrap.indent(OVERLAPPED.partition("while True:")[0], "    ")
     step = "    model(torch.ones(1, 4)).sum().backward(); optimizer.step()"
@@ -297,7 +290,7 @@ def test_an_optimizer_local_to_main_leaves(start_server: Start, start_python: St
     assert checksums(server.control)[0][0] == 1
 
 
-def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> None:
+def test_an_observer_reads_without_counting_as_a_worker(start_server):
     server = start_server()
     with make_client(server.data) as client, Observer(server.data) as observer:
         client.push(gradients_like(small_model(), 0))
@@ -315,7 +308,7 @@ def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> 
         assert observer.snapshot()["embed"][0, 0] != snapshot["embed"][0, 0]
 
 
-def test_without_torch_the_optimizer_says_what_to_install_and_the_rest_works() -> None:
+def test_without_torch_the_optimizer_says_what_to_install_and_the_rest_works():
     code = """
 import sys
 sys.modules["torch"] = None
@@ -333,7 +326,7 @@ except ImportError as error:
     assert "pip install 'torch>=2.4'" in done.stdout
 
 
-def test_a_script_ends_with_sentence_and_line(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_a_script_ends_with_sentence_and_line(start_server, start_python, tmp_path):
     server = start_server()
     script = tmp_path / "train.py"
     script.write_text(WRONG_SHAPE, encoding="utf-8")
@@ -347,7 +340,7 @@ def test_a_script_ends_with_sentence_and_line(start_server: Start, start_python:
 
 
 @pytest.mark.parametrize("kind", UNNAMED)
-def test_a_script_without_servers_ends_in_a_sentence(start_python: StartPython, tmp_path: Path, kind: str) -> None:
+def test_a_script_without_servers_ends_in_a_sentence(start_python, tmp_path, kind):
     script = tmp_path / "train.py"
     script.write_text(UNNAMED[kind], encoding="utf-8")
     process = start_python(str(script))
@@ -373,9 +366,7 @@ raise {error}
 """
 
 
-def test_a_client_leaves_the_process_as_it_is_and_reports_its_end(
-    start_server: Start, start_python: StartPython
-) -> None:
+def test_a_client_leaves_the_process_as_it_is_and_reports_its_end(start_server, start_python):
     server = start_server()
     code = LOOKS.format(call="", error="ValueError('out of data')")
     process = start_python("-c", code, server.data, env={"PYPS_PROCESS_HOOKS": None})
@@ -387,7 +378,7 @@ def test_a_client_leaves_the_process_as_it_is_and_reports_its_end(
 
 
 @pytest.mark.parametrize(("call", "asked"), [("pyps_client.install_process_hooks()", None), ("", "1")])
-def test_process_hooks_on_request(start_server: Start, start_python: StartPython, call: str, asked: str | None) -> None:
+def test_process_hooks_on_request(start_server, start_python, call, asked):
     server = start_server()
     code = LOOKS.format(call=call, error="SystemExit('out of data')").replace("raise SystemExit", "sys.exit")
     process = start_python("-c", code, server.data, env={"PYPS_PROCESS_HOOKS": asked})
@@ -405,9 +396,7 @@ def test_process_hooks_on_request(start_server: Start, start_python: StartPython
     ("error", "state"),
     [("SystemExit(3)", "failed"), ("SystemExit('out of data')", "failed"), ("SystemExit(0)", "finished")],
 )
-def test_a_raised_system_exit_counts_as_its_status_says(
-    start_server: Start, start_python: StartPython, error: str, state: str
-) -> None:
+def test_a_raised_system_exit_counts_as_its_status_says(start_server, start_python, error, state):
     server = start_server()
     # One that the program catches says nothing of its end.
     code = LOOKS.format(call="try: raise SystemExit(5)\nexcept SystemExit: pass", error=error)
@@ -417,7 +406,7 @@ def test_a_raised_system_exit_counts_as_its_status_says(
     assert workers_of(server.control)["w"].state == state
 
 
-def test_a_message_of_several_lines_stays_readable(start_server: Start, start_python: StartPython) -> None:
+def test_a_message_of_several_lines_stays_readable(start_server, start_python):
     server = start_server("--optimizer", "adagrad:learning_rate=0.05,eps=1e-10")
     process = start_python("-c", OTHER_SETTINGS, server.data)
 
@@ -430,7 +419,7 @@ def test_a_message_of_several_lines_stays_readable(start_server: Start, start_py
     assert not workers_of(server.control)
 
 
-def test_the_traceback_comes_when_asked_for(start_python: StartPython) -> None:
+def test_the_traceback_comes_when_asked_for(start_python):
     process = start_python("-c", UNNAMED["observer"], env={"PYPS_TRACEBACK": "1"})
 
     assert process.wait() == 1
@@ -438,7 +427,7 @@ def test_the_traceback_comes_when_asked_for(start_python: StartPython) -> None:
     assert "InvalidArgument: " in process.output()
 
 
-def test_other_errors_go_to_the_hook_that_was_there_before(start_python: StartPython) -> None:
+def test_other_errors_go_to_the_hook_that_was_there_before(start_python):
     text = (
         "import sys\n"
         "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"

@@ -1,14 +1,13 @@
 import math
-from pathlib import Path
 
 import pytest
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import InvalidArgument, Launch, Observer
-from support import Start, server_port, shell, wait_until
+from support import server_port, shell, wait_until
 
 
-def test_an_observer_gets_the_figures_of_all_servers_and_workers(start_server: Start) -> None:
+def test_an_observer_gets_the_figures_of_all_servers_and_workers(start_server):
     servers = [start_server("--heartbeat-seconds", "0.2") for _ in range(2)]
     addresses = ",".join(server.data for server in servers)
     a, b = (make_client(addresses, worker_id=name, run_id="mine", shard_size=256) for name in ("a", "b"))
@@ -26,7 +25,7 @@ def test_an_observer_gets_the_figures_of_all_servers_and_workers(start_server: S
     assert (now["learning_rate/0"], now["refused"]) == (pytest.approx(0.05), 0)
 
 
-def test_means_and_speeds_are_of_the_time_since_the_look_before(start_server: Start) -> None:
+def test_means_and_speeds_are_of_the_time_since_the_look_before(start_server):
     with make_client(start_server().data) as client, Observer(client.session.launch.servers) as observer:
         figures = observer.figures(every_seconds=0)
         client.push(gradients_like(small_model(), 0))
@@ -39,7 +38,7 @@ def test_means_and_speeds_are_of_the_time_since_the_look_before(start_server: St
         assert now["updates_per_second"] > 0
 
 
-def test_the_figures_go_on_after_a_server_came_back_and_end_with_the_run(start_server: Start, tmp_path: Path) -> None:
+def test_the_figures_go_on_after_a_server_came_back_and_end_with_the_run(start_server, tmp_path):
     flags = ("--port", str(server_port()), "--checkpoint-dir", str(tmp_path), "--run-id", "mine")
     server = start_server(*flags)
     with make_client(server.data, run_id="mine") as client, Observer(server.data) as observer:
@@ -54,7 +53,7 @@ def test_the_figures_go_on_after_a_server_came_back_and_end_with_the_run(start_s
         assert len(list(figures)) == 1
 
 
-def test_the_figures_end_where_a_server_stays_away(start_server: Start) -> None:
+def test_the_figures_end_where_a_server_stays_away(start_server):
     server = start_server()
     with make_client(server.data), Observer(launch=Launch(server.data, loss_wait_seconds=0.2)) as observer:
         figures = observer.figures(every_seconds=0)

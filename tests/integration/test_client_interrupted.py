@@ -22,7 +22,7 @@ from pyps_client.transport.shared_memory import SharedMemoryLink
 from pyps_client.transport.threads import Threads
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.local_pb2 import LocalRequest
-from support import ServerProcess, Start, StartPython, inspect, wait_until
+from support import ServerProcess, inspect, wait_until
 
 
 def stop(server: ServerProcess) -> None:
@@ -36,7 +36,7 @@ def version_of(server: ServerProcess) -> int:
     return int(inspect(server.control, "GetStatus").version_min)
 
 
-def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(start_server_process: Start) -> None:
+def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(start_server_process):
     servers = start_servers(start_server_process, 2)
     for transport, slow in itertools.product(("shm", "tcp", "grpc"), (0, 1)):
         interrupt_an_exchange(servers, transport, slow)
@@ -95,7 +95,7 @@ while True:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_ctrl_c_ends_an_exchange(start_server_process: Start, start_python: StartPython, stopped: bool) -> None:
+def test_ctrl_c_ends_an_exchange(start_server_process, start_python, stopped):
     """Whether it waits for a server that does not answer, or is amid busy rounds."""
     for way in ("shm", "tcp", "grpc"):
         server = start_server_process()
@@ -148,7 +148,7 @@ class PressedLock:
         return acquired
 
 
-def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait() -> None:
+def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait():
     near, far = socket.socketpair()
     pressed = PressedSocket(fileno=near.detach())
     pressed.press = Press()
@@ -160,7 +160,7 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait() -> None
     far.close()
 
 
-def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait() -> None:
+def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait():
     threads, release = Threads(), threading.Event()
     future = threads.submit(lambda: release.wait(100))
     future._under_way = PressedLock(Press())  # type: ignore[assignment]

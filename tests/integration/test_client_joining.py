@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ from pyps_client.lease import Lease
 from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import GrpcChannel, open_channel
 from pyps_wire.partition import partition
-from support import Start, StartPython, inspect, replace_file, server_port, wait_until
+from support import inspect, replace_file, server_port, wait_until
 
 # How long an initialiser may be silent is bounded by the lease.
 SHORT_LEASE = ("--lease-seconds", "6", "--heartbeat-seconds", "0.3")
@@ -65,7 +64,7 @@ make_client(sys.argv[1], tensors=small_model(seed=1), worker_id="first")
 """
 
 
-def test_racing_workers_initialise_once_and_see_the_same_bits(start_server: Start) -> None:
+def test_racing_workers_initialise_once_and_see_the_same_bits(start_server):
     """Each comes with parameters of its own: no run name is given to anybody."""
     servers = addresses(start_servers(start_server, 2))
     meeting, pulled = threading.Barrier(4), threading.Barrier(4)
@@ -87,7 +86,7 @@ def test_racing_workers_initialise_once_and_see_the_same_bits(start_server: Star
             np.testing.assert_array_equal(other[name], tensor)
 
 
-def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_server: Start) -> None:
+def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_server):
     """A worker that came while the server was empty belongs to the run, however quickly others push."""
     servers = addresses(start_servers(start_server, 2))
     meeting = threading.Barrier(4)
@@ -105,7 +104,7 @@ def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_serve
     assert re.fullmatch("run-[0-9a-f]{8}", run_ids[0])
 
 
-def test_another_worker_replaces_a_killed_initialiser(start_server: Start, start_python: StartPython) -> None:
+def test_another_worker_replaces_a_killed_initialiser(start_server, start_python):
     clock = Clock()
     started = [start_server("--lease-seconds", "10", clock=clock) for _ in range(2)]
     servers = addresses(started)
@@ -120,7 +119,7 @@ def test_another_worker_replaces_a_killed_initialiser(start_server: Start, start
             Reference(small_model(seed=2)).check(client.pull())
 
 
-def test_an_outrun_initialiser_joins_the_others_run(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outrun_initialiser_joins_the_others_run(start_server, monkeypatch):
     clock = Clock()
     started = start_servers(start_server, 2, *SHORT_LEASE, clock=clock)
     servers = addresses(started)
@@ -143,7 +142,7 @@ def test_an_outrun_initialiser_joins_the_others_run(start_server: Start, monkeyp
     others[1].close()  # type: ignore[attr-defined]
 
 
-def test_a_worker_may_come_before_its_servers(start_server: Start) -> None:
+def test_a_worker_may_come_before_its_servers(start_server):
     port = server_port()
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(make_client, f"127.0.0.1:{port}")
@@ -153,7 +152,7 @@ def test_a_worker_may_come_before_its_servers(start_server: Start) -> None:
             assert client.push(gradients_like(small_model(), 0))
 
 
-def test_a_server_that_never_comes_is_named_with_the_seconds_waited() -> None:
+def test_a_server_that_never_comes_is_named_with_the_seconds_waited():
     port = server_port()
     with pytest.raises(
         ServerUnavailable,
@@ -163,22 +162,22 @@ def test_a_server_that_never_comes_is_named_with_the_seconds_waited() -> None:
         make_client(f"127.0.0.1:{port}", start_wait_seconds=0.3)
 
 
-def test_a_host_without_a_name_is_told_so() -> None:
+def test_a_host_without_a_name_is_told_so():
     with pytest.raises(ServerUnavailable, match="the host name cannot be resolved"):
         make_client("no-such-host.invalid:7610", start_wait_seconds=0.3)
 
 
-def test_a_run_that_nobody_initialises_is_told_so(start_server: Start) -> None:
+def test_a_run_that_nobody_initialises_is_told_so(start_server):
     with pytest.raises(WaitTimedOut, match=r"for the first parameters on server 0 .*no worker has finished"):
         Observer(launch=Launch(start_server().data, start_wait_seconds=0.3))
 
 
-def test_the_control_port_is_recognised(start_server: Start) -> None:
+def test_the_control_port_is_recognised(start_server):
     with pytest.raises(ProtocolMismatch, match=r"is no pyps data port.*by default 7610"):
         make_client(start_server().control)
 
 
-def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server: Start) -> None:
+def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server):
     server = start_server()
     with make_client(server.data, run_id="mine") as client:
         client.push(gradients_like(small_model(), 0))
@@ -197,7 +196,7 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server:
     assert "Traceback" not in server.output()
 
 
-def test_a_worker_takes_the_runs_slices_over_whatever_it_would_have_made(start_server: Start) -> None:
+def test_a_worker_takes_the_runs_slices_over_whatever_it_would_have_made(start_server):
     """A stock worker may slice and place as it likes: nobody computes tables from the number of servers."""
     servers = start_servers(start_server, 2)
     with make_client(addresses(servers), run_id="mine", shard_size=512) as first:
@@ -214,7 +213,7 @@ def test_a_worker_takes_the_runs_slices_over_whatever_it_would_have_made(start_s
         np.testing.assert_array_equal(values, seen[name])
 
 
-def test_tokens_are_asked_for_and_compared(start_server: Start, tmp_path: Path) -> None:
+def test_tokens_are_asked_for_and_compared(start_server, tmp_path):
     token = tmp_path / "token"
     token.write_text("correct-horse\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
@@ -227,7 +226,7 @@ def test_tokens_are_asked_for_and_compared(start_server: Start, tmp_path: Path) 
         client.push(gradients_like(small_model(), 0))
 
 
-def test_a_token_is_renewed_while_a_worker_trains(start_server: Start, tmp_path: Path) -> None:
+def test_a_token_is_renewed_while_a_worker_trains(start_server, tmp_path):
     token = tmp_path / "token"
     token.write_text("the-former-token\n", encoding="utf-8")
     server = start_server("--token-file", str(token), "--heartbeat-seconds", "0.05")
@@ -257,9 +256,7 @@ def test_a_token_is_renewed_while_a_worker_trains(start_server: Start, tmp_path:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
-def test_a_leave_uses_the_newest_token(
-    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, transport: str
-) -> None:
+def test_a_leave_uses_the_newest_token(start_server, tmp_path, caplog, transport):
     token = tmp_path / "token"
     token.write_text("the-former-token\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
@@ -273,7 +270,7 @@ def test_a_leave_uses_the_newest_token(
     assert "does not take this worker's leave, and waits for its lease: the token is not" in caplog.text
 
 
-def test_a_token_that_goes_to_another_machine_in_the_clear_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_that_goes_to_another_machine_in_the_clear_is_said(caplog):
     for address, token, told in (
         ("127.0.0.1:7610", "a-token", 0),
         ("[::1]:7610", "a-token", 0),
@@ -287,9 +284,7 @@ def test_a_token_that_goes_to_another_machine_in_the_clear_is_said(caplog: pytes
         assert caplog.text.count("in the clear, and to whoever answers there: set tls_ca") == told, address
 
 
-def test_a_worker_whose_token_is_taken_out_is_told_once_while_it_trains_on(
-    start_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_whose_token_is_taken_out_is_told_once_while_it_trains_on(start_server, tmp_path, monkeypatch, caplog):
     refusals: list[Exception] = []
     monkeypatch.setattr(Lease, "_refused", lambda _, error: refusals.append(error))
     token = tmp_path / "token"
@@ -303,7 +298,7 @@ def test_a_worker_whose_token_is_taken_out_is_told_once_while_it_trains_on(
     assert caplog.text.count("refuses this worker's calls from now on: the token is not this server's") == 1
 
 
-def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> None:
+def test_a_newer_process_of_the_same_name_takes_over(start_server):
     server = start_server()
     older = make_client(server.data, run_id="mine")
     with make_client(server.data, run_id="mine") as newer:
@@ -315,7 +310,7 @@ def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> Non
 
 @pytest.mark.parametrize("shard_size", [20_000, 200_000])
 @pytest.mark.parametrize("narrow", [0, 1])
-def test_a_model_beyond_the_message_limit_is_refused_first(start_server: Start, shard_size: int, narrow: int) -> None:
+def test_a_model_beyond_the_message_limit_is_refused_first(start_server, shard_size, narrow):
     """Whether the server would have said so itself, or gRPC, in words of its own."""
     servers = [start_server(*(("--max-message-bytes", "65536") if index == narrow else ())) for index in range(2)]
     big = {"w": np.zeros(2 * shard_size, np.float32)}

@@ -5,7 +5,6 @@ import random
 import re
 import socket
 import struct
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from certified import served, shown
-from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
+from client_support import Reference, gradients_like, make_client, small_model
 from pyps.service.hosting import _DATA_IDLE_MS
 from pyps_client import ServerUnavailable
 from pyps_client.pull import Receiver
@@ -25,7 +24,7 @@ from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.errors import MalformedFrame, WrongSize
 from pyps_wire.lane import Lane
 from pyps_wire.parameter_server_pb2 import HelloReply, LaneOffer, PushRequest
-from support import Start, inspect, wait_until
+from support import inspect, wait_until
 
 # Several shards, larger than what one receive brings.
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
@@ -34,9 +33,7 @@ LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.f
 @pytest.mark.parametrize(
     ("protocol", "secured"), [("async", False), ("asgd:mutex=whole", False), ("async", True)], ids=str
 )
-def test_a_cut_applies_once(
-    start_server: Start, made: Path, proxies: dict[int, CuttingProxy], protocol: str, secured: bool
-) -> None:
+def test_a_cut_applies_once(start_server, made, proxies, protocol, secured):
     reference, generator = Reference(LARGE), random.Random(protocol)
     server = start_server("--protocol", protocol, *(served(made / "sound") if secured else []))
     own = shown(made / "sound") if secured else {}
@@ -60,7 +57,7 @@ def test_a_cut_applies_once(
     assert proxy.num_cuts == 10
 
 
-def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, proxies: dict[int, CuttingProxy]) -> None:
+def test_a_pull_cut_midway_asks_again_for_the_rest(start_server, proxies):
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
         [proxy] = proxies.values()
@@ -72,7 +69,7 @@ def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, proxies:
         assert proxy.num_cuts == 1
 
 
-def test_the_worker_ends_an_idle_grpc_connection_first(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_ends_an_idle_grpc_connection_first(start_server, monkeypatch):
     assert 2 * IDLE_SECONDS * 1000 < _DATA_IDLE_MS
     monkeypatch.setattr("pyps_client.transport.grpc.IDLE_SECONDS", 1)
     states: list[grpc.ChannelConnectivity] = []
@@ -85,9 +82,7 @@ def test_the_worker_ends_an_idle_grpc_connection_first(start_server: Start, monk
         client.pull()
 
 
-def test_no_lane_is_grpc(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_lane_is_grpc(start_server, monkeypatch, caplog):
     with socket.create_server(("127.0.0.1", 0)) as refusing:
         port = refusing.getsockname()[1]
     offered = TcpLane.offered
@@ -108,12 +103,7 @@ def test_no_lane_is_grpc(
         make_client(server.data, run_id="mine", transport="tcp", loss_wait_seconds=0.2)
 
 
-def test_a_lane_that_breaks_under_load_again_and_again_means_grpc(
-    start_server: Start,
-    proxies: dict[int, CuttingProxy],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lane_that_breaks_under_load_again_and_again_means_grpc(start_server, proxies, monkeypatch, caplog):
     reference = Reference(LARGE)
     server = start_server("--local-socket", "off")
     model = {"tensors": LARGE, "shard_size": 50_000}
@@ -138,14 +128,14 @@ def test_a_lane_that_breaks_under_load_again_and_again_means_grpc(
     assert caplog.text.count("was lost again and again") == 1
 
 
-def test_who_insists_on_a_lane_is_refused_before_the_server_hears_of_it(start_server: Start) -> None:
+def test_who_insists_on_a_lane_is_refused_before_the_server_hears_of_it(start_server):
     server = start_server("--lane-port", "off")
     with pytest.raises(ServerUnavailable, match=r"transport is 'tcp'.*it offers no lane.*--lane-port.*'auto'"):
         make_client(server.data, transport="tcp")
     assert not inspect(server.control, "ListWorkers").workers
 
 
-def test_after_a_refused_push_the_lane_goes_on(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_refused_push_the_lane_goes_on(start_server, monkeypatch):
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
         gradients = gradients_like(LARGE, 0)
@@ -160,7 +150,7 @@ def test_after_a_refused_push_the_lane_goes_on(start_server: Start, monkeypatch:
         assert client.session.transport == "tcp"
 
 
-def test_a_failed_round_leaves_no_answer_to_the_next(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_round_leaves_no_answer_to_the_next(start_server, monkeypatch):
     server, reference = start_server(), Reference(small_model())
     write, answers = Receiver.write, itertools.count()
 
@@ -180,7 +170,7 @@ def test_a_failed_round_leaves_no_answer_to_the_next(start_server: Start, monkey
         reference.check(client.pull())
 
 
-def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server: Start) -> None:
+def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server):
     with make_client(start_server().data, transport="tcp") as client, socket.create_server(("127.0.0.1", 0)) as server:
         [connection] = client.session._servers
         # Nobody reads what comes, and only sending has a limit.
@@ -196,7 +186,7 @@ def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server: Star
         late.close()
 
 
-def test_a_lane_closed_while_it_opens_takes_no_round(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_closed_while_it_opens_takes_no_round(start_server, monkeypatch):
     opened, closed, taken = TcpLane._opened, list[TcpLane](), list[TcpLane]()
     round_of = TcpLane._do
 
@@ -219,7 +209,7 @@ def test_a_lane_closed_while_it_opens_takes_no_round(start_server: Start, monkey
         assert closed[0]._wire is None
 
 
-def test_a_lane_no_longer_offered_is_closed_and_logged(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lane_no_longer_offered_is_closed_and_logged(start_server, caplog):
     with make_client(start_server("--local-socket", "off").data) as client:
         client.pull()
         [connection] = client.session._servers
@@ -237,7 +227,7 @@ def test_a_lane_no_longer_offered_is_closed_and_logged(start_server: Start, capl
     assert grpc_s.startswith("gRPC: it offers no lane; ")
 
 
-def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_path: Path) -> None:
+def test_workers_go_on_by_a_new_lane_after_a_restart(start_server, tmp_path):
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     server, nothing = start_server(*checkpoints), {"w": np.zeros(400_000, np.float32)}
     with make_client(server.data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
@@ -250,7 +240,7 @@ def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_pa
         assert client.session.held_versions.epochs == (1,)
 
 
-def test_a_worker_that_shares_memory_opens_no_lane(start_server: Start) -> None:
+def test_a_worker_that_shares_memory_opens_no_lane(start_server):
     server = start_server()
     with make_client(server.data) as client:
         client.exchange(gradients_like(small_model(), 0))

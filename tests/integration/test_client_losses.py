@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from client_support import (
 from pyps_client import RunFinished, ServerUnavailable, StateLost
 from pyps_client.push import GroupRate, Plan
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
-from support import Start, inspect, wait_until
+from support import inspect, wait_until
 
 MakeProxy = Callable[[str], CuttingProxy]
 
@@ -42,7 +41,7 @@ def make_proxy() -> Iterator[MakeProxy]:
 
 
 @pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
-def test_what_is_cut_midway_is_applied_exactly_once(start_server: Start, make_proxy: MakeProxy, protocol: str) -> None:
+def test_what_is_cut_midway_is_applied_exactly_once(start_server, make_proxy, protocol):
     """Shards that had arrived before the cut keep their receipts; the others are sent again."""
     reference = Reference(LARGE)
     proxy = make_proxy(start_server("--protocol", protocol).data)
@@ -62,7 +61,7 @@ def test_what_is_cut_midway_is_applied_exactly_once(start_server: Start, make_pr
     assert proxy.num_cuts == 8
 
 
-def test_a_push_that_lost_its_answer_is_not_applied_again(start_server: Start, make_proxy: MakeProxy) -> None:
+def test_a_push_that_lost_its_answer_is_not_applied_again(start_server, make_proxy):
     tensors = small_model()
     reference = Reference(tensors)
     servers = start_servers(start_server, 2)
@@ -93,7 +92,7 @@ def test_a_push_that_lost_its_answer_is_not_applied_again(start_server: Start, m
                 reference.check(client.pull())
 
 
-def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_proxy: MakeProxy) -> None:
+def test_a_pull_cut_midway_asks_again_for_the_rest(start_server, make_proxy):
     reference = Reference(LARGE)
     proxy = make_proxy(start_server().data)
     with (
@@ -110,7 +109,7 @@ def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_pro
         reference.check(pulling.result(30))
 
 
-def test_workers_go_on_after_kill_and_resume(start_server_process: Start, tmp_path: Path) -> None:
+def test_workers_go_on_after_kill_and_resume(start_server_process, tmp_path):
     """What was applied after the checkpoint is gone, and said so by a new epoch; training goes on from there."""
     tensors = small_model()
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
@@ -156,7 +155,7 @@ def test_workers_go_on_after_kill_and_resume(start_server_process: Start, tmp_pa
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server_process: Start, lost: int) -> None:
+def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server_process, lost):
     servers = start_servers(start_server_process, 2)
     client = make_client(addresses(servers), run_id="mine")
     client.push(gradients_like(small_model(), 0))
@@ -169,7 +168,7 @@ def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server_pr
     client.close("failed")
 
 
-def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process: Start, tmp_path: Path) -> None:
+def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process, tmp_path):
     flags = ("--staleness", "none", "--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "1000")
     server = start_server_process(*flags)
     vector = np.concatenate([gradient.reshape(-1) for gradient in gradients_like(small_model(), 0).values()])
@@ -187,7 +186,7 @@ def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process: 
     assert {(receipt.outcome, receipt.rate) for receipt in receipts} == {(OUTCOME_APPLIED, 0.01)}
 
 
-def test_a_lost_server_is_awaited_then_named(start_server_process: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_server_is_awaited_then_named(start_server_process, caplog):
     server = start_server_process()
     client = make_client(server.data, loss_wait_seconds=4)
     server.kill()
@@ -199,7 +198,7 @@ def test_a_lost_server_is_awaited_then_named(start_server_process: Start, caplog
     client.close("failed")
 
 
-def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server: Start, make_proxy: MakeProxy) -> None:
+def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server, make_proxy):
     """Over a slow link heartbeats pass beside the gradient, not behind it, with the worker's figures."""
     clock = Clock()
     server = start_server("--lease-seconds", "10", "--heartbeat-seconds", "0.1", clock=clock)
@@ -219,7 +218,7 @@ def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server: Sta
     assert "lease ran out" not in server.output()
 
 
-def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: Start) -> None:
+def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server):
     server = start_server("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for step in range(2):
@@ -232,7 +231,7 @@ def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: S
         np.testing.assert_array_equal(b.pull()["embed"], a.pull()["embed"])
 
 
-def test_proxy_variables_are_ignored_unless_asked_for(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_variables_are_ignored_unless_asked_for(start_server, monkeypatch):
     server = start_server()
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -243,7 +242,7 @@ def test_proxy_variables_are_ignored_unless_asked_for(start_server: Start, monke
         make_client(server.data, use_proxy=True, start_wait_seconds=0.3)
 
 
-def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server: Start) -> None:
+def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server):
     tensors = {"w": np.zeros(800_000, np.float32)}
     server = start_server("--max-in-flight-bytes", "1100000")
     with ThreadPoolExecutor(6) as pool:

@@ -16,7 +16,7 @@ from client_support import Clock, CuttingProxy, addresses, gradients_like, make_
 from pyps_client import Client, RunFinished, WaitTimedOut
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, REASON_STALE
-from support import ServerThread, Start, StartPython, inspect, wait_until
+from support import ServerThread, inspect, wait_until
 
 RATE = 0.05
 # A worker that is to be stopped: a process, which tells of each step.
@@ -98,7 +98,7 @@ def park(
     return pulling
 
 
-def test_a_lost_connection_does_not_end_the_wait_for_a_round(start_server: Start, pool: ThreadPoolExecutor) -> None:
+def test_a_lost_connection_does_not_end_the_wait_for_a_round(start_server, pool):
     server = start_server("--protocol", "hardsync")
     proxy = CuttingProxy(server.data)
     with client_of(proxy.address, "quick") as quick, client_of(server.data, "slow") as slow:
@@ -112,7 +112,7 @@ def test_a_lost_connection_does_not_end_the_wait_for_a_round(start_server: Start
     proxy.close()
 
 
-def test_a_lost_connection_neither_stops_nor_doubles_turns(start_server: Start, pool: ThreadPoolExecutor) -> None:
+def test_a_lost_connection_neither_stops_nor_doubles_turns(start_server, pool):
     """A question that nobody hears gives up its place; asked again, it is after those that came in between."""
     server = start_server("--protocol", "serial")
     proxy = CuttingProxy(server.data)
@@ -140,13 +140,7 @@ def test_a_lost_connection_neither_stops_nor_doubles_turns(start_server: Start, 
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=0"])
-def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(
-    start_server: Start,
-    pool: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    protocol: str,
-) -> None:
+def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(start_server, pool, monkeypatch, caplog, protocol):
     monkeypatch.setattr("pyps_client.pull.PARK_SECONDS", 0.2)
     server = start_server("--protocol", protocol)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:
@@ -165,7 +159,7 @@ def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(
         handed_on.result(30)
 
 
-def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server: Start) -> None:
+def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server):
     server = start_server("--protocol", "serial")
     with client_of(server.data, "first") as first, client_of(server.data, "second", wait_seconds=0.5) as second:
         first.pull()
@@ -179,7 +173,7 @@ def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server: Star
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
-def test_closing_ends_a_wait_for_others(start_server: Start, pool: ThreadPoolExecutor, protocol: str) -> None:
+def test_closing_ends_a_wait_for_others(start_server, pool, protocol):
     server = start_server("--protocol", protocol)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, protocol)
@@ -191,7 +185,7 @@ def test_closing_ends_a_wait_for_others(start_server: Start, pool: ThreadPoolExe
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
-def test_a_finished_run_ends_its_workers_waits(start_server: Start, pool: ThreadPoolExecutor, protocol: str) -> None:
+def test_a_finished_run_ends_its_workers_waits(start_server, pool, protocol):
     server = start_server("--protocol", protocol)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, protocol)
@@ -206,7 +200,7 @@ def test_a_finished_run_ends_its_workers_waits(start_server: Start, pool: Thread
         assert quick.pull().keys() == small_model().keys()
 
 
-def test_a_restart_ends_the_waits_of_the_epoch(start_server: Start, pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_a_restart_ends_the_waits_of_the_epoch(start_server, pool, tmp_path):
     flags = ("--protocol", "hardsync", "--checkpoint-dir", str(tmp_path / "checkpoints"))
     server = start_server(*flags)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:
@@ -224,7 +218,7 @@ def test_a_restart_ends_the_waits_of_the_epoch(start_server: Start, pool: Thread
 
 
 @pytest.mark.parametrize(("before", "after"), [("hardsync", "async"), ("serial", "async"), ("hardsync", "ssp:s=2")])
-def test_a_new_protocol_ends_old_waits(start_server: Start, pool: ThreadPoolExecutor, before: str, after: str) -> None:
+def test_a_new_protocol_ends_old_waits(start_server, pool, before, after):
     server = start_server("--protocol", before)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, before)
@@ -234,7 +228,7 @@ def test_a_new_protocol_ends_old_waits(start_server: Start, pool: ThreadPoolExec
         assert pulling.result(30).keys() == small_model().keys()
 
 
-def test_two_workers_never_wait_for_each_other_at_two_shards(start_server: Start, pool: ThreadPoolExecutor) -> None:
+def test_two_workers_never_wait_for_each_other_at_two_shards(start_server, pool):
     """Each is late at one shard and early at the other, as when both join while a round of the others ends."""
     server = start_server("--protocol", "hardsync")
     with client_of(server.data, "a", wait_seconds=20) as first, client_of(server.data, "b", wait_seconds=20) as second:
@@ -259,7 +253,7 @@ def test_two_workers_never_wait_for_each_other_at_two_shards(start_server: Start
         assert first.refused["STALE"] == second.refused["STALE"] == 1
 
 
-def test_unequal_numbers_of_steps_hang_nobody(start_server: Start, pool: ThreadPoolExecutor) -> None:
+def test_unequal_numbers_of_steps_hang_nobody(start_server, pool):
     steps = [2, 5, 9]
     for protocol in ["hardsync", "backup:b=1", "ssp:s=0", "serial", "softsync:n=1", "asgd"]:
         server = start_server("--protocol", protocol, "--expected-workers", "3")
@@ -273,7 +267,7 @@ def states(server: ServerThread) -> dict[str, str]:
     return {worker.worker_id: worker.state for worker in inspect(server.control, "ListWorkers").workers}
 
 
-def test_a_paused_worker_comes_back(start_server: Start, start_python: StartPython, pool: ThreadPoolExecutor) -> None:
+def test_a_paused_worker_comes_back(start_server, start_python, pool):
     clock = Clock()
     flags = ("--lease-seconds", "10", "--heartbeat-seconds", "0.3", "--stall-seconds", "300", "--expected-workers", "2")
     servers = {
@@ -308,7 +302,7 @@ def test_a_paused_worker_comes_back(start_server: Start, start_python: StartPyth
     end_of(training, list(servers.values()))
 
 
-def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(start_server: Start, pool: ThreadPoolExecutor) -> None:
+def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(start_server, pool):
     servers = start_servers(start_server, 2, "--heartbeat-seconds", "0.2", "--expected-workers", "3")
     workers = [Worker(addresses(servers), number, 0) for number in range(3)]
     training = [pool.submit(worker.train) for worker in workers]

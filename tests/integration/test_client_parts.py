@@ -6,7 +6,6 @@ of their own each; the servers are real.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, session_of, vectors_of, whole_tensors
-from support import ServerThread, Start, server_port, wait_until, workers_of
+from support import ServerThread, server_port, wait_until, workers_of
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ def error_of(call: Callable[[], object]) -> PypsError:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_a_replica_founds_a_run_each_process_for_its_own_shards(start_server: Start, transport: str) -> None:
+def test_a_replica_founds_a_run_each_process_for_its_own_shards(start_server, transport):
     servers = start_servers(start_server, 2)
     told = addresses(servers)
     meeting = Meeting("r", 2)
@@ -119,7 +118,7 @@ def test_a_replica_founds_a_run_each_process_for_its_own_shards(start_server: St
     )
 
 
-def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(start_server: Start) -> None:
+def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(start_server):
     """Somebody has to: a later worker would take a server that knows of no run for one that lost it."""
     model = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)
     servers = start_servers(start_server, 3)
@@ -137,7 +136,7 @@ def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(st
     assert [sorted(workers_of(server.control)) for server in servers] == [["r/0", "r/1"], ["r/1"], ["r/0"]]
 
 
-def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server: Start) -> None:
+def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server):
     """Each shard's round takes the workers that hold its part: two processes of one part each, and one of both."""
     servers = start_servers(start_server, 2, "--protocol", "hardsync", "--expected-workers", "3")
     told = addresses(servers)
@@ -166,7 +165,7 @@ def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server:
     assert_equal(snapshot(told), moved(-3.0), atol=1e-5)
 
 
-def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server: Start) -> None:
+def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server):
     told = addresses(start_servers(start_server, 2))
     in_replica(told, lambda session, peers: None)
     other = Model((*CUT.tensors[:2], Tensor("shift", (8,), 0), *CUT.tensors[3:]), shard_size=80)
@@ -178,7 +177,7 @@ def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server: Start)
     assert "'scale'" in str(errors[0]) and "'shift'" in str(errors[0])
 
 
-def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process: Start) -> None:
+def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process):
     """Here one server cannot be reached: only process 1 has to do with it once the run is there."""
     servers = start_servers(start_server_process, 2)
     told = addresses(servers)
@@ -190,7 +189,7 @@ def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process: S
     assert str(errors[0]) == str(errors[1])
 
 
-def test_a_look_at_the_run_tells_its_cut(start_server: Start) -> None:
+def test_a_look_at_the_run_tells_its_cut(start_server):
     told = addresses(start_servers(start_server, 2))
     launch = Launch(servers=tuple(told.split(",")), worker_id="looks")
     assert model_of_run(launch) is None
@@ -202,14 +201,14 @@ def test_a_look_at_the_run_tells_its_cut(start_server: Start) -> None:
     assert (model, optimizer.rule) == (CUT, "sgd")
 
 
-def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server: Start) -> None:
+def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server):
     servers = start_servers(start_server, 2, "--clip-norm", "1.0")
     told = addresses(servers)
     in_replica(told, lambda session, peers: session.exchange(Plan(ones(session), pulled(session))))
     assert_equal(snapshot(told), moved(-1 / np.sqrt(CUT.num_parameters)))
 
 
-def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server: Start) -> None:
+def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server):
     servers = start_servers(start_server, 2, "--stop-after", "updates=3", *QUICK)
     told = addresses(servers)
 
@@ -228,7 +227,7 @@ def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server: Start
     assert_equal(snapshot(told), moved(-3.0))
 
 
-def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_server: Start) -> None:
+def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_server):
     servers = start_servers(start_server, 2, "--protocol", "serial", "--expected-workers", "2")
     told = addresses(servers)
 
@@ -246,7 +245,7 @@ def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_s
     assert_equal(snapshot(told), moved(-6.0))
 
 
-def test_a_portion_is_a_replicas_and_its_processes_must_mean_the_same_data(start_server: Start) -> None:
+def test_a_portion_is_a_replicas_and_its_processes_must_mean_the_same_data(start_server):
     told = addresses(start_servers(start_server, 2))
 
     def work(session: Session, peers: ThreadPeers) -> tuple[str, LeaseReply]:
@@ -264,7 +263,7 @@ def test_a_portion_is_a_replicas_and_its_processes_must_mean_the_same_data(start
     assert first[1].outcome == LeaseReply.OUTCOME_LEASED
 
 
-def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_server: Start, tmp_path: Path) -> None:
+def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_server, tmp_path):
     ports = [server_port(), server_port()]
 
     def start(index: int, *flags: str) -> ServerThread:
@@ -298,7 +297,7 @@ def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_server: Start, failing: int) -> None:
+def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_server, failing):
     """Process 1 pushes and pulls on server 1 alone, which knows nothing of process 0: its heartbeat brings the news."""
     servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
@@ -332,7 +331,7 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_serv
         assert len(session.exchange(Plan(ones(session), pulled(session)))) == 5
 
 
-def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server: Start) -> None:
+def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server):
     servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
     old = on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__())

@@ -8,10 +8,9 @@ import pytest
 from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
 from pyps_client import InvalidArgument, ModelMismatch, NotFinite
 from pyps_client.arrays import Arrays
-from support import Start
 
 
-def test_pulling_again_changes_nothing_and_costs_no_parameters(start_server: Start) -> None:
+def test_pulling_again_changes_nothing_and_costs_no_parameters(start_server):
     server = start_server()
     with make_client(server.data) as client:
         vectors = [client._parameters]
@@ -22,7 +21,7 @@ def test_pulling_again_changes_nothing_and_costs_no_parameters(start_server: Sta
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_an_absent_tensor_is_not_a_zero_gradient(start_server: Start, num_servers: int) -> None:
+def test_an_absent_tensor_is_not_a_zero_gradient(start_server, num_servers):
     """Adagrad with a zero gradient changes nothing either, so the accumulators are probed by what follows."""
     tensors = small_model()
     reference = Reference(tensors)
@@ -44,7 +43,7 @@ def test_an_absent_tensor_is_not_a_zero_gradient(start_server: Start, num_server
         }
 
 
-def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server: Start) -> None:
+def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server):
     server = start_server("--batch-growth", "start=8,maximum=32,every=1", "--epoch-examples", "10")
     sizes = []
     with make_client(server.data) as client:
@@ -55,7 +54,7 @@ def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server:
     assert sizes == [8, 8, 16, 16, 32, 32]
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent(start_server: Start) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_sent(start_server):
     server = start_server()
     with make_client(server.data) as client:
         good = gradients_like(small_model(), 0)
@@ -71,7 +70,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(start_server: Star
         assert client.global_step == 0
 
 
-def test_nan_is_skipped_and_ten_in_a_row_are_an_error(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_is_skipped_and_ten_in_a_row_are_an_error(start_server, caplog):
     server = start_server()
     gradients = gradients_like(small_model(), 0)
     gradients["layer"][3, 7] = np.nan
@@ -87,7 +86,7 @@ def test_nan_is_skipped_and_ten_in_a_row_are_an_error(start_server: Start, caplo
         assert client.global_step == 0
 
 
-def test_a_number_too_large_for_float16_is_skipped(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_too_large_for_float16_is_skipped(start_server, caplog):
     server = start_server()
     with make_client(server.data, gradient_codec="float16") as client:
         assert client.push({"scale": np.float32(1e6).reshape(())}) == []
@@ -95,14 +94,14 @@ def test_a_number_too_large_for_float16_is_skipped(start_server: Start, caplog: 
     assert "the gradient of scale is 1000000.0" in caplog.text
 
 
-def test_the_first_parameters_must_be_float32_and_named() -> None:
+def test_the_first_parameters_must_be_float32_and_named():
     with pytest.raises(ModelMismatch, match=r"Tensor 'w' is float64; servers hold float32"):
         make_client("127.0.0.1:1", tensors={"w": np.zeros(3)})
     with pytest.raises(InvalidArgument, match="No tensors were given"):
         make_client("127.0.0.1:1", tensors={})
 
 
-def test_while_one_thread_pushes_another_is_refused_and_nothing_is_lost(start_server: Start) -> None:
+def test_while_one_thread_pushes_another_is_refused_and_nothing_is_lost(start_server):
     refused: list[InvalidArgument] = []
     gradients = gradients_like(small_model(), seed=0)
     with make_client(start_server().data) as client:

@@ -22,7 +22,7 @@ from pyps_client.retry import RetryPolicy
 from pyps_client.transport import named
 from pyps_client.worker import Worker
 from pyps_wire import common_pb2 as common
-from pyps_wire.codecs import BFLOAT16, FLOAT16, Codec
+from pyps_wire.codecs import BFLOAT16, FLOAT16
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
 from pyps_wire.partition import Model, ShardRange, Tensor
 from support import DEADLINE_SECONDS, AnyServer, Start, inspect, wait_until
@@ -69,7 +69,7 @@ def cut_link() -> None:
 
 
 @pytest.mark.parametrize(("num_servers", "protocol"), [(1, "async"), (2, "async"), (1, "asgd:mutex=whole")])
-def test_exchanges_equal_pushes_and_pulls(start_server: Start, transport: str, num_servers: int, protocol: str) -> None:
+def test_exchanges_equal_pushes_and_pulls(start_server, transport, num_servers, protocol):
     tensors = small_model()
     reference = Reference(tensors)
     servers = start_servers(start_server, num_servers, "--protocol", protocol)
@@ -92,7 +92,7 @@ def test_exchanges_equal_pushes_and_pulls(start_server: Start, transport: str, n
             reference.check(client.pull())
 
 
-def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server: Start) -> None:
+def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server):
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000) as client:
         session = client.session
@@ -106,7 +106,7 @@ def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server:
 
 
 @pytest.mark.parametrize(("codec", "number"), [("float16", FLOAT16), ("bfloat16", BFLOAT16)])
-def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: str, codec: str, number: Codec) -> None:
+def test_parameters_and_gradients_of_two_bytes(start_server, transport, codec, number):
     def rounded(values: np.ndarray) -> np.ndarray:
         return number.decode(number.encode(values), values.size).reshape(values.shape)
 
@@ -124,8 +124,8 @@ def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: s
 
 
 def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
-    start_server_process: Start, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    start_server_process, transport, monkeypatch, caplog
+):
     """A stopped process keeps its connections open: only deadlines tell."""
     tensors = small_model()
     reference = Reference(tensors)
@@ -147,7 +147,7 @@ def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
         wait_until(lambda: client.session.transport == transport, what="the way as before")
 
 
-def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server: Start) -> None:
+def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server):
     reference = Reference(LARGE)
     with lending(start_server().data, transport="shm") as (session, gradient, parameters):
         held = parameters.copy()
@@ -182,7 +182,7 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
         reference.check({"w": parameters})
 
 
-def test_closing_ends_a_held_pull_and_pushes_take_another_way(start_server: Start, transport: str) -> None:
+def test_closing_ends_a_held_pull_and_pushes_take_another_way(start_server, transport):
     server = start_server("--protocol", "async")
     with lending(server.data, transport=transport) as (session, gradient, parameters), ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(session.pull, [parameters], min_versions={0: 99}, wait_seconds=600)
@@ -194,7 +194,7 @@ def test_closing_ends_a_held_pull_and_pushes_take_another_way(start_server: Star
             pulling.result(DEADLINE_SECONDS)
 
 
-def test_a_worker_slow_to_share_is_greeted_again(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_slow_to_share_is_greeted_again(start_server, monkeypatch):
     monkeypatch.setattr("pyps.service.listener.TICKET_SECONDS", 0.0)
     server = start_server()
     settings = common.OptimizerSettings(rule="sgd", groups=[common.GroupSettings(hyperparameters={"learning_rate": 1})])
@@ -206,7 +206,7 @@ def test_a_worker_slow_to_share_is_greeted_again(start_server: Start, monkeypatc
         assert own.transport == "shm"
 
 
-def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:
+def test_vectors_are_lent_once_and_so_many(start_server):
     with (
         make_client(start_server().data) as client,
         pytest.raises(InvalidArgument, match="has lent its vectors already"),
@@ -231,9 +231,7 @@ def assert_untouched(servers: list[AnyServer]) -> None:
 @pytest.mark.parametrize(
     ("lane", "way", "words"), [("0", "tcp", "a lane: "), ("off", "grpc", "gRPC: it offers no lane; ")]
 )
-def test_without_shared_memory_the_next_way_is_taken(
-    start_server: Start, caplog: pytest.LogCaptureFixture, lane: str, way: str, words: str
-) -> None:
+def test_without_shared_memory_the_next_way_is_taken(start_server, caplog, lane, way, words):
     server = start_server("--local-socket", "off", "--lane-port", lane)
     with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
         client.exchange(gradients_like(small_model(), 0))
@@ -249,7 +247,7 @@ def test_without_shared_memory_the_next_way_is_taken(
 
 
 @pytest.mark.parametrize("sharing", [(False,), (False, True), (True, False)])
-def test_a_worker_is_refused_before_any_server_hears_of_it(start_server: Start, sharing: tuple[bool, ...]) -> None:
+def test_a_worker_is_refused_before_any_server_hears_of_it(start_server, sharing):
     servers = [start_server(*(() if shares else ("--local-socket", "off"))) for shares in sharing]
     place = sharing.index(False)
     words = rf"transport is 'shm'.*server {place} .*it offers no shared memory.*'auto'"
@@ -261,7 +259,7 @@ def test_a_worker_is_refused_before_any_server_hears_of_it(start_server: Start, 
         assert client.exchange(gradients_like(small_model(), 0))
 
 
-def test_an_unreachable_socket_means_a_lane_or_an_error(start_server: Start, tmp_path: Path) -> None:
+def test_an_unreachable_socket_means_a_lane_or_an_error(start_server, tmp_path):
     """As in a container that has the server's port, but not its folder."""
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     path.unlink()
@@ -273,7 +271,7 @@ def test_an_unreachable_socket_means_a_lane_or_an_error(start_server: Start, tmp
         assert client.exchange(gradients_like(small_model(), 0))
 
 
-def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server: Start) -> None:
+def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server):
     tensors = small_model()
     reference = Reference(tensors)
     servers = [start_server(), start_server("--local-socket", "off")]
@@ -286,9 +284,7 @@ def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server:
             reference.check(client.exchange(gradients))
 
 
-def test_a_server_that_stops_sharing_gets_a_lane(
-    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_stops_sharing_gets_a_lane(start_server, tmp_path, caplog):
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     server = start_server(*checkpoints)
     with make_client(server.data) as client:
@@ -305,7 +301,7 @@ def test_a_server_that_stops_sharing_gets_a_lane(
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto"])
-def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server: Start, transport: str) -> None:
+def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server, transport):
     tensors = small_model()
     reference = Reference(tensors)
     with make_client(start_server().data, transport=transport) as client:
@@ -321,7 +317,7 @@ def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server: Start,
             reference.check(client.pull())
 
 
-def test_a_worker_scans_for_nan_itself_once_its_link_is_lost(start_server: Start, tmp_path: Path) -> None:
+def test_a_worker_scans_for_nan_itself_once_its_link_is_lost(start_server, tmp_path):
     """By a lane the server would refuse the shard with NaN and apply the others."""
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     with lending(server.data) as (session, gradient, parameters):
@@ -345,7 +341,7 @@ def test_a_worker_scans_for_nan_itself_once_its_link_is_lost(start_server: Start
         assert (parameters != before).all()
 
 
-def test_insisting_on_shared_memory_ends_the_worker_without_it(start_server: Start, tmp_path: Path) -> None:
+def test_insisting_on_shared_memory_ends_the_worker_without_it(start_server, tmp_path):
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     client = make_client(server.data, transport="shm")
     path.unlink()
@@ -357,7 +353,7 @@ def test_insisting_on_shared_memory_ends_the_worker_without_it(start_server: Sta
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
-def test_of_each_shard_that_a_message_brings_is_told_once_it_is_in_place(start_server: Start, transport: str) -> None:
+def test_of_each_shard_that_a_message_brings_is_told_once_it_is_in_place(start_server, transport):
     with lending(start_server().data, transport=transport) as (session, gradient, parameters):
         landed: dict[int, Floats] = {}
 

@@ -1,15 +1,13 @@
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pyps.cli.demo import example as command
 from pyps.cli.main import app
-from support import StartPython
 
 
-def test_the_demo_trains_and_draws(start_python: StartPython, tmp_path: Path) -> None:
+def test_the_demo_trains_and_draws(start_python, tmp_path):
     picture = tmp_path / "pictures" / "demo.png"
     sizes = ("--servers", "1", "--workers", "1", "--epochs", "12")
     demo = start_python("-m", "pyps", "demo", *sizes, "--picture", str(picture))
@@ -24,7 +22,7 @@ def test_the_demo_trains_and_draws(start_python: StartPython, tmp_path: Path) ->
 
 
 @pytest.mark.extended
-def test_the_demo_learns_under_another_protocol_and_optimizer(start_python: StartPython, tmp_path: Path) -> None:
+def test_the_demo_learns_under_another_protocol_and_optimizer(start_python, tmp_path):
     # Three quarters of the demo's own.
     flags = ("--protocol", "backup:b=1", "--optimizer", "adam", "--epochs", "30")
     demo = start_python("-m", "pyps", "demo", *flags, "--picture", str(tmp_path / "demo.png"))
@@ -37,7 +35,7 @@ def test_the_demo_learns_under_another_protocol_and_optimizer(start_python: Star
 
 
 @pytest.mark.extended
-def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python, tmp_path):
     flags = ("--epochs", "1", "--workers", "1", "--servers", "1", "--picture", str(tmp_path / "demo.png"))
     demo = start_python("-m", "pyps", "demo", *flags)
 
@@ -46,7 +44,7 @@ def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: Sta
     assert "Traceback" not in demo.output()
 
 
-def test_what_the_demo_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_demo_lacks_is_named(monkeypatch):
     monkeypatch.setattr(command, "NEEDED", {"no_such_module": ".[demo]"})
 
     result = CliRunner().invoke(app, ["demo"])
@@ -55,7 +53,7 @@ def test_what_the_demo_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the demo needs no_such_module: pip install '.[demo]' in a clone" in result.output
 
 
-def test_a_protocol_whose_workers_push_nothing_is_refused_at_once() -> None:
+def test_a_protocol_whose_workers_push_nothing_is_refused_at_once():
     for protocol in ("sandblaster", " Sandblaster"):
         result = CliRunner().invoke(app, ["demo", "--protocol", protocol])
 
@@ -63,7 +61,7 @@ def test_a_protocol_whose_workers_push_nothing_is_refused_at_once() -> None:
         assert "the demo's workers push gradients, which sandblaster refuses" in str(result.exception)
 
 
-def test_the_demo_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_says_what_it_waits_for(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "WAITING_SECONDS", 0.1)
     slow = tmp_path / "slow.py"
     slow.write_text("import time; time.sleep(0.5)\n", encoding="utf-8")
@@ -76,7 +74,7 @@ def test_the_demo_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "0 s so far: waiting for the first worker, which is still loading them." in lines
 
 
-def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has() -> None:
+def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has():
     result = CliRunner().invoke(app, ["demo", "--optimizer", "adam:amsgrad=1"])
 
     assert result.exit_code != 0

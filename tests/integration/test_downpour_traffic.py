@@ -6,7 +6,7 @@ D5 of the algorithm notes, section 2.3: what is sent falls with n_push and n_fet
 import numpy as np
 import torch
 
-from support import Start, status_of
+from support import status_of
 from training import backward, batches, gradients_of, joined, mlp, parameters_of
 
 STEPS = 24
@@ -15,7 +15,7 @@ FIRST_STEPS = 8
 MODEL_BYTES = 4 * 4522
 
 
-def test_the_papers_loop_pushes_its_first_gradient_alone(start_server: Start) -> None:
+def test_the_papers_loop_pushes_its_first_gradient_alone(start_server):
     server = start_server()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,7 +29,7 @@ def test_the_papers_loop_pushes_its_first_gradient_alone(start_server: Start) ->
             assert status_of(server).version_max == 1
 
 
-def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: Start) -> None:
+def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server):
     """A step sends 1 / n_push gradients and fetches 1 / n_fetch models: exactly, in payload bytes."""
     for n_push, n_fetch in ((1, 1), (4, 4), (2, 8), (8, 2)):
         server = start_server()

@@ -21,7 +21,7 @@ def evaluation(start_python: StartPython, tmp_path: Path) -> StartPython:
 MEAN = "def evaluate(parameters):\n    return {'mean': parameters['w'].mean()}\n"
 
 
-def test_eval_scores_snapshots_until_the_servers_end(start_server: StartPython, evaluation: StartPython) -> None:
+def test_eval_scores_snapshots_until_the_servers_end(start_server, evaluation):
     server = start_server()
     with pyps_client.Client({"w": np.full(100, 2.5, np.float32)}, servers=server.data):
         once = evaluation(MEAN, "--servers", server.data, "--once")
@@ -35,7 +35,7 @@ def test_eval_scores_snapshots_until_the_servers_end(start_server: StartPython, 
     assert often.output().endswith("The servers are gone: the run has ended.\n")
 
 
-def test_a_script_without_a_score_is_quoted(start_server: StartPython, evaluation: StartPython) -> None:
+def test_a_script_without_a_score_is_quoted(start_server, evaluation):
     server = start_server()
     cases = (
         ("", 2, "score.py defines no function evaluate(parameters)."),
@@ -51,7 +51,7 @@ def test_a_script_without_a_score_is_quoted(start_server: StartPython, evaluatio
     assert ended.output().endswith("failed with the error above.\n")
 
 
-def test_health_asks_the_servers_that_the_environment_names_and_reports_lost_ones(start_server: StartPython) -> None:
+def test_health_asks_the_servers_that_the_environment_names_and_reports_lost_ones(start_server):
     server = start_server()
     for variable, address in (("PYPS_SERVERS", server.data), ("PYPS_CONTROL", server.control)):
         assert shell("health", **{variable: address}) == f"{address} SERVING\n"

@@ -29,7 +29,7 @@ def require_whole(file: Path, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(array, expected[name])
 
 
-def test_export_joins_the_parts_live_saved_and_restored(start_server: Start, tmp_path: Path) -> None:
+def test_export_joins_the_parts_live_saved_and_restored(start_server, tmp_path):
     servers = checkpointed_servers(start_server, tmp_path)
     expected = whole_tensors()
     with cut_run(servers) as workers:
@@ -51,7 +51,7 @@ def test_export_joins_the_parts_live_saved_and_restored(start_server: Start, tmp
     assert not (tmp_path / "half").exists()
 
 
-def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(start_server: Start) -> None:
+def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(start_server):
     servers = start_servers(start_server, 2)
     control = ",".join(server.control for server in servers)
     with cut_run(servers) as workers:
@@ -75,7 +75,7 @@ def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are
     assert "replica" not in table and "parts" not in table
 
 
-def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server: Start) -> None:
+def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server):
     servers = start_servers(start_server, 2)
     expected = whole_tensors()
     with cut_run(servers) as workers:
@@ -95,7 +95,7 @@ def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server: 
     np.testing.assert_array_equal(np.float32(list(first.first_values)), expected["up"][0, :8])
 
 
-def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server: Start) -> None:
+def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server):
     servers = start_servers(start_server, 2)
     mine = [shard.shard_id for shard in PLAN.of_server(0)]
     with cut_run(servers) as workers:
@@ -114,7 +114,7 @@ def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled
         assert (list(told.shards_pushed), list(told.shards_pulled)) == ([], [])
 
 
-def test_status_shows_which_process_of_which_replica_holds_what(start_server: Start) -> None:
+def test_status_shows_which_process_of_which_replica_holds_what(start_server):
     server = start_server()
     with cut_run([server]), WireWorker(server.data, "r/0", model=CUT) as process:
         alone = shell("status", "--wide", "--servers", server.control)

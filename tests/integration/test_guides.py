@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import Launch, RemoteOptimizer
-from support import ROOT, PythonProcess, Start, StartPython, shell, status_of
+from support import ROOT, PythonProcess, shell, status_of
 from training import joined
 
 
@@ -34,7 +34,7 @@ def variables(block: str) -> dict[str, str]:
     return dict(re.findall(r"(PYPS_\w+|OMP_\w+)=(\S+)", block))
 
 
-def test_a_run_is_changed_stopped_and_forgotten(start_server: Start) -> None:
+def test_a_run_is_changed_stopped_and_forgotten(start_server):
     server = start_server("--run-id", "digits")
     [block] = blocks("change")
     protocol, rate, stop, reset = commands(block.replace("127.0.0.1:7610", server.data))
@@ -53,7 +53,7 @@ def test_a_run_is_changed_stopped_and_forgotten(start_server: Start) -> None:
     assert status_of(server).num_shards == 0
 
 
-def test_a_model_is_saved_and_exported(start_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_saved_and_exported(start_server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"))
     _, saving, exporting = blocks("keep")
@@ -69,7 +69,7 @@ def test_a_model_is_saved_and_exported(start_server: Start, tmp_path: Path, monk
 
 
 @pytest.mark.extended
-def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+def test_a_job_goes_on_from_its_checkpoints(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     updates = []
     for command in commands(blocks("keep")[0]):
@@ -80,7 +80,7 @@ def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_own_scripts_train_together(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_own_scripts_train_together(start_server, start_python, tmp_path):
     shutil.copy(ROOT / "examples" / "minimal.py", tmp_path / "train.py")
     serving, working = (block for block in blocks("quickstart") if "--run-id mine" in block or "train.py" in block)
     [[_, *flags]] = commands(serving)
@@ -93,7 +93,7 @@ def test_own_scripts_train_together(start_server: Start, start_python: StartPyth
     assert status_of(server).run_id == "mine"
 
 
-def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(start_server: Start) -> None:
+def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(start_server):
     x, y = torch.randn(8, 4), torch.randn(8, 2)
     model, losses = torch.nn.Linear(4, 2), []
     names = {"torch": torch, "model": model, "twin": torch.nn.Linear(4, 2), "first": True}
@@ -106,7 +106,7 @@ def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(start_serv
     assert losses[-1] < losses[0]
 
 
-def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Start) -> None:
+def test_optimizers_that_take_turns_are_runs_of_their_own(start_server):
     loop = blocks("trainers")[-1]
     servers = {name: start_server("--run-id", name) for name in ("maker", "judge")}
     for server, port in zip(servers.values(), (7610, 7620), strict=True):
@@ -125,9 +125,7 @@ def test_optimizers_that_take_turns_are_runs_of_their_own(start_server: Start) -
 
 @pytest.mark.extended
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl, by which the page makes a token, is not installed")
-def test_two_machines_train(
-    start_server: Start, start_python: StartPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_machines_train(start_server, start_python, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     making, serving, working, stopping = blocks("machines")[:4]

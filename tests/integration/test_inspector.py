@@ -4,7 +4,6 @@ import itertools
 import socket
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -17,13 +16,13 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, Start, inspect, wait_until, workers_of
+from support import AnyServer, inspect, wait_until, workers_of
 from wire_worker import WireWorker, values_of
 
 MODEL = Model((Tensor("first", (40, 50)), Tensor("last", (3,)), Tensor("scalar", ())), shard_size=1008)
 
 
-def test_status_tells_what_is_in_force_and_what_happened(start_server: Start) -> None:
+def test_status_tells_what_is_in_force_and_what_happened(start_server):
     server = start_server("--staleness", "divide")
     empty = inspect(server.control, "GetStatus")
     assert (empty.state, empty.num_shards, empty.last_update_seconds) == (common.RUN_STATE_EMPTY, 0, -1)
@@ -45,7 +44,7 @@ def test_status_tells_what_is_in_force_and_what_happened(start_server: Start) ->
     assert 0 <= status.last_update_seconds <= status.uptime_seconds
 
 
-def test_shards_come_with_versions_and_checksums(start_server: Start) -> None:
+def test_shards_come_with_versions_and_checksums(start_server):
     server = start_server()
     assert not inspect(server.control, "ListShards").shards
     with WireWorker(server.data, model=MODEL) as worker:
@@ -62,7 +61,7 @@ def test_shards_come_with_versions_and_checksums(start_server: Start) -> None:
     assert [(shard.version, shard.checksum) for shard in unread] == [(0, ""), (1, "")]
 
 
-def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_server: Start) -> None:
+def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_server):
     server = start_server()
     with WireWorker(server.data, model=MODEL) as worker:
         worker.join()
@@ -94,7 +93,7 @@ def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_serve
     assert "page_token is 'next'" in refused.value.details()
 
 
-def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_server: Start) -> None:
+def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_server):
     server = start_server("--staleness", "divide")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
@@ -129,7 +128,7 @@ def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_se
     assert [r.worker_id for r in one] == ["a"]
 
 
-def test_memory_adds_up(start_server: Start) -> None:
+def test_memory_adds_up(start_server):
     server = start_server("--optimizer", "adagrad:learning_rate=0.1")
     with WireWorker(server.data, optimizer=common.OptimizerSettings()) as worker:
         worker.join()
@@ -141,7 +140,7 @@ def test_memory_adds_up(start_server: Start) -> None:
     assert memory.resident_bytes > 10_000_000
 
 
-def test_first_parameters_under_way_are_counted(start_server: Start) -> None:
+def test_first_parameters_under_way_are_counted(start_server):
     server, ends = start_server(), Event()
     with WireWorker(server.data, model=Model((Tensor("t", (32,)),), shard_size=16)) as worker:
         messages = worker.initialize_messages(worker.hello().term)
@@ -169,7 +168,7 @@ def other_address() -> str | None:
     return found[0] if found else None
 
 
-def test_calls_that_change_the_server_are_taken_from_its_own_machine_only(start_server: Start, tmp_path: Path) -> None:
+def test_calls_that_change_the_server_are_taken_from_its_own_machine_only(start_server, tmp_path):
     host = other_address()
     if host is None:
         pytest.skip("this machine has no address but loopback")
@@ -201,7 +200,7 @@ def status(server: AnyServer) -> pb.Status:
     return inspect(server.control, "GetStatus")
 
 
-def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: Start) -> None:
+def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         for worker in (a, b):
@@ -232,7 +231,7 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: 
     assert status(server).roster == ["a"]
 
 
-def test_events_come_oldest_first_and_go_on_after_a_number(start_server: Start) -> None:
+def test_events_come_oldest_first_and_go_on_after_a_number(start_server):
     server = start_server()
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
@@ -252,7 +251,7 @@ def test_events_come_oldest_first_and_go_on_after_a_number(start_server: Start) 
     assert (list(nothing.events), nothing.newest) == ([], everything.newest)
 
 
-def test_a_warm_up_and_a_growing_minibatch_are_told(start_server: Start) -> None:
+def test_a_warm_up_and_a_growing_minibatch_are_told(start_server):
     server = start_server(
         *("--warmup", "updates=2,protocol=serial", "--protocol", "softsync:n=2"),
         *("--batch-growth", "start=8,maximum=64,every=1,lr_scaling=linear", "--epoch-examples", "10"),

@@ -55,7 +55,7 @@ def begin_run(server: AnyServer) -> None:
         )
 
 
-def test_every_call_works_without_generated_classes(server: AnyServer) -> None:
+def test_every_call_works_without_generated_classes(server):
     for version in ("v1", "v1alpha"):
         with connected(server.control) as channel:
             services = set(ReflectionDatabase(channel, version=version).get_services())
@@ -71,7 +71,7 @@ def test_every_call_works_without_generated_classes(server: AnyServer) -> None:
         assert services == {INSPECTOR, "grpc.health.v1.Health", "grpc.channelz.v1.Channelz", *reflection}, version
 
 
-def test_every_field_is_served_with_the_name_that_it_has_in_json(server: AnyServer) -> None:
+def test_every_field_is_served_with_the_name_that_it_has_in_json(server):
     """grpcurl prints the names of the descriptors that a server gives it, and makes none up."""
     names: set[str] = set()
     with connected(server.control) as channel:
@@ -89,7 +89,7 @@ def test_every_field_is_served_with_the_name_that_it_has_in_json(server: AnyServ
 
 
 @pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on the PATH")
-def test_grpcurl_makes_the_same_calls(server: AnyServer) -> None:
+def test_grpcurl_makes_the_same_calls(server):
     def run(*arguments: str) -> str:
         done = subprocess.run(["grpcurl", "-plaintext", *arguments], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive, f"left behind: {alive}"
 
 
-def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: StartPython) -> None:
+def test_all_workers_finish_and_the_job_ends_with_status_0(start_python):
     code = (
         "import os; print(os.environ['PYPS_WORKER_INDEX'], 'of', os.environ['PYPS_WORKER_COUNT'], "
         "len(os.environ['PYPS_SERVERS'].split(',')), len(os.environ['PYPS_CONTROL'].split(',')), "
@@ -60,7 +60,7 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: StartPy
     assert told < output.index("finished after"), "told at the start too"
 
 
-def test_a_job_says_how_to_export_and_is_resumed_under_its_run(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_job_says_how_to_export_and_is_resumed_under_its_run(start_python, tmp_path):
     """With all that one may want of its servers: what each says, and an update log of its own."""
     code = (
         "import numpy, os, pyps_client\n"
@@ -99,7 +99,7 @@ def test_a_job_says_how_to_export_and_is_resumed_under_its_run(start_python: Sta
     assert f"run mine w {exported[0]!s}\n" in second.output()
 
 
-def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: StartPython) -> None:
+def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python):
     code = (
         "import os, signal, numpy, pyps_client\n"
         "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
@@ -116,7 +116,7 @@ def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: Star
     assert "worker-1 was killed by SIGKILL" in launcher.output()
 
 
-def test_a_failed_last_checkpoint_is_reported_with_its_reason(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_failed_last_checkpoint_is_reported_with_its_reason(start_python, tmp_path):
     code = (
         "import numpy, pathlib, pyps_client\n"
         "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
@@ -132,7 +132,7 @@ def test_a_failed_last_checkpoint_is_reported_with_its_reason(start_python: Star
     )
 
 
-def test_flags_after_the_program_are_the_workers(start_python: StartPython, tmp_path: Path) -> None:
+def test_flags_after_the_program_are_the_workers(start_python, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])", encoding="utf-8")
 
@@ -147,7 +147,7 @@ def test_flags_after_the_program_are_the_workers(start_python: StartPython, tmp_
     assert f"There was nothing to resume in {tmp_path}: a new run begins." in launcher.output()
 
 
-def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python, tmp_path):
     flag = tmp_path / "go"
     code = (
         "import os, pathlib, sys, time\n"
@@ -166,7 +166,7 @@ def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: St
     assert "worker-2 finished" in output
 
 
-def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: StartPython) -> None:
+def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python):
     grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"{grandchild}; {WAITING}"
     launcher = run(start_python, "--workers", "2", code=code)
@@ -181,7 +181,7 @@ def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: 
     assert_gone(everybody)
 
 
-def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: StartPython) -> None:
+def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python):
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITING}"
     launcher = run(start_python, code=code)
     launcher.wait_for_output("ready worker-0")
@@ -196,7 +196,7 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Sta
     assert_gone(everybody)
 
 
-def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python: StartPython, tmp_path: Path) -> None:
+def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python, tmp_path):
     launcher = run(start_python, "--workers", "2", "--checkpoint-dir", str(tmp_path), code=JOINED)
     for name in ("worker-0", "worker-1"):
         launcher.wait_for_output(f"ready {name}")
@@ -209,7 +209,7 @@ def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python:
     assert newest(tmp_path / "server-0") is not None
 
 
-def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: StartPython) -> None:
+def test_an_interrupt_ends_a_job_that_is_still_starting(start_python):
     launcher = run(start_python, "--servers", "2", code=WAITING)
     wait_until(lambda: servers_of(launcher), what="the first server")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
@@ -220,7 +220,7 @@ def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: StartPytho
     assert_gone(everybody)
 
 
-def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: StartPython) -> None:
+def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python):
     code = (
         "import os, sys, numpy, pyps_client\n"
         "if os.environ['PYPS_WORKER_INDEX'] == '1': sys.exit(3)\n"
@@ -238,7 +238,7 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Star
     )
 
 
-def test_a_server_that_dies_ends_the_run(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_server_that_dies_ends_the_run(start_python, tmp_path):
     folder = tmp_path / "kept"
     often = {"PYPS_CHECKPOINT_SECONDS": "0.1"}
     launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=JOINED, env=often)
@@ -259,7 +259,7 @@ def test_a_server_that_dies_ends_the_run(start_python: StartPython, tmp_path: Pa
     assert_gone(everybody)
 
 
-def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path: Path) -> None:
+def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path):
     (tmp_path / "server-1").mkdir()
     kept = Kept(tmp_path, 2)
     lost = f"It had written no checkpoint: its part of the model is lost. Start again without {tmp_path}."
@@ -267,14 +267,14 @@ def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path: Path)
     assert kept.after_a_death("server-0", resumed=False) == lost
 
 
-def test_an_absurd_number_of_servers_is_refused() -> None:
+def test_an_absurd_number_of_servers_is_refused():
     result = CliRunner().invoke(app, ["run", "--servers", "100000", "--", "python", "-c", WAITING])
 
     assert result.exit_code == 2
     assert "less than or equal to 64" in result.output
 
 
-def test_a_command_that_does_not_exist_is_named(start_python: StartPython) -> None:
+def test_a_command_that_does_not_exist_is_named(start_python):
     launcher = start_python("-m", "pyps", "run", "--", "no-such-program", "train.py")
 
     assert launcher.wait() == 1
@@ -282,7 +282,7 @@ def test_a_command_that_does_not_exist_is_named(start_python: StartPython) -> No
     assert "Traceback" not in launcher.output()
 
 
-def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: StartPython) -> None:
+def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python):
     # An address of documentation (RFC 5737), which is nobody's.
     launcher = run(start_python, code=WAITING, env={"PYPS_HOST": "203.0.113.9", "PYPS_INSECURE": "1"})
 
@@ -299,7 +299,7 @@ def refusal(command: str, *arguments: str, env: Mapping[str, str] | None = None)
     return line
 
 
-def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: StartPython) -> None:
+def test_what_servers_would_refuse_is_refused_before_any_starts(start_python):
     for flags, message in (
         (("--optimizer", "nonesuch:learning_rate=1"), "'nonesuch' is unknown"),
         (("--optimizer", "adam:amsgrad=true"), "adam has no setting 'amsgrad'"),
@@ -317,7 +317,7 @@ def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: St
     assert "the flag --clip-norm is -1, but" in line
 
 
-def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
+def test_a_misspelt_variable_is_refused_before_anything_starts():
     for variable, value, complaint in (
         ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, tcp, grpc"),
         ("PYPS_PARAMETER_CODEC", "bf16", "PYPS_PARAMETER_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
@@ -372,7 +372,7 @@ def meeting(folder: Path) -> str:
     """)
 
 
-def test_a_replica_is_started_again_and_meets_elsewhere(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_replica_is_started_again_and_meets_elsewhere(start_python, tmp_path):
     """What its processes are told is in tests/unit/test_launcher_environment.py."""
     launcher = run(start_python, "--replicas", "2", "--parts", "2", "--max-restarts", "1", code=meeting(tmp_path))
     for name in ("replica-0.0", "replica-0.1", "replica-1.0", "replica-1.1"):
@@ -405,7 +405,7 @@ def test_a_replica_is_started_again_and_meets_elsewhere(start_python: StartPytho
     assert len(set(met)) == len({port for _, port in met}) == 3, "a place for each life"
 
 
-def test_a_failed_worker_is_started_again_in_the_same_run(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_failed_worker_is_started_again_in_the_same_run(start_python, tmp_path):
     once = tmp_path / "once"
     code = (
         "import os, pathlib, signal, numpy, pyps_client\n"

@@ -19,7 +19,7 @@ def missing(server: ServerThread) -> int:
     return reply.workers_missing
 
 
-def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
+def test_a_replica_that_one_server_saw_did_join(start_server):
     servers = start_servers(start_server)
     expectations = Expectations(2)
     process = WireWorker(servers[0].data, "replica-0/0", model=CUT, num_servers=NUM_SERVERS)
@@ -34,7 +34,7 @@ def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
     assert {info.state for info in inspect(servers[0].control, "ListWorkers").workers} == {"failed"}
 
 
-def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:
+def test_a_replica_that_no_server_saw_never_joined(start_server):
     servers = start_servers(start_server)
     expectations = Expectations(2)
     addresses = [server.control for server in servers]
@@ -44,7 +44,7 @@ def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:
     assert [missing(server) for server in servers] == [1, 1]
 
 
-def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server: Start) -> None:
+def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server):
     servers = start_servers(start_server)
     addresses = [server.control for server in servers]
     servers[0].stop()

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ def ones(value: float) -> dict[str, np.ndarray]:
     return {"w": np.full(3, value, np.float32)}
 
 
-def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch):
     monkeypatch.setenv("PYPS_SERVERS", "local")
     monkeypatch.setenv("PYPS_PROTOCOL", "no protocol of this worker's server")
     with Client(ones(1), SGD) as first, Client(ones(5), SGD, servers=" Local") as second:
@@ -36,20 +35,20 @@ def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch: pytest.Mo
     assert [process.returncode for process in processes] == [0, 0]
 
 
-def test_who_is_not_alone_is_told_to_start_a_server() -> None:
+def test_who_is_not_alone_is_told_to_start_a_server():
     for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
         with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
             Launch("local", **others)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
-def test_it_is_reached_by_the_transport_that_was_chosen(transport: str) -> None:
+def test_it_is_reached_by_the_transport_that_was_chosen(transport):
     with Client(ones(1), SGD, launch=Launch("local", transport=transport, tls_ca="", use_proxy=True)) as client:
         assert float(client.exchange(ones(0.5))["w"][0]) == 0.5
         assert client.session.transport == transport
 
 
-def test_what_is_refused_leaves_no_server(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_leaves_no_server(monkeypatch, capfd):
     with pytest.raises(InvalidArgument, match="wait_seconds"):
         Client(ones(1), SGD, launch=Launch("local", wait_seconds=-1))
     with pytest.raises(UnsupportedOptimizer):
@@ -61,12 +60,12 @@ def test_what_is_refused_leaves_no_server(monkeypatch: pytest.MonkeyPatch, capfd
     assert not local_server._servers
 
 
-def test_a_replica_of_several_processes_is_told_to_start_a_server() -> None:
+def test_a_replica_of_several_processes_is_told_to_start_a_server():
     with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
         Launch("local").begun(2)
 
 
-def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch, tmp_path):
     words = "starts for itself alone: start `pyps serve`"
     with pytest.raises(InvalidArgument, match=words):
         Observer("local")
@@ -80,7 +79,7 @@ def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pyte
     assert not local_server._servers
 
 
-def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyps", None)
     with pytest.raises(InvalidArgument, match="needs the package pyps"):
         Launch("local").begun(1)
@@ -100,7 +99,7 @@ raise SystemExit(3)
 """
 
 
-def test_a_program_may_end_without_a_word_and_so_may_a_child_that_it_forked() -> None:
+def test_a_program_may_end_without_a_word_and_so_may_a_child_that_it_forked():
     with PythonProcess("-c", WITHOUT_A_WORD) as process:
         assert process.wait() == 3
         assert all(line.startswith("pyps: ") for line in process.output().splitlines()), process.output()
@@ -118,7 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_server_ends_with_a_worker_that_is_killed() -> None:
+def test_a_server_ends_with_a_worker_that_is_killed():
     with PythonProcess("-c", KILLED) as process:
         assert process.wait() == -9
         [pid] = [int(line) for line in process.output().splitlines() if line.isdecimal()]
@@ -157,7 +156,7 @@ threading.Thread(target=train).start()
 """
 
 
-def test_threads_and_exit_handlers_train_to_the_very_end_and_the_last_gradients_count() -> None:
+def test_threads_and_exit_handlers_train_to_the_very_end_and_the_last_gradients_count():
     with PythonProcess("-c", TRAINS_TO_THE_VERY_END) as process:
         assert process.wait() == 0
         assert process.output().splitlines()[-1] == "updates: 2", process.output()
@@ -179,7 +178,7 @@ main()
 """
 
 
-def test_a_program_whose_optimizer_is_collected_ends_well() -> None:
+def test_a_program_whose_optimizer_is_collected_ends_well():
     processes = [PythonProcess("-c", COLLECTED_BEFORE_THE_END) for _ in range(4)]
     for process in processes:
         with process:

@@ -6,7 +6,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from client_support import make_client
 from pyps.service import metrics
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, Start, server_loop, shell, wait_until
+from support import ServerThread, server_loop, shell, wait_until
 from wire_worker import WireWorker
 
 # So many shards that the page is longer than what lies between a server and a reader with small buffers.
@@ -61,14 +60,14 @@ def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float
     return found
 
 
-def test_every_family_is_there_from_the_start(start_server: Start) -> None:
+def test_every_family_is_there_from_the_start(start_server):
     families = scrape(start_server())
     assert {name: family.type for name, family in families.items() if name in FAMILIES} == FAMILIES
     assert value(families, "pyps_run_state", state="empty") == 1
     assert value(families, "pyps_last_update_timestamp_seconds") == 0
 
 
-def test_the_page_counts_what_happened(start_server: Start) -> None:
+def test_the_page_counts_what_happened(start_server):
     server, began = start_server(), time.time()
     with WireWorker(server.data) as a, WireWorker(server.data, "b") as b:
         a.join()
@@ -103,7 +102,7 @@ def test_the_page_counts_what_happened(start_server: Start) -> None:
     assert (info["staleness"], info["schedule"], info["warmup"]) == ("divide", "constant", "")
 
 
-def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server: Start) -> None:
+def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server):
     server = start_server()
     with WireWorker(server.data, model=MODEL) as a, WireWorker(server.data, "b", model=MODEL) as b:
         a.join()
@@ -124,7 +123,7 @@ def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server: St
     assert value(families, "pyps_workers_counted") == 2
 
 
-def test_what_live_workers_report_and_the_last_checkpoint_are_told(start_server: Start, tmp_path: Path) -> None:
+def test_what_live_workers_report_and_the_last_checkpoint_are_told(start_server, tmp_path):
     began = time.time()
     server = start_server("--checkpoint-dir", str(tmp_path), "--heartbeat-seconds", "0.2")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
@@ -140,7 +139,7 @@ def test_what_live_workers_report_and_the_last_checkpoint_are_told(start_server:
     assert not scrape(start_server())["pyps_checkpoint_timestamp_seconds"].samples
 
 
-def test_a_round_under_way_is_told(start_server: Start) -> None:
+def test_a_round_under_way_is_told(start_server):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data) as worker:
         worker.join()
@@ -151,7 +150,7 @@ def test_a_round_under_way_is_told(start_server: Start) -> None:
     assert (value(families, "pyps_workers_counted"), value(families, "pyps_workers_missing")) == (1, 1)
 
 
-def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
+def test_many_shards_are_told_by_their_extremes(start_server):
     server = start_server()
     with WireWorker(server.data, model=Model((Tensor("t", (2016,)),), shard_size=16)) as worker:
         worker.join()
@@ -163,7 +162,7 @@ def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
     assert (value(families, "pyps_version_min"), value(families, "pyps_version_max")) == (0, 1)
 
 
-def test_slow_readers(start_server: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_slow_readers(start_server, monkeypatch, capfd):
     monkeypatch.setattr(metrics, "REQUEST_SECONDS", 0.3)
     server = start_server()
     with WireWorker(server.data, model=LARGE) as worker:
@@ -183,7 +182,7 @@ def test_slow_readers(start_server: Start, monkeypatch: pytest.MonkeyPatch, capf
     assert "Traceback" not in server.output() + "".join(capfd.readouterr())
 
 
-def test_many_silent_readers_hold_no_threads_keep_nobody_out_and_do_not_delay_the_end(start_server: Start) -> None:
+def test_many_silent_readers_hold_no_threads_keep_nobody_out_and_do_not_delay_the_end(start_server):
     server = start_server()
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -197,7 +196,7 @@ def test_many_silent_readers_hold_no_threads_keep_nobody_out_and_do_not_delay_th
         wait_until(lambda: num_readers() == 0, what="the end of all readers")
 
 
-def test_readers_that_come_all_at_once_are_closed_but_for_the_last(start_server: Start) -> None:
+def test_readers_that_come_all_at_once_are_closed_but_for_the_last(start_server):
     server, all_there = start_server(), threading.Event()
     with contextlib.ExitStack() as stack:
         # The server sees them together, as one that is busy would.
@@ -224,7 +223,7 @@ def num_readers() -> int:
     return sum(task.get_name() == "metrics reader" for task in asyncio.all_tasks(server_loop()))
 
 
-def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server: Start, tmp_path: Path) -> None:
+def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server, tmp_path):
     (tmp_path / "token").write_text("correct horse", encoding="utf-8")
     server = start_server("--token-file", str(tmp_path / "token"))
     for token in ("", "wrong horse"):

@@ -4,11 +4,10 @@ import importlib
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-from support import ROOT, StartPython
+from support import ROOT
 
 PAGE = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
 SCRIPTS = {name: text for text, name in re.findall(r"^```python\n(# (\w+\.py)\b.*?)^```", PAGE, re.M | re.S)}
@@ -17,14 +16,14 @@ MODULES = {"pyps": "pyps", "torchrun": "torch.distributed.run"}
 EPOCHS = 5
 
 
-def test_every_script_is_python_and_those_with_pyps_have_their_command() -> None:
+def test_every_script_is_python_and_those_with_pyps_have_their_command():
     for name, text in SCRIPTS.items():
         compile(text, name, "exec")
     assert len(SCRIPTS) == 6
     assert {name for name in SCRIPTS if "pyps_client" in SCRIPTS[name]} == COMMANDS.keys() - {"before_rpc.py"}
 
 
-def test_the_figures_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_are_those_that_were_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))
 
@@ -36,7 +35,7 @@ def test_the_figures_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_script_trains_by_the_command_below_it(name: str, tmp_path: Path, start_python: StartPython) -> None:
+def test_a_script_trains_by_the_command_below_it(name, tmp_path, start_python):
     (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
     program, *arguments = shlex.split(COMMANDS[name])
 

@@ -24,7 +24,7 @@ def losses(start_python: StartPython, folder: Path, example: str, *how: str, pro
 
 
 @pytest.mark.extended
-def test_a_cut_transformer_trains_as_the_whole_one(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_cut_transformer_trains_as_the_whole_one(start_python, tmp_path):
     """P1: Dean et al. 2012, section 3."""
     whole = losses(start_python, tmp_path / "whole", "transformer", "none", processes=1)
     for cut in ("tensor", "pipeline"):
@@ -32,7 +32,7 @@ def test_a_cut_transformer_trains_as_the_whole_one(start_python: StartPython, tm
     assert whole[-1] < whole[0] - 1
 
 
-def test_unequal_bands_train_as_the_whole_and_send_no_node_twice(start_python: StartPython, tmp_path: Path) -> None:
+def test_unequal_bands_train_as_the_whole_and_send_no_node_twice(start_python, tmp_path):
     """P1 and P2: Dean et al. 2012, section 3; three bands of eight rows, so one has neighbours on both sides."""
     whole = losses(start_python, tmp_path / "whole", "patches", processes=1)
 
@@ -42,7 +42,7 @@ def test_unequal_bands_train_as_the_whole_and_send_no_node_twice(start_python: S
 
 @pytest.mark.extended
 @pytest.mark.parametrize("cut", ["tensor", "pipeline"])
-def test_two_replicas_of_two_train_a_transformer(start_server: Start, start_python: StartPython, cut: str) -> None:
+def test_two_replicas_of_two_train_a_transformer(start_server, start_python, cut):
     job = start_job(start_server, start_python, "model_parallel.py", "--cut", cut, "--steps", "12")
     outputs = job.ended_well()
 
@@ -51,7 +51,7 @@ def test_two_replicas_of_two_train_a_transformer(start_server: Start, start_pyth
     assert all(float(said[-1]) < 5.5 for said in told[::2]), outputs
 
 
-def test_two_replicas_of_two_train_patches_and_count_traffic(start_server: Start, start_python: StartPython) -> None:
+def test_two_replicas_of_two_train_patches_and_count_traffic(start_server, start_python):
     job = start_job(start_server, start_python, "patches.py", "--epochs", "4")
     output = "".join(job.ended_well())
 
@@ -72,7 +72,7 @@ def test_two_replicas_of_two_train_patches_and_count_traffic(start_server: Start
     assert float(accuracy) > 0.8
 
 
-def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_python: StartPython) -> None:
+def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_python):
     script = start_python(str(EXAMPLES / "model_parallel.py"), "--cut", "tensor")
 
     assert script.wait() == 2

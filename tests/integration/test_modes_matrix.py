@@ -211,7 +211,7 @@ def flat(tensors: Mapping[str, Floats]) -> Floats:
 
 
 @pytest.mark.parametrize("workers", FACTORS["workers"])
-def test_each_mode_keeps_the_universal_invariants(start_server: Start, tmp_path: Path, workers: int) -> None:
+def test_each_mode_keeps_the_universal_invariants(start_server, tmp_path, workers):
     cells = cover()
     kinds = {name: {str(getattr(cell, name)).partition(":")[0] for cell in cells} for name in ("protocol", "policy")}
     assert kinds == {"protocol": {*PROTOCOLS} - {"sandblaster"}, "policy": {kind.name for kind in POLICIES.values()}}

@@ -1,12 +1,11 @@
 """Servers that come back at another address, with their checkpoint: workers and commands find them there."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from support import ServerThread, Start, replace_file, server_port, shell, wait_until
+from support import ServerThread, replace_file, server_port, shell, wait_until
 
 
 def pushed(client: object, seed: int) -> set[int]:
@@ -14,7 +13,7 @@ def pushed(client: object, seed: int) -> set[int]:
     return {receipt.version_after for receipt in receipts}
 
 
-def test_a_worker_finds_a_moved_server(start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_finds_a_moved_server(start_server, tmp_path, caplog):
     file = tmp_path / "servers"
     kept = ("--checkpoint-dir", str(tmp_path / "kept"))
     first, second = start_server("--host", "127.0.0.2", *kept), start_server("--host", "127.0.0.3")
@@ -50,7 +49,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return addresses
 
 
-def test_servers_behind_one_name_keep_their_places(start_server: Start, tmp_path: Path, hosts: set[str]) -> None:
+def test_servers_behind_one_name_keep_their_places(start_server, tmp_path, hosts):
     port = server_port()
 
     def start(host: str, name: str, *flags: str) -> ServerThread:

@@ -4,20 +4,19 @@ import re
 import urllib.request
 from collections import defaultdict
 from itertools import product
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from client_support import gradients_like, make_client, small_model
 from observed import BOARD, FOLDER, RULES, labels_grouped_by, panel_queries, selectors
-from support import ROOT, Start, wait_until, workers_of
+from support import ROOT, wait_until, workers_of
 
 COMPOSE = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
 # What a scrape adds.
 SCRAPED = {"job": "pyps", "instance": "server-0:7612"}
 
 
-def test_every_query_reads_what_a_server_that_trains_tells(start_server: Start, tmp_path: Path) -> None:
+def test_every_query_reads_what_a_server_that_trains_tells(start_server, tmp_path):
     server = start_server("--checkpoint-dir", str(tmp_path), "--heartbeat-seconds", "0.2")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for worker in (a, b):
@@ -41,7 +40,7 @@ def test_every_query_reads_what_a_server_that_trains_tells(start_server: Start, 
         assert labels_grouped_by(query) <= known, query
 
 
-def test_grafana_is_given_the_dashboard_as_it_wants_it() -> None:
+def test_grafana_is_given_the_dashboard_as_it_wants_it():
     panels = BOARD["panels"]
     assert BOARD["uid"] and BOARD["title"] and BOARD["schemaVersion"] and "id" not in BOARD
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
@@ -60,7 +59,7 @@ def test_grafana_is_given_the_dashboard_as_it_wants_it() -> None:
     assert len(cells) == sum(panel["gridPos"]["w"] * panel["gridPos"]["h"] for panel in panels)
 
 
-def test_compose_mounts_what_is_there_where_it_is_looked_for() -> None:
+def test_compose_mounts_what_is_there_where_it_is_looked_for():
     mounts = dict(re.findall(r"- \./(observe/\S+):(/etc/\S+):ro", COMPOSE))
     assert {ROOT / "docker" / path for path in mounts} == {path for path in FOLDER.rglob("*") if path.is_file()}
     [folder] = re.findall(r"path: (\S+)\}", (FOLDER / "grafana" / "dashboards.yaml").read_text(encoding="utf-8"))

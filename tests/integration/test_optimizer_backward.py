@@ -57,7 +57,7 @@ over_messages = pytest.mark.parametrize("transport", ["grpc", "tcp"])
         ("shm", "hardsync", 1, "float32"),
     ],
 )
-def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, protocol, num_servers, codec) -> None:
+def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, protocol, num_servers, codec):
     trained = []
     for overlap in ("off", "backward"):
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, p
 
 
 @over_messages
-def test_shards_go_amid_the_backward_pass_and_the_model_changes_in_step(start_server, transport) -> None:
+def test_shards_go_amid_the_backward_pass_and_the_model_changes_in_step(start_server, transport):
     server, model = start_server(), mlp()
     with remote(model, server.data, transport=transport) as optimizer:
         before = parameters_of(model)
@@ -102,7 +102,7 @@ def test_shards_go_amid_the_backward_pass_and_the_model_changes_in_step(start_se
 
 
 @over_messages
-def test_a_push_cut_amid_the_backward_pass_is_applied_once(start_server, proxies, monkeypatch, transport) -> None:
+def test_a_push_cut_amid_the_backward_pass_is_applied_once(start_server, proxies, monkeypatch, transport):
     monkeypatch.setattr("pyps_client.transport.tcp.OPEN_SECONDS", 1000.0)
     trained, (inputs, classes) = [], next(batches(1))
     for cuts in (False, True):
@@ -131,7 +131,7 @@ def test_a_push_cut_amid_the_backward_pass_is_applied_once(start_server, proxies
 
 
 @over_messages
-def test_a_slow_backward_pass_is_no_lost_link(start_server, monkeypatch, caplog, transport) -> None:
+def test_a_slow_backward_pass_is_no_lost_link(start_server, monkeypatch, caplog, transport):
     seconds = 0.3
     server, model = start_server(), mlp()
     with remote(model, server.data, transport=transport) as optimizer:
@@ -152,7 +152,7 @@ def test_a_slow_backward_pass_is_no_lost_link(start_server, monkeypatch, caplog,
 
 
 @over_messages
-def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, transport) -> None:
+def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, transport):
     server, model = start_server(), mlp()
     before = parameters_of(model)
 
@@ -171,7 +171,7 @@ def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, tra
 
 @over_messages
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, caplog, transport, set_to_none) -> None:
+def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, caplog, transport, set_to_none):
     server, model = start_server("--staleness", "none"), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with joined(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:
@@ -205,7 +205,7 @@ def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, capl
 
 
 @over_messages
-def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_server, caplog, transport) -> None:
+def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_server, caplog, transport):
     server, model = start_server(), mlp()
     with remote(model, server.data, transport=transport, loss_wait_seconds=0.2) as optimizer:
         inputs, classes = next(batches(1))
@@ -267,7 +267,7 @@ def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
         (at_another_rate, r"learning rate .* changed between backward\(\) and step\(\)"),
     ],
 )
-def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start_server, compute, words) -> None:
+def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start_server, compute, words):
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         for _ in range(2):
@@ -282,7 +282,7 @@ def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start
             optimizer.step()
 
 
-def test_examples_are_told_before_the_backward_pass(start_server) -> None:
+def test_examples_are_told_before_the_backward_pass(start_server):
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         backward(model, next(batches(1)))
@@ -303,12 +303,12 @@ def test_examples_are_told_before_the_backward_pass(start_server) -> None:
         (("--clip-norm", "1"), {}, "servers clip each push by its norm"),
     ],
 )
-def test_what_it_cannot_go_with_is_refused(start_server, flags, options, words) -> None:
+def test_what_it_cannot_go_with_is_refused(start_server, flags, options, words):
     with pytest.raises(InvalidArgument, match=words):
         remote(mlp(), start_server(*flags).data, **options)
 
 
-def test_where_a_push_must_stay_whole_it_leaves_in_its_step_and_a_line_says_why(start_server, caplog) -> None:
+def test_where_a_push_must_stay_whole_it_leaves_in_its_step_and_a_line_says_why(start_server, caplog):
     caplog.set_level("INFO", logger="pyps_client")
     for flags, transport, words in (
         (("--protocol", "serial"), "grpc", "serial grants steps one by one"),
@@ -325,7 +325,7 @@ def test_where_a_push_must_stay_whole_it_leaves_in_its_step_and_a_line_says_why(
         caplog.clear()
 
 
-def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, caplog) -> None:
+def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, caplog):
     server, model = start_server(), mlp()
     with remote(model, server.data) as optimizer:
         before = parameters_of(model)
@@ -354,7 +354,7 @@ def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, ca
         assert (parameters_of(model)[:10] != before[:10]).all()
 
 
-def test_a_closed_optimizer_leaves_the_model_alone_even_amid_a_push(start_server) -> None:
+def test_a_closed_optimizer_leaves_the_model_alone_even_amid_a_push(start_server):
     server, model = start_server(), mlp()
     optimizer = remote(model, server.data)
     backward(model, next(batches(1)))

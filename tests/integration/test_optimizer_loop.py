@@ -39,7 +39,7 @@ def sgd(model: torch.nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_server) -> None:
+def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_server):
     server = start_server("--heartbeat-seconds", "0.2")
     model = mlp()
     with remote(model, server, worker_id="me") as optimizer:
@@ -58,7 +58,7 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_se
         assert reported == pytest.approx(second)
 
 
-def test_a_channels_last_network_trains_as_with_torch_and_keeps_its_format(start_server) -> None:
+def test_a_channels_last_network_trains_as_with_torch_and_keeps_its_format(start_server):
     def network() -> torch.nn.Module:
         torch.manual_seed(0)
         layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten()]
@@ -73,7 +73,7 @@ def test_a_channels_last_network_trains_as_with_torch_and_keeps_its_format(start
     assert tuple(snapshot["0.weight"].shape) == (8, 3, 3, 3)
 
 
-def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server) -> None:
+def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server):
     def network() -> torch.nn.Module:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
@@ -91,7 +91,7 @@ def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server) -> N
     assert model[1].weight is model[0].weight
 
 
-def test_another_setting_slots_and_a_later_group_are_refused(start_server) -> None:
+def test_another_setting_slots_and_a_later_group_are_refused(start_server):
     server = start_server()
     model = mlp()
     with remote(model, server) as optimizer:
@@ -110,7 +110,7 @@ def test_another_setting_slots_and_a_later_group_are_refused(start_server) -> No
         assert optimizer.global_step == 0
 
 
-def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog) -> None:
+def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog):
     for layers in ([], [torch.nn.BatchNorm1d(4)]):
         with remote(torch.nn.Sequential(torch.nn.Linear(4, 4), *layers), start_server()):
             warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -121,7 +121,7 @@ def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server
     ]
 
 
-def test_every_setting_is_explained_where_help_shows_it() -> None:
+def test_every_setting_is_explained_where_help_shows_it():
     made = inspect.signature(RemoteOptimizer.__init__).parameters
     for name in [*made][3:]:
         assert f"`{name}`" in (RemoteOptimizer.__init__.__doc__ or ""), name
@@ -130,7 +130,7 @@ def test_every_setting_is_explained_where_help_shows_it() -> None:
         assert f"`{name}`" in (Launch.__doc__ or ""), name
 
 
-def test_a_launch_is_given_whole_or_as_servers(start_server) -> None:
+def test_a_launch_is_given_whole_or_as_servers(start_server):
     server, model = start_server(), mlp()
     launch = Launch(server.data, gradient_codec=torch.float16, transport="grpc")
     with RemoteOptimizer(model, sgd(model), launch=launch, push_every=2, pull_every=2) as optimizer:
@@ -147,7 +147,7 @@ def test_a_launch_is_given_whole_or_as_servers(start_server) -> None:
             client(*arguments, launch={})
 
 
-def test_a_compiled_step_leaves_the_client_to_python_and_trains_as_torch(start_server, monkeypatch) -> None:
+def test_a_compiled_step_leaves_the_client_to_python_and_trains_as_torch(start_server, monkeypatch):
     traced: set[str] = set()
     run = InstructionTranslatorBase.run
 
@@ -176,7 +176,7 @@ def test_a_compiled_step_leaves_the_client_to_python_and_trains_as_torch(start_s
     assert not [name for name in traced if name.startswith("pyps_")]
 
 
-def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
+def test_what_no_server_could_do_is_refused_before_any_connection():
     model = mlp()
     with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
         RemoteOptimizer(model, torch.optim.Adamax(model.parameters()), "127.0.0.1:1")
@@ -210,7 +210,7 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
         ("async", {}, ""),
     ],
 )
-def test_rest_between_pulls_is_reported_once(start_server, caplog, protocol, pace, told) -> None:
+def test_rest_between_pulls_is_reported_once(start_server, caplog, protocol, pace, told):
     model = mlp()
     adagrad = torch.optim.Adagrad(model.parameters())
     with joined(model, adagrad, start_server("--protocol", protocol).data, **pace) as worker:
@@ -224,7 +224,7 @@ def test_rest_between_pulls_is_reported_once(start_server, caplog, protocol, pac
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_local_steps_take_the_rate_that_the_servers_schedule_gives_now(start_server, transport) -> None:
+def test_local_steps_take_the_rate_that_the_servers_schedule_gives_now(start_server, transport):
     server = start_server("--schedule", "step:every=1,factor=0.5")
     for worker_id, expected in (("first", [-0.1, -0.1, -0.05, -0.05, -0.025, -0.025]), ("later", [-0.0125])):
         model = torch.nn.Linear(4, 1, bias=False)
@@ -239,7 +239,7 @@ def test_local_steps_take_the_rate_that_the_servers_schedule_gives_now(start_ser
         assert np.diff(seen) == pytest.approx(expected, abs=1e-6)
 
 
-def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_goes_on(start_server, caplog) -> None:
+def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_goes_on(start_server, caplog):
     server = start_server("--stop-after", "updates=3")
     model = mlp()
     optimizer = remote(model, server)
@@ -255,7 +255,7 @@ def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_go
     optimizer.close()
 
 
-def test_a_loop_over_batches_ends_with_the_run(start_server, caplog) -> None:
+def test_a_loop_over_batches_ends_with_the_run(start_server, caplog):
     model = mlp()
     with remote(model, start_server("--stop-after", "updates=3")) as optimizer:
         seen = [0, 0, 0, 0]
@@ -269,7 +269,7 @@ def test_a_loop_over_batches_ends_with_the_run(start_server, caplog) -> None:
     assert "is over" not in caplog.text
 
 
-def test_a_script_that_just_ends_is_finished_with_all_its_gradients(start_server, start_python) -> None:
+def test_a_script_that_just_ends_is_finished_with_all_its_gradients(start_server, start_python):
     server = start_server()
     script = (
         "import torch\n"
@@ -289,7 +289,7 @@ def test_a_script_that_just_ends_is_finished_with_all_its_gradients(start_server
     assert status_of(server).examples == 6
 
 
-def test_a_state_dict_says_once_that_it_is_no_checkpoint_and_changes_nothing_in_the_run(start_server, caplog) -> None:
+def test_a_state_dict_says_once_that_it_is_no_checkpoint_and_changes_nothing_in_the_run(start_server, caplog):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     server = start_server()
@@ -308,7 +308,7 @@ def test_a_state_dict_says_once_that_it_is_no_checkpoint_and_changes_nothing_in_
     assert len(told) == 1
 
 
-def test_a_state_dict_of_another_update_tells_whose_parameters_count(start_server, caplog) -> None:
+def test_a_state_dict_of_another_update_tells_whose_parameters_count(start_server, caplog):
     server = start_server()
     with remote(mlp(seed=1), server) as first:
         saved = first.state_dict() | {"pyps_update": 7}
@@ -326,14 +326,14 @@ def test_a_state_dict_of_another_update_tells_whose_parameters_count(start_serve
     assert "a state dict of update 7 was loaded in a run that is at update 0: the model's parameters" in caplog.text
 
 
-def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> None:
+def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server):
     with remote(mlp(), start_server()) as optimizer:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(InvalidArgument, match="no copy can be made or saved"):
                 copied(optimizer)
 
 
-def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_the_first(start_server) -> None:
+def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_the_first(start_server):
     server = start_server()
     told = (
         r"open RemoteOptimizer on .* already, .* cell is run twice, close\(\) the first.* servers for each; .* groups"
@@ -348,7 +348,7 @@ def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_th
         RemoteOptimizer(mlp().parameters(), torch.optim.SGD(mlp().parameters(), lr=0.1), servers=server.data)
 
 
-def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server, monkeypatch) -> None:
+def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server, monkeypatch):
     server = start_server()
 
     def fails(*_: object, **__: object) -> None:
@@ -364,7 +364,7 @@ def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server,
     assert held.tb
 
 
-def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_server) -> None:
+def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_server):
     with remote(mlp(), start_server()) as optimizer:
         backward(optimizer._model, next(batches(1)))
         for wrong in (-5, "x", 1.5, True):
@@ -376,7 +376,7 @@ def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_se
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_server, transport) -> None:
+def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_server, transport):
     def told() -> dict[str, object]:
         kind = RemoteOptimizer
         names = [name for name in vars(kind) if isinstance(getattr(kind, name), property)]
@@ -392,7 +392,7 @@ def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_se
     assert before["transport"] == transport
 
 
-def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed(start_server) -> None:
+def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed(start_server):
     model = mlp()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     with joined(model, own, servers=start_server().data) as optimizer:
@@ -412,7 +412,7 @@ def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed
     own.step()
 
 
-def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_left(start_server) -> None:
+def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_left(start_server):
     server = start_server("--staleness", "none")
     model = torch.nn.Linear(1, 1, bias=False)
     begin = model.weight.item()

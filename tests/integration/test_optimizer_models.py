@@ -30,7 +30,7 @@ def normed(seed: int = 0) -> torch.nn.Sequential:
     )
 
 
-def test_averaged_statistics_are_those_of_a_worker_alone_and_come_with_the_snapshot(start_server) -> None:
+def test_averaged_statistics_are_those_of_a_worker_alone_and_come_with_the_snapshot(start_server):
     server = start_server()
     model, twin = normed(), normed()
     local = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -49,7 +49,7 @@ def test_averaged_statistics_are_those_of_a_worker_alone_and_come_with_the_snaps
         np.testing.assert_allclose(later[1].running_var, twin[1].running_var, rtol=2e-5)
 
 
-def test_the_first_workers_statistics_are_those_that_others_follow(start_server, monkeypatch) -> None:
+def test_the_first_workers_statistics_are_those_that_others_follow(start_server, monkeypatch):
     server = start_server()
     optimizers = []
     models = [normed(), normed()]
@@ -69,7 +69,7 @@ def test_the_first_workers_statistics_are_those_that_others_follow(start_server,
         optimizer.close()
 
 
-def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_server, caplog) -> None:
+def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_server, caplog):
     server = start_server()
     model = mlp()
     model[0].requires_grad_(False)
@@ -85,7 +85,7 @@ def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_serve
     assert torch.equal(snapshot["0.weight"], model[0].weight)
 
 
-def test_half_precision_models_have_float32_masters_on_the_servers(start_server) -> None:
+def test_half_precision_models_have_float32_masters_on_the_servers(start_server):
     for dtype in (torch.float16, torch.bfloat16):
         model = torch.nn.Linear(32, 10).to(dtype)
         masters = flat(list(model.parameters()))
@@ -102,7 +102,7 @@ def test_half_precision_models_have_float32_masters_on_the_servers(start_server)
         np.testing.assert_array_equal(parameters_of(model), torch.from_numpy(masters).to(dtype).float())
 
 
-def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server) -> None:
+def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server):
     server = start_server()
     model, twin = mlp(), mlp()
     local = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -125,7 +125,7 @@ def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server) -> N
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=2e-3)
 
 
-def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_examples(start_server) -> None:
+def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_examples(start_server):
     server = start_server()
     model, twin = mlp(), mlp()
     local = torch.optim.Adam(twin.parameters())
@@ -145,7 +145,7 @@ def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_exa
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.extended)])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server, backend) -> None:
+def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server, backend):
     server = start_server()
     plain, original = normed(), normed(seed=1)
     compiled = torch.compile(original, backend=backend)
@@ -166,7 +166,7 @@ def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_serv
         plain.load_state_dict(snapshot)
 
 
-def test_two_nets_of_one_shape_in_one_run_are_told_and_copies_of_one_are_not(start_server, caplog) -> None:
+def test_two_nets_of_one_shape_in_one_run_are_told_and_copies_of_one_are_not(start_server, caplog):
     server = start_server()
 
     def net(last: torch.nn.Module) -> torch.nn.Sequential:
@@ -183,7 +183,7 @@ def test_two_nets_of_one_shape_in_one_run_are_told_and_copies_of_one_are_not(sta
     assert re.match(r"this worker's model is Sequential \(\w{8}\), that of run r was Sequential \(\w{8}\) where", told)
 
 
-def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) -> None:
+def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server):
     """Section 2.3 of the specification, item 4: with one worker nothing is missing from what is pulled."""
     server = start_server("--staleness", "none")
     model, twin = mlp(), mlp()
@@ -196,7 +196,7 @@ def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) 
             np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
-def test_parameters_that_are_loaded_after_joining_are_refused(start_server) -> None:
+def test_parameters_that_are_loaded_after_joining_are_refused(start_server):
     saved = mlp(seed=1).state_dict()
 
     def assign(model: torch.nn.Module) -> None:
@@ -233,9 +233,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("how", [{}, {"overlap": "step"}, {"overlap": "backward"}, {"parameter_codec": "bfloat16"}])
-def test_a_clamp_between_steps_is_told_once_and_the_servers_values_take_its_place(
-    start_server, caplog, write, how
-) -> None:
+def test_a_clamp_between_steps_is_told_once_and_the_servers_values_take_its_place(start_server, caplog, write, how):
     model, server = mlp(), start_server()
     with remote(model, server, **how) as optimizer:
         for batch in batches(3):
@@ -252,7 +250,7 @@ def test_a_clamp_between_steps_is_told_once_and_the_servers_values_take_its_plac
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_who_puts_values_back_or_moves_the_model_is_not_warned(start_server, caplog, overlap) -> None:
+def test_who_puts_values_back_or_moves_the_model_is_not_warned(start_server, caplog, overlap):
     model = mlp()
     with remote(model, start_server(), overlap=overlap) as optimizer:
         for number, batch in enumerate(batches(4)):
@@ -269,7 +267,7 @@ def test_who_puts_values_back_or_moves_the_model_is_not_warned(start_server, cap
 
 
 @pytest.mark.parametrize("loads", ["torch", "checkpoint"])
-def test_model_and_optimizer_are_made_first_and_loaded_then(start_server, loads, caplog) -> None:
+def test_model_and_optimizer_are_made_first_and_loaded_then(start_server, loads, caplog):
     source = mlp(seed=1)
     with remote(source, start_server(), lr=0.2) as optimizer:
         backward(source, next(batches(1)))
@@ -295,7 +293,7 @@ def test_model_and_optimizer_are_made_first_and_loaded_then(start_server, loads,
     assert "were written" not in caplog.text
 
 
-def test_a_worker_joins_at_its_first_zero_grad_forward_pass_or_step(start_server, caplog) -> None:
+def test_a_worker_joins_at_its_first_zero_grad_forward_pass_or_step(start_server, caplog):
     server, batch = start_server(), next(batches(1))
     first = mlp(seed=1)
     with remote(first, server, run_id="r", worker_id="first"):
@@ -326,7 +324,7 @@ def test_a_worker_joins_at_its_first_zero_grad_forward_pass_or_step(start_server
     assert caplog.text.count("the worker joined at its first step: that minibatch") == 1
 
 
-def test_a_worker_that_could_not_join_tries_again(start_server) -> None:
+def test_a_worker_that_could_not_join_tries_again(start_server):
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     port = server_port()
@@ -344,7 +342,7 @@ def test_a_worker_that_could_not_join_tries_again(start_server) -> None:
 
 
 @pytest.mark.parametrize("init_sync", [False, True])
-def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_step(start_server, init_sync) -> None:
+def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_step(start_server, init_sync):
     model = mlp()
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
@@ -361,7 +359,7 @@ def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_ste
         torch.distributed.destroy_process_group()
 
 
-def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is_taken_off_is_not(start_server) -> None:
+def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is_taken_off_is_not(start_server):
     saved = mlp(seed=1).state_dict()
 
     def new_layer(model: torch.nn.Sequential) -> None:
@@ -393,7 +391,7 @@ def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is
             optimizer.step()
 
 
-def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, caplog) -> None:
+def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, caplog):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4, max_norm=0.1), torch.nn.Linear(4, 2))
     server = start_server()
@@ -407,7 +405,7 @@ def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, cap
     assert not [record for record in caplog.records if "written" in record.getMessage()]
 
 
-def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses(start_server, caplog) -> None:
+def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses(start_server, caplog):
     model, twin = mlp(), mlp()
     local = torch.optim.SGD(twin.parameters(), lr=0.1)
     data = list(batches(3))
@@ -434,7 +432,7 @@ def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=5e-3)
 
 
-def test_a_worker_whose_gradient_is_sparse_still_leaves_the_run(start_server) -> None:
+def test_a_worker_whose_gradient_is_sparse_still_leaves_the_run(start_server):
     server = start_server()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4, sparse=True), torch.nn.Linear(4, 2))

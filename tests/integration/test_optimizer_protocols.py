@@ -26,7 +26,7 @@ TOGETHER = ["async", "softsync:n=2", "hardsync", "backup:b=1", "ssp:s=2", "seria
 NUM_WORKERS = 3
 
 
-def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server) -> None:
+def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server):
     """U6 of the specification, and promise 5 of the design."""
     for protocol in ALONE:
         servers = [start_server("--protocol", protocol) for _ in range(2)]
@@ -43,7 +43,7 @@ def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server) -
             assert {receipt.staleness for receipt in optimizer.receipts} == {0}, protocol
 
 
-def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_server) -> None:
+def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_server):
     (batch,) = batches(1)
 
     def train(server: ServerThread, worker_id: str) -> float:
@@ -78,7 +78,7 @@ def step(optimizer: RemoteOptimizer, model: torch.nn.Module, batch: tuple[torch.
     optimizer.step()
 
 
-def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_nothing(start_server, caplog) -> None:
+def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_nothing(start_server, caplog):
     """It joins under the barrier, overlaps under async, and goes back behind the next barrier."""
     caplog.set_level("INFO")
     server = start_server("--protocol", "hardsync", "--heartbeat-seconds", "0.1")

@@ -45,7 +45,7 @@ def assert_close(mine: torch.nn.Module, torchs: torch.nn.Module, name: str = "")
     assert difference <= 1e-6 * np.linalg.norm(parameters_of(torchs)), name
 
 
-def test_one_worker_equals_the_rule_alone_bit_for_bit_and_torch_to_1e_6(start_server) -> None:
+def test_one_worker_equals_the_rule_alone_bit_for_bit_and_torch_to_1e_6(start_server):
     for name, make in OPTIMIZERS.items():
         servers = [start_server() for _ in range(2)]
         model, twin = mlp(), mlp()
@@ -65,7 +65,7 @@ def test_one_worker_equals_the_rule_alone_bit_for_bit_and_torch_to_1e_6(start_se
         assert_close(model, twin, name)
 
 
-def test_a_scheduler_moves_the_servers_rate_as_it_moves_torchs(start_server) -> None:
+def test_a_scheduler_moves_the_servers_rate_as_it_moves_torchs(start_server):
     cases = [(name, "on ours") for name in SCHEDULERS]
     cases += [("warm-up", "on the torch optimizer before"), ("one-cycle", "on the torch optimizer after")]
     for name, made in cases:
@@ -110,7 +110,7 @@ def train_alike(num_batches: int, *trainings: tuple[torch.nn.Module, Any, lr_sch
             scheduler.step()
 
 
-def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server) -> None:
+def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server):
     def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=31)
 
@@ -140,7 +140,7 @@ def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server)
         assert_close(model, twin, f"{name} {schedule.__name__} {protocol} {transport}")
 
 
-def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owner_pushes(start_server) -> None:
+def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owner_pushes(start_server):
     for name, transport in (("momentum", "shm"), ("adamw", "grpc")):
 
         def optimizer_of(module: torch.nn.Module, name: str = name) -> torch.optim.Optimizer:
@@ -180,7 +180,7 @@ def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owne
                 assert status_of(server).schedule_owner == "w0"
 
 
-def test_each_group_has_its_own_schedule(start_server) -> None:
+def test_each_group_has_its_own_schedule(start_server):
     server = start_server()
     model, twin = mlp(), mlp()
 
@@ -204,7 +204,7 @@ def test_each_group_has_its_own_schedule(start_server) -> None:
     assert_close(model, twin)
 
 
-def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
+def test_a_state_dict_goes_round_with_its_learning_rate(start_server):
     server = start_server()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,7 +221,7 @@ def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
         assert optimizer.receipts[0].rate == 0.2
 
 
-def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_server) -> None:
+def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_server):
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.001)
     with joined(model, sgd, start_server().data, overlap="backward", transport="grpc") as optimizer:
@@ -244,7 +244,7 @@ def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_se
         assert optimizer.receipts[0].rate == pytest.approx(0.002)
 
 
-def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first(start_server) -> None:
+def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first(start_server):
     server = start_server()
 
     def worker(name: str, **options) -> tuple[torch.nn.Module, RemoteOptimizer]:

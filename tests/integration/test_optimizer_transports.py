@@ -31,7 +31,7 @@ def backward_in_place(model: torch.nn.Module, optimizer: RemoteOptimizer, batch)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
-def test_an_optimizer_trains_over_mutual_tls_with_a_token(start_server, made, tmp_path, transport) -> None:
+def test_an_optimizer_trains_over_mutual_tls_with_a_token(start_server, made, tmp_path, transport):
     (tmp_path / "token").write_text("x" * 32, encoding="utf-8")
     flags = [*served(made / "sound", mutual=True), "--token-file", str(tmp_path / "token"), "--local-socket", "off"]
     server = start_server(*flags)
@@ -64,7 +64,7 @@ OPTIONS = [
 ]
 
 
-def test_models_train_alike_over_each_transport_whatever_is_asked_for(start_server) -> None:
+def test_models_train_alike_over_each_transport_whatever_is_asked_for(start_server):
     for options in OPTIONS:
         trained = []
         for way in TRANSPORTS:
@@ -82,7 +82,7 @@ def test_models_train_alike_over_each_transport_whatever_is_asked_for(start_serv
             np.testing.assert_array_equal(other, trained[0], err_msg=str(options))
 
 
-def test_halves_travel_in_half_the_bytes_and_parameters_are_float32_on_the_servers(start_server) -> None:
+def test_halves_travel_in_half_the_bytes_and_parameters_are_float32_on_the_servers(start_server):
     server = start_server()
     for way, gradient_codec, parameter_codec in (
         ("grpc", "float16", "bfloat16"),
@@ -116,7 +116,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
 
 
-def test_over_grpc_halves_leave_and_reach_the_models_own_float32(start_server) -> None:
+def test_over_grpc_halves_leave_and_reach_the_models_own_float32(start_server):
     for overlap, num_servers in (("off", 1), ("off", 2), ("step", 1)):
         model = mlp()
         halves = {"gradient_codec": "bfloat16", "parameter_codec": "float16", "overlap": overlap, "transport": "grpc"}
@@ -135,7 +135,7 @@ def test_over_grpc_halves_leave_and_reach_the_models_own_float32(start_server) -
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_parameters_change_in_the_workers_own_steps_only(start_server, transport) -> None:
+def test_parameters_change_in_the_workers_own_steps_only(start_server, transport):
     server = start_server()
     models = [mlp(), mlp(seed=1)]
     with (
@@ -156,7 +156,7 @@ def test_parameters_change_in_the_workers_own_steps_only(start_server, transport
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_nan_changes_nothing_on_the_servers_and_ten_end_the_worker(start_server, transport, caplog) -> None:
+def test_a_nan_changes_nothing_on_the_servers_and_ten_end_the_worker(start_server, transport, caplog):
     server = start_server()
     model = mlp()
     with remote(model, server.data, transport=transport) as optimizer:
@@ -182,7 +182,7 @@ def test_a_nan_changes_nothing_on_the_servers_and_ten_end_the_worker(start_serve
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_closed_optimizer_leaves_an_ordinary_model_that_may_join_again(start_server, transport) -> None:
+def test_a_closed_optimizer_leaves_an_ordinary_model_that_may_join_again(start_server, transport):
     server = start_server()
     model = mlp()
     expected = parameters_of(model)
@@ -217,7 +217,7 @@ class Watching(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_loaders_processes_keep_the_model_that_they_were_forked_with(start_server, transport) -> None:
+def test_a_loaders_processes_keep_the_model_that_they_were_forked_with(start_server, transport):
     server = start_server()
     model = mlp()
     with remote(model, server.data, transport=transport) as optimizer:
@@ -236,7 +236,7 @@ def test_a_loaders_processes_keep_the_model_that_they_were_forked_with(start_ser
         assert optimizer.global_step == 24
 
 
-def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server) -> None:
+def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server):
     server = start_server()
     model = mlp()
     with remote(model, server.data) as optimizer:
@@ -257,7 +257,7 @@ def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "overlap"), [("async", "off"), ("serial", "off"), ("async", "backward")])
-def test_gradients_on_a_partial_shard_are_left_out(start_server, monkeypatch, caplog, protocol, overlap) -> None:
+def test_gradients_on_a_partial_shard_are_left_out(start_server, monkeypatch, caplog, protocol, overlap):
     server, model, receive_whole = start_server("--protocol", protocol), mlp(), Receiver.write
 
     def receive_some(receiver, shard_id, codec_number, payload) -> None:

@@ -4,7 +4,6 @@ Dean et al. 2012, section 4.1; D9 of the algorithm notes.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from pyps_client import Client, Launch
 from pyps_client.data import Portions
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
-from support import AnyServer, Start, inspect, server_port, shell, wait_until
+from support import AnyServer, inspect, server_port, shell, wait_until
 from training import train_on_portions
 
 EXAMPLES = 400
@@ -41,7 +40,7 @@ def delivered(progress: WorkProgress) -> dict[int, list[int]]:
     return {epoch: sorted(of_epoch) for epoch, of_epoch in places.items()}
 
 
-def test_two_workers_train_on_each_example_once_an_epoch(start_server: Start) -> None:
+def test_two_workers_train_on_each_example_once_an_epoch(start_server):
     servers = start_servers(start_server, 2)
     counts = [of_worker for of_worker, _ in train_together(*servers, overlap="step", push_every=4)]
     assert delivered(work(servers[0])) == {epoch: list(range(EXAMPLES)) for epoch in range(2)}
@@ -49,7 +48,7 @@ def test_two_workers_train_on_each_example_once_an_epoch(start_server: Start) ->
     assert sum(map(sum, counts)) == 2 * EXAMPLES
 
 
-def test_a_worker_begins_the_next_epoch_while_another_has_the_last_portion(start_server: Start) -> None:
+def test_a_worker_begins_the_next_epoch_while_another_has_the_last_portion(start_server):
     server, tensors = start_server(), {"w": np.zeros(3, np.float32)}
     with (
         Client(tensors, SGD, launch=Launch(server.data, worker_id="slow")) as slow,
@@ -73,7 +72,7 @@ def test_a_worker_begins_the_next_epoch_while_another_has_the_last_portion(start
         assert [list(of_worker.epoch()) for of_worker in portions.values()] == [[], []]
 
 
-def test_a_restored_server_completes_the_epoch(start_server_process: Start, tmp_path: Path) -> None:
+def test_a_restored_server_completes_the_epoch(start_server_process, tmp_path):
     folder = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.3")
     flags = (*folder, "--port", str(server_port()))
     server = start_server_process(*flags)
@@ -89,7 +88,7 @@ def test_a_restored_server_completes_the_epoch(start_server_process: Start, tmp_
     assert progress.passes_done == 3
 
 
-def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(start_server: Start) -> None:
+def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(start_server):
     """A worker without a portion must not hold up a round, or the clock, that another needs to end its own."""
     for protocol in ("hardsync", "ssp:s=1", "serial", "softsync:n=1", "backup:b=1"):
         server = start_server("--protocol", protocol, "--expected-workers", "2")
@@ -97,7 +96,7 @@ def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(start_se
         assert delivered(work(server)) == {epoch: list(range(52)) for epoch in range(2)}, protocol
 
 
-def test_a_client_without_torch_draws_its_indices(start_server: Start) -> None:
+def test_a_client_without_torch_draws_its_indices(start_server):
     server = start_server()
     with Client({"w": np.zeros(3, np.float32)}, SGD, launch=Launch(server.data, worker_id="a")) as client:
         portions = Portions(range(50), client, batch_size=4, portion_batches=3)

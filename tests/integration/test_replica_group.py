@@ -37,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return seen("two", 2, tmp_path_factory.mktemp("two"))
 
 
-def test_processes_hear_the_leader_each_other_and_sums(two: list[Any]) -> None:
+def test_processes_hear_the_leader_each_other_and_sums(two):
     for of_process in two:
         assert of_process["words"] == {
             "name": "replica-0",
@@ -47,7 +47,7 @@ def test_processes_hear_the_leader_each_other_and_sums(two: list[Any]) -> None:
         }
 
 
-def test_what_parallelize_module_cut_is_claimed_as_it_lies(two: list[Any]) -> None:
+def test_what_parallelize_module_cut_is_claimed_as_it_lies(two):
     first, second = ({name: rest for name, *rest in of_process["cut"]["claims"]} for of_process in two)
     both = [0, 1]
     assert first["up.weight"] == [[4, 6], [0, 0], [8, 6], [0]]
@@ -61,7 +61,7 @@ def test_what_parallelize_module_cut_is_claimed_as_it_lies(two: list[Any]) -> No
         assert first[name] == second[name] == [[6], [0], [6], both]
 
 
-def test_each_tensor_that_both_hold_is_trained_by_one(two: list[Any]) -> None:
+def test_each_tensor_that_both_hold_is_trained_by_one(two):
     first, second = (set(of_process["cut"]["held"]) for of_process in two)
     cut = {f"{layer}.{kind}" for layer in ("up", "uneven") for kind in ("weight", "bias")} | {"down.weight"}
     assert first & second == cut
@@ -69,7 +69,7 @@ def test_each_tensor_that_both_hold_is_trained_by_one(two: list[Any]) -> None:
     assert first | second == cut | copied
 
 
-def test_gradients_are_those_of_the_model_as_a_whole(two: list[Any]) -> None:
+def test_gradients_are_those_of_the_model_as_a_whole(two):
     # Algorithms, 2.6, P1.
     for of_process in two:
         differences = of_process["cut"]["differences"]
@@ -77,11 +77,11 @@ def test_gradients_are_those_of_the_model_as_a_whole(two: list[Any]) -> None:
         assert max(differences.values()) < 1e-6, differences
 
 
-def test_what_one_process_trains_reaches_all_that_hold_it(two: list[Any]) -> None:
+def test_what_one_process_trains_reaches_all_that_hold_it(two):
     assert [of_process["cut"]["wrong"] for of_process in two] == [[], []]
 
 
-def test_plain_parameters_are_blocks_copies_or_a_processs_own(two: list[Any]) -> None:
+def test_plain_parameters_are_blocks_copies_or_a_processs_own(two):
     assert two[0]["plain"] == {
         "claims": [
             ["patch", [3, 2], [0, 0], [5, 2], [0]],
@@ -95,7 +95,7 @@ def test_plain_parameters_are_blocks_copies_or_a_processs_own(two: list[Any]) ->
     assert two[1]["plain"]["wrong"] == []
 
 
-def test_what_is_wrong_on_one_process_is_said_by_all(two: list[Any]) -> None:
+def test_what_is_wrong_on_one_process_is_said_by_all(two):
     for what, words in (
         ("partial", "'partial' has placements (Partial(sum),); servers hold what is cut into one block"),
         ("one extent", "Process 0 and process 1 of the replica both claim numbers of tensor '0.weight'"),
@@ -111,7 +111,7 @@ def test_what_is_wrong_on_one_process_is_said_by_all(two: list[Any]) -> None:
         assert first == second
 
 
-def test_errors_of_torch_that_tell_of_a_loss_are_told_from_all_others(two: list[Any]) -> None:
+def test_errors_of_torch_that_tell_of_a_loss_are_told_from_all_others(two):
     said = two[1]["errors"]
     lost = (
         "process 1 of replica-0 lost another of its processes (Connection closed by peer): "
@@ -120,12 +120,12 @@ def test_errors_of_torch_that_tell_of_a_loss_are_told_from_all_others(two: list[
     assert said == {"of torch": lost, "wrapped": lost, "the user's": "None", "ours": "None"}
 
 
-def test_a_replica_outlasts_a_world_that_the_program_destroys_before_its_last_push(two: list[Any]) -> None:
+def test_a_replica_outlasts_a_world_that_the_program_destroys_before_its_last_push(two):
     for of_process in two:
         assert of_process["ended"] == {**of_process["words"], "name": "the replica", "wrong": []}
 
 
-def test_meshes_of_two_dimensions_and_replicas_within_a_world(tmp_path: Path) -> None:
+def test_meshes_of_two_dimensions_and_replicas_within_a_world(tmp_path):
     four = [of_process["meshes"] for of_process in seen("four", 4, tmp_path)]
     assert [of_process["pair"] for of_process in four] == [
         [0, 2, [0, 1]],
@@ -148,7 +148,7 @@ def test_meshes_of_two_dimensions_and_replicas_within_a_world(tmp_path: Path) ->
         assert "which is none of the replica's" in of_process["outside"]
 
 
-def test_a_process_that_outlives_another_says_so_in_one_line(tmp_path: Path) -> None:
+def test_a_process_that_outlives_another_says_so_in_one_line(tmp_path):
     with processes("lost", 2, tmp_path) as (survivor, victim):
         for process in (survivor, victim):
             process.wait_for_output("met [0, 1]", DEADLINE_SECONDS)

@@ -18,7 +18,7 @@ from pyps_client.transport.connection import Connection
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, session_of
-from support import ROOT, AnyServer, PythonProcess, Start, StartPython, server_port, wait_until, workers_of
+from support import ROOT, AnyServer, PythonProcess, StartPython, server_port, wait_until, workers_of
 
 NAME = "replica-0"
 Values = list[npt.NDArray[np.float32]]
@@ -66,8 +66,8 @@ def start_pair(start_python: StartPython, tmp_path: Path) -> Iterator[Callable[[
 
 
 def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and_another_founds_it(
-    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
-) -> None:
+    start_server, start_pair
+):
     servers = start_servers(start_server, 2, *SHORT)
     told = addresses(servers)
     leader, stopped = start_pair(told, "founding")
@@ -81,7 +81,7 @@ def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and
     assert "Traceback" not in leader.output()
 
 
-def test_sigterm_in_hung_collective(start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]) -> None:
+def test_sigterm_in_hung_collective(start_server, start_pair):
     servers = start_servers(start_server, 2)
     hangs, stopped = start_pair(addresses(servers), "joined")
     stopped.wait_for_output("joined")
@@ -99,7 +99,7 @@ def test_sigterm_in_hung_collective(start_server: Start, start_pair: Callable[[s
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server: Start) -> None:
+def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server):
     port = server_port()
     clock = Clock()
     first = start_server(*SHORT, clock=clock)
@@ -120,7 +120,7 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
 
 
 @pytest.mark.extended
-def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: Start) -> None:
+def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process):
     servers = start_servers(start_server_process, 2, *SHORT)
     told = addresses(servers)
     with session_of(told) as session:
@@ -135,7 +135,7 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_pro
             servers[1].signal(signal.SIGCONT)
 
 
-def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: Start) -> None:
+def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server):
     server = start_server()
     told = f"{server.data},127.0.0.1:{server_port()}"
     with pytest.raises(ServerUnavailable):
@@ -145,7 +145,7 @@ def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: S
 
 @pytest.mark.usefixtures("nobody_hangs")
 @pytest.mark.parametrize("failing", [0, 1])
-def test_failed_first_parameters_end_the_replica_and_free_the_turn(start_server: Start, failing: int) -> None:
+def test_failed_first_parameters_end_the_replica_and_free_the_turn(start_server, failing):
     told = addresses(start_servers(start_server, 2))
 
     def fail() -> Values:
@@ -166,7 +166,7 @@ def test_failed_first_parameters_end_the_replica_and_free_the_turn(start_server:
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server: Start) -> None:
+def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server):
     """Its main thread is away all the while, as amid a collective call."""
     servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
@@ -182,7 +182,7 @@ def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_se
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server: Start) -> None:
+def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server):
     servers = start_servers(start_server, 2, "--stop-after", "updates=1", *QUICK)
     told = addresses(servers)
 

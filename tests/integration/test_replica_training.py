@@ -19,7 +19,7 @@ from pyps.cli.export import from_checkpoints
 from pyps_wire.work_pb2 import GetWorkRequest
 from replica_script import EXAMPLES, RULES, batches, groups_of, network
 from replicas import DEADLINE, SCRIPT, ReplicaJob, serve, shards_of, wait_for_pushes
-from support import AnyServer, Start, StartPython, inspect, wait_until, workers_of
+from support import AnyServer, inspect, wait_until, workers_of
 
 
 def kept(servers: list[AnyServer], folder: Path) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def assert_close(found: dict[str, torch.Tensor], model: nn.Module, tolerance: fl
 
 
 @pytest.mark.extended
-def test_a_job_of_pyps_run_takes_the_steps_of_the_whole_model(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_job_of_pyps_run_takes_the_steps_of_the_whole_model(start_python, tmp_path):
     """P1, by the command that people type."""
     flags = ("--servers", "1", "--parts", "2", "--checkpoint-dir", str(tmp_path))
     script = ("--steps", "10", "--save", str(tmp_path / "state.pt"))
@@ -71,8 +71,8 @@ def test_a_job_of_pyps_run_takes_the_steps_of_the_whole_model(start_python: Star
     ("rule", "num_servers", "extra"), [("adam", 1, ("--schedule",)), ("sgd", 2, ("--cut", "pipeline"))]
 )
 def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
-    start_server: Start, start_python: StartPython, tmp_path: Path, rule: str, num_servers: int, extra: tuple[str, ...]
-) -> None:
+    start_server, start_python, tmp_path, rule, num_servers, extra
+):
     """P1, through the servers: columns and rows, and the stages of a pipeline."""
     servers = serve(start_server, num_servers, checkpoints=tmp_path)
     ReplicaJob(start_python, servers, "--steps", "10", "--rule", rule, *extra).ended_well()
@@ -81,8 +81,8 @@ def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
 
 @pytest.mark.parametrize(("rule", "flags"), [("sgd", ("--clip-norm", "0.5")), ("adagrad", ())])
 def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_process(
-    start_server: Start, start_python: StartPython, tmp_path: Path, rule: str, flags: tuple[str, ...]
-) -> None:
+    start_server, start_python, tmp_path, rule, flags
+):
     """Pushes and pulls of process 0 are over sooner than those of process 1, which are over when the one worker's are.
 
     Plain SGD steps between pulls, too. Gradients gather while a push is under way: 0, 1 to 3, 4 to 6, 7 to 9.
@@ -101,7 +101,7 @@ def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_pr
     assert_close(found[1], whole)
 
 
-def test_overlapped_replicas_push_each_example_once(start_server: Start, start_python: StartPython) -> None:
+def test_overlapped_replicas_push_each_example_once(start_server, start_python):
     """Here pushes and pulls take the time they take, another on each process."""
     servers = serve(start_server, 2, replicas=2)
     job = ReplicaJob(start_python, servers, "--portions", "2", "--overlap", "step", replicas=2)
@@ -119,14 +119,14 @@ def test_overlapped_replicas_push_each_example_once(start_server: Start, start_p
     assert {shard.version for shard in shards_of(job.addresses)} == {9}
 
 
-def test_nan_in_one_process_is_left_out_by_all(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_nan_in_one_process_is_left_out_by_all(start_server, start_python, tmp_path):
     servers = serve(start_server, 2, checkpoints=tmp_path)
     for output in ReplicaJob(start_python, servers, "--steps", "6", "--nan-at", "3").ended_well():
         assert "after 6 steps, 1 left out" in output
     assert_close(kept(servers, tmp_path), reference(6, without=3))
 
 
-def test_each_part_contacts_its_own_shards(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_each_part_contacts_its_own_shards(start_server, start_python, tmp_path):
     """P3 and D4, as the servers saw it."""
     release = tmp_path / "release"
     servers = serve(start_server, 2, replicas=2)
@@ -152,7 +152,7 @@ def test_each_part_contacts_its_own_shards(start_server: Start, start_python: St
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_a_barrier_takes_replicas_for_workers(start_server: Start, start_python: StartPython, overlap: str) -> None:
+def test_a_barrier_takes_replicas_for_workers(start_server, start_python, overlap):
     """A round is an update of both replicas; nothing goes on beside the computation then."""
     servers = serve(start_server, 2, "--protocol", "hardsync", replicas=2)
     job = ReplicaJob(start_python, servers, "--steps", "12", "--overlap", overlap, replicas=2)
@@ -160,7 +160,7 @@ def test_a_barrier_takes_replicas_for_workers(start_server: Start, start_python:
     assert {shard.version for shard in shards_of(job.addresses)} == {12}
 
 
-def test_p5_no_step_goes_before_all_finish_it(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_p5_no_step_goes_before_all_finish_it(start_server, start_python, tmp_path):
     """Process 1 of replica 0 is held before a step that process 0 has begun; each push is an update."""
     steps = 4
     files = ("--pause-at", str(steps), "--pause", str(tmp_path / "go"), "--hold", str(tmp_path / "release"))
@@ -191,9 +191,7 @@ def test_p5_no_step_goes_before_all_finish_it(start_server: Start, start_python:
     assert ended[0] == ended[1] > steps
 
 
-def test_portions_of_a_killed_replica_go_to_another(
-    start_server: Start, start_python: StartPython, tmp_path: Path
-) -> None:
+def test_portions_of_a_killed_replica_go_to_another(start_server, start_python, tmp_path):
     """Replica 0 ends one epoch, in which one replica waits for the other's last portion, and dies amid a portion."""
     # On one server: one that had heard of the killed process alone would wait for its lease.
     servers = serve(start_server, 1, "--protocol", "hardsync", replicas=2)
@@ -225,7 +223,7 @@ def test_portions_of_a_killed_replica_go_to_another(
 
 
 @pytest.mark.parametrize("later", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_two_parts_go_on_with_one(start_server: Start, start_python: StartPython, tmp_path: Path, later: int) -> None:
+def test_two_parts_go_on_with_one(start_server, start_python, tmp_path, later):
     servers = serve(start_server, 2, checkpoints=tmp_path)
     ReplicaJob(start_python, servers, "--steps", "4").ended_well()
     kept(servers, tmp_path)
@@ -248,7 +246,7 @@ def test_two_parts_go_on_with_one(start_server: Start, start_python: StartPython
 
 
 @pytest.mark.extended
-def test_a_killed_process_ends_its_replica_and_another_rejoins(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_killed_process_ends_its_replica_and_another_rejoins(start_python, tmp_path):
     release = tmp_path / "release"
     sizes = ("--servers", "2", "--replicas", "2", "--parts", "2", "--max-restarts", "1", "--protocol", "hardsync")
     script = ("--steps", "3", "--hold", str(release))
@@ -284,7 +282,7 @@ def test_a_killed_process_ends_its_replica_and_another_rejoins(start_python: Sta
     assert job.wait(DEADLINE) == 0, job.output()
 
 
-def test_a_mistake_of_one_process_is_refused_by_all_alike(start_server: Start, start_python: StartPython) -> None:
+def test_a_mistake_of_one_process_is_refused_by_all_alike(start_server, start_python):
     servers = serve(start_server, 2)
     for case, words in (
         ("optimizer", "The optimizer's rule is sgd in process 0 of the replica, but adagrad in process 1"),

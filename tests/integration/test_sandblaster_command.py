@@ -2,13 +2,12 @@
 
 import re
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
 
 from sandblaster import END_SECONDS, SCRIPT
-from support import PythonProcess, StartPython, wait_until
+from support import PythonProcess, wait_until
 
 
 def coordinator_of(launcher: PythonProcess) -> psutil.Process | None:
@@ -23,7 +22,7 @@ def _command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_a_killed_coordinator_is_started_again(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_killed_coordinator_is_started_again(start_python, tmp_path):
     go = tmp_path / "go"
     hold = ("--hold-at", "70", "--release", str(go))
     flags = ("--servers", "2", "--iterations", "6", "--portions", "8")
@@ -44,14 +43,14 @@ def test_a_killed_coordinator_is_started_again(start_python: StartPython, tmp_pa
     assert re.search(r"^worker-0    \| bits ", output, re.M)
 
 
-def test_workers_that_all_fail_end_the_job_at_once(start_python: StartPython) -> None:
+def test_workers_that_all_fail_end_the_job_at_once(start_python):
     launcher = start_python("-m", "pyps", "sandblaster", "--workers", "2", "--", "python", "-c", "raise SystemExit(3)")
 
     assert launcher.wait(END_SECONDS) == 1
     assert "worker-1 ended with status 3" in launcher.output()
 
 
-def test_one_interrupt_ends_the_whole_job(start_python: StartPython) -> None:
+def test_one_interrupt_ends_the_whole_job(start_python):
     waiting = "import signal; print('waits', flush=True); signal.pause()"
     launcher = start_python("-m", "pyps", "sandblaster", "--workers", "1", "--", "python", "-c", waiting)
     launcher.wait_for_output("worker-0    | waits", END_SECONDS)
@@ -67,7 +66,7 @@ def test_one_interrupt_ends_the_whole_job(start_python: StartPython) -> None:
 
 
 @pytest.mark.extended
-def test_a_checkpointed_job_goes_on_where_it_ended(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_checkpointed_job_goes_on_where_it_ended(start_python, tmp_path):
     command = ("-m", "pyps", "sandblaster", "--portions", "8", "--checkpoint-dir", str(tmp_path / "kept"))
     first = start_python(*command, "--iterations", "2", str(SCRIPT))
     assert first.wait(END_SECONDS) == 0, first.output()
@@ -78,7 +77,7 @@ def test_a_checkpointed_job_goes_on_where_it_ended(start_python: StartPython, tm
     assert [int(number) for number in re.findall(r"\| iteration +(\d+)  loss ", second.output())] == [3, 4]
 
 
-def test_what_cannot_be_used_is_refused_before_anything_is_started(start_python: StartPython) -> None:
+def test_what_cannot_be_used_is_refused_before_anything_is_started(start_python):
     for flags, sentence in (
         (("--fold", "whole"), "--fold is 'whole'; expected portion, or group:k=4"),
         (("--line-search", "golden"), "--line-search is 'golden'; expected armijo or wolfe"),
@@ -93,7 +92,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_started(start_python:
 
 
 @pytest.mark.extended
-def test_a_job_goes_on_for_a_coordinator_that_was_started_by_hand(start_python: StartPython, tmp_path: Path) -> None:
+def test_a_job_goes_on_for_a_coordinator_that_was_started_by_hand(start_python, tmp_path):
     go = tmp_path / "go"
     flags = ("--iterations", "6", "--portions", "8")
     hold = ("--hold-at", "20", "--release", str(go))

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,7 +61,7 @@ def job(start_server: Start, start_python: StartPython) -> SandblasterJob:
     return SandblasterJob(start_server, start_python)
 
 
-def test_one_worker_and_three_come_to_the_same_bits(job: SandblasterJob, undisturbed: str) -> None:
+def test_one_worker_and_three_come_to_the_same_bits(job, undisturbed):
     job.hire(3)
 
     coordinator = job.coordinate(*FLAGS)
@@ -73,7 +72,7 @@ def test_one_worker_and_three_come_to_the_same_bits(job: SandblasterJob, undistu
     assert losses == sorted(losses, reverse=True), "the loss falls from iteration to iteration"
 
 
-def test_a_killed_coordinator_changes_no_bit(job: SandblasterJob, undisturbed: str, tmp_path: Path) -> None:
+def test_a_killed_coordinator_changes_no_bit(job, undisturbed, tmp_path):
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     first = job.coordinate(*FLAGS)
@@ -91,9 +90,7 @@ def test_a_killed_coordinator_changes_no_bit(job: SandblasterJob, undisturbed: s
     assert job.bits() == undisturbed
 
 
-def test_a_killed_worker_changes_no_bit(
-    start_server: Start, start_python: StartPython, undisturbed: str, tmp_path: Path
-) -> None:
+def test_a_killed_worker_changes_no_bit(start_server, start_python, undisturbed, tmp_path):
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
     job = SandblasterJob(start_server, start_python, server_flags=leases)
     # Both are amid their first portions.
@@ -112,7 +109,7 @@ def test_a_killed_worker_changes_no_bit(
     assert job.work().lost >= 1
 
 
-def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: SandblasterJob, outcome: Outcome) -> None:
+def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job, outcome):
     job.hire(2)
 
     coordinator = job.coordinate(*FLAGS, "--fold", "group:k=3")
@@ -125,7 +122,7 @@ def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: Sandblaste
     job.bits()
 
 
-def test_a_plan_too_large_is_refused_with_one_that_fits(start_server: Start, start_python: StartPython) -> None:
+def test_a_plan_too_large_is_refused_with_one_that_fits(start_server, start_python):
     # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
     job = SandblasterJob(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
     job.hire()
@@ -148,7 +145,7 @@ def test_a_plan_too_large_is_refused_with_one_that_fits(start_server: Start, sta
         tried.kill()
 
 
-def test_the_older_of_two_coordinators_hears_of_it(job: SandblasterJob, undisturbed: str, tmp_path: Path) -> None:
+def test_the_older_of_two_coordinators_hears_of_it(job, undisturbed, tmp_path):
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -162,7 +159,7 @@ def test_the_older_of_two_coordinators_hears_of_it(job: SandblasterJob, undistur
     assert job.bits() == undisturbed
 
 
-def test_a_lost_server_ends_the_coordinator_in_one_sentence(job: SandblasterJob, tmp_path: Path) -> None:
+def test_a_lost_server_ends_the_coordinator_in_one_sentence(job, tmp_path):
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
     worker.wait_for_output("held", END_SECONDS)
@@ -176,8 +173,8 @@ def test_a_lost_server_ends_the_coordinator_in_one_sentence(job: SandblasterJob,
 
 
 def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
-    start_server_process: Start, start_python: StartPython, undisturbed: str, tmp_path: Path
-) -> None:
+    start_server_process, start_python, undisturbed, tmp_path
+):
     job = SandblasterJob(start_server_process, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     coordinator = job.coordinate(*FLAGS, "--save-every", "1")
@@ -194,7 +191,7 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     assert job.bits() == undisturbed
 
 
-def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: SandblasterJob, undisturbed: str) -> None:
+def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job, undisturbed):
     job.hire()
     fewer = ("--iterations", "2", *FLAGS[2:])
     assert summary(job.coordinate(*fewer))["iterations"] == 2
@@ -218,7 +215,7 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Sa
     assert job.bits() == undisturbed
 
 
-def test_an_interrupted_coordinator_says_how(start_server: Start, start_python: StartPython, tmp_path: Path) -> None:
+def test_an_interrupted_coordinator_says_how(start_server, start_python, tmp_path):
     job = SandblasterJob(start_server, start_python, servers=1)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS)
@@ -230,7 +227,7 @@ def test_an_interrupted_coordinator_says_how(start_server: Start, start_python: 
     assert coordinator.output().splitlines()[-1].startswith("pyps: interrupted; `pyps coordinate` goes on")
 
 
-def test_a_coordinator_under_another_protocol_is_refused(start_server: Start, start_python: StartPython) -> None:
+def test_a_coordinator_under_another_protocol_is_refused(start_server, start_python):
     server = start_server("--run-id", "other")
     with Client({"w": np.ones(4, np.float32)}, launch=Launch(server.data, run_id="other")) as client:
         client.pull()
@@ -241,7 +238,7 @@ def test_a_coordinator_under_another_protocol_is_refused(start_server: Start, st
     assert "a coordinator needs 'sandblaster': start the servers with --protocol sandblaster" in coordinator.output()
 
 
-def test_a_coordinator_without_workers_says_what_it_waited_for(start_server: Start, start_python: StartPython) -> None:
+def test_a_coordinator_without_workers_says_what_it_waited_for(start_server, start_python):
     job = SandblasterJob(start_server, start_python, servers=1)
 
     coordinator = job.coordinate(env={"PYPS_START_WAIT_SECONDS": "0.5"})
@@ -251,7 +248,7 @@ def test_a_coordinator_without_workers_says_what_it_waited_for(start_server: Sta
     assert "Traceback" not in coordinator.output()
 
 
-def test_a_coordinator_waits_for_a_briefly_lost_server(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_coordinator_waits_for_a_briefly_lost_server(start_server, caplog):
     port = str(server_port())
     server = start_server("--run-id", "blast", "--port", port)
     link = Link(Launch(servers=(server.data,), worker_id="coordinator"))
@@ -284,9 +281,7 @@ def test_a_coordinator_waits_for_a_briefly_lost_server(start_server: Start, capl
         ),
     ],
 )
-def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
-    start_server: Start, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
-) -> None:
+def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(start_server, start_python, sizes, flags):
     said = {}
     for num_parameters, shard_size in sizes.items():
         job = SandblasterJob(start_server, start_python)

@@ -25,7 +25,7 @@ from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from sandblaster import WireCoordinator, instruction
-from support import ServerThread, Start, StartPython, compensated_sum, inspect, wait_until
+from support import ServerThread, Start, compensated_sum, inspect, wait_until
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
 from wire_worker import CHANNEL_OPTIONS
 
@@ -181,7 +181,7 @@ def values_of(model: nn.Module) -> Floats:
     return np.asarray(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
 
 
-def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pass(hire: Callable[..., Job]) -> None:
+def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pass(hire):
     job = hire(2)
     conductor = job.conductor
     model = make_model()
@@ -205,7 +205,7 @@ def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pa
         assert all(parameter.grad is None for parameter in worker.parameters())
 
 
-def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Job]) -> None:
+def test_portions_may_be_summed_before_they_are_staged(hire):
     job = hire(1)
     _, gradient = mean_loss_and_gradient(make_model())
     before = flat(job.conductor.parameters())
@@ -218,7 +218,7 @@ def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Job])
     job.end()
 
 
-def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Job]) -> None:
+def test_stages_travel_in_the_codec_of_pushes(hire):
     _, gradient = mean_loss_and_gradient(make_model())
     for codec, transport, tolerance in (("float16", "grpc", 1e-3), ("bfloat16", "shm", 8e-3)):
         job = hire(1, gradient_codec=codec, parameter_codec="float32", transport=transport)
@@ -231,7 +231,7 @@ def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Job]) -> None:
         job.end()
 
 
-def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable[..., Job]) -> None:
+def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire):
     seen: list[tuple[int, Floats]] = []
     job = hire(0)
     job.hire(1, on_pass=lambda number: seen.append((number, values_of(job.models[0]).copy())))
@@ -246,7 +246,7 @@ def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable
         np.testing.assert_array_equal(values, expected)
 
 
-def test_an_infinite_loss_is_delivered_without_a_gradient(hire: Callable[..., Job]) -> None:
+def test_an_infinite_loss_is_delivered_without_a_gradient(hire):
     broken = [True]
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def test_an_infinite_loss_is_delivered_without_a_gradient(hire: Callable[..., Jo
     job.end()
 
 
-def test_a_gradient_too_large_for_its_codec(hire: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gradient_too_large_for_its_codec(hire, caplog):
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(outputs, targets) * 1e6
 
@@ -278,7 +278,7 @@ def test_a_gradient_too_large_for_its_codec(hire: Callable[..., Job], caplog: py
     job.end()
 
 
-def test_a_loss_has_the_same_bits_in_every_python(hire: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_has_the_same_bits_in_every_python(hire, monkeypatch):
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # Sums of a few losses of float32 would be exact.
         return functional.cross_entropy(outputs.double(), targets)
@@ -306,7 +306,7 @@ class Gate:
 
 
 @pytest.mark.parametrize(("per_stage", "claimed"), [(1, 0), (3, 0), (3, 1)])
-def test_work_for_an_ended_pass_is_thrown_away(hire: Callable[..., Job], per_stage: int, claimed: int) -> None:
+def test_work_for_an_ended_pass_is_thrown_away(hire, per_stage, claimed):
     # The first portion is computed, and kept for the stage of three, where the second one's first batch stops.
     gate = Gate(batches_before=claimed * math.ceil(NUM_EXAMPLES // 5 / 4))
     job = hire(1, loss=gate)
@@ -322,7 +322,7 @@ def test_work_for_an_ended_pass_is_thrown_away(hire: Callable[..., Job], per_sta
     assert result.num_portions == 6
 
 
-def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hire: Callable[..., Job]) -> None:
+def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hire):
     calls: list[int] = []
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -340,7 +340,7 @@ def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hir
     assert job.conductor.outcome().example_count == NUM_EXAMPLES
 
 
-def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> None:
+def test_a_stage_whose_connection_is_cut_is_sent_again(start_server):
     (server,) = start_servers(start_server, 1, *FLAGS)
     proxy = CuttingProxy(server.data)
     job = Job([server])
@@ -360,7 +360,7 @@ def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> N
         proxy.close()
 
 
-def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
+def test_servers_of_another_protocol_are_told_of(start_server):
     server = start_server("--run-id", "blast")
     with pytest.raises(
         InvalidArgument, match=r"run the protocol 'async.*need servers started with --protocol sandblaster"
@@ -368,7 +368,7 @@ def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
         pyps_client.sandblaster(make_model(), functional.cross_entropy, make_dataset(), servers=server.data)
 
 
-def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
+def test_a_wrong_call_is_refused_before_any_server_hears_of_it():
     call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()}
     for wrong, words in (
         ({"dataset": (n for n in range(3))}, "^The data set, a generator, has no length"),
@@ -382,7 +382,7 @@ def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
             pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")
 
 
-def test_a_process_with_a_part_of_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_a_part_of_the_model_is_refused(monkeypatch):
     monkeypatch.setenv("PYPS_PARTS", "2")
     monkeypatch.setenv("PYPS_WORKER_ID", "worker-0")
     monkeypatch.setenv("PYPS_SERVERS", "127.0.0.1:1")
@@ -394,7 +394,7 @@ def test_a_process_with_a_part_of_the_model_is_refused(monkeypatch: pytest.Monke
         pyps_client.Client({"weights": np.zeros(3)}, optimizer=("sgd", {"learning_rate": 0.1}))
 
 
-def test_layers_that_change_the_loss_warn(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_change_the_loss_warn(caplog, monkeypatch):
     monkeypatch.setenv("PYPS_START_WAIT_SECONDS", "0")
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Dropout(0.0), nn.Linear(4, 3))
     model[0].weight.requires_grad_(False)
@@ -429,7 +429,7 @@ pyps_client.sandblaster(
 """
 
 
-def test_a_loss_of_a_wrong_shape_ends_in_one_sentence(hire: Callable[..., Job], start_python: StartPython) -> None:
+def test_a_loss_of_a_wrong_shape_ends_in_one_sentence(hire, start_python):
     job = hire(1)
     worker = start_python("-c", WORKER, addresses(job.servers), "vector")
     wait_until(lambda: len(inspect(job.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
@@ -442,7 +442,7 @@ def test_a_loss_of_a_wrong_shape_ends_in_one_sentence(hire: Callable[..., Job], 
     job.end()
 
 
-def test_an_interrupted_worker_costs_nothing_but_time(hire: Callable[..., Job], start_python: StartPython) -> None:
+def test_an_interrupted_worker_costs_nothing_but_time(hire, start_python):
     """B8; one that is killed is in test_sandblaster_coordinator.py."""
     job = hire(1)
     expected = job.conductor.run_pass(portions=6).loss_sum

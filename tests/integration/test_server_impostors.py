@@ -19,7 +19,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
-from support import DEADLINE_SECONDS, ServerThread, Start, events_of, inspect, wait_until, workers_of
+from support import DEADLINE_SECONDS, ServerThread, events_of, inspect, wait_until, workers_of
 from wire_worker import QUICK_LEASES, SMALL, LocalSocket, LocalWorker, WireWorker, crew, refusal_of, sgd, values_of
 
 # What the calls that workers make say besides their sender, so that nothing else speaks against them; of a call that
@@ -99,7 +99,7 @@ def lies_about(sender: common.Sender, other: common.Sender) -> Iterator[common.S
         )
 
 
-def test_no_call_in_another_workers_name_is_taken_or_changes_anything(start_server: Start) -> None:
+def test_no_call_in_another_workers_name_is_taken_or_changes_anything(start_server):
     clock = StoppedClock()
     server = start_server("--protocol", "ssp:s=9", clock=clock)
     with crew(server, 2) as (victim, impostor):
@@ -129,7 +129,7 @@ def test_no_call_in_another_workers_name_is_taken_or_changes_anything(start_serv
         assert "secret" not in server.output() and victim.sender.secret.decode() not in server.output()
 
 
-def test_a_stream_that_began_in_ones_own_name_takes_no_push_in_anothers(start_server: Start) -> None:
+def test_a_stream_that_began_in_ones_own_name_takes_no_push_in_anothers(start_server):
     server = start_server("--protocol", "ssp:s=9")
     with crew(server, 2) as (victim, impostor):
         victim.push_step(1.0)
@@ -141,7 +141,7 @@ def test_a_stream_that_began_in_ones_own_name_takes_no_push_in_anothers(start_se
         assert [values_of(each).tolist() for each in victim.pull()] == [[-5.0] * 37]
 
 
-def test_a_process_of_a_replica_joins_and_leaves_with_the_secret_that_all_of_them_share(start_server: Start) -> None:
+def test_a_process_of_a_replica_joins_and_leaves_with_the_secret_that_all_of_them_share(start_server):
     """Else any name that begins likewise would take the whole replica out."""
     server = start_server()
     with WireWorker(server.data, "r/0") as first, WireWorker(server.data, "r/1") as other:
@@ -157,7 +157,7 @@ def test_a_process_of_a_replica_joins_and_leaves_with_the_secret_that_all_of_the
         assert {each.state for each in workers_of(server.control).values()} == {"alive"}
 
 
-def test_a_name_is_free_for_others_once_its_worker_has_left_or_its_lease_is_over(start_server: Start) -> None:
+def test_a_name_is_free_for_others_once_its_worker_has_left_or_its_lease_is_over(start_server):
     clock = Clock()
     server = start_server(*QUICK_LEASES, clock=clock)
     with crew(server, 2) as (left, silent):
@@ -177,7 +177,7 @@ def test_a_name_is_free_for_others_once_its_worker_has_left_or_its_lease_is_over
                 assert refusal_of(former.heartbeat)[1] == "Superseded"
 
 
-def test_a_server_that_was_restarted_takes_its_workers_in_again(start_server: Start, tmp_path: Any) -> None:
+def test_a_server_that_was_restarted_takes_its_workers_in_again(start_server, tmp_path):
     """It knows no secret then, and nothing that it keeps holds any."""
     flags = ("--checkpoint-dir", str(tmp_path))
     first = start_server(*flags, "--run-id", "run-1")
@@ -198,7 +198,7 @@ def test_a_server_that_was_restarted_takes_its_workers_in_again(start_server: St
         assert refusal_of(again.hello)[1] == "NameHeld"
 
 
-def test_memory_is_attached_with_the_workers_secret_too(start_server: Start) -> None:
+def test_memory_is_attached_with_the_workers_secret_too(start_server):
     server = start_server()
     with LocalWorker(server.data) as worker:
         worker.join()
@@ -212,7 +212,7 @@ def test_memory_is_attached_with_the_workers_secret_too(start_server: Start) -> 
         assert values_of(worker.pull()[0]).tolist() == [0.0] * 37
 
 
-def test_nobody_seizes_the_schedule_in_another_workers_name_by_any_way(start_server: Start) -> None:
+def test_nobody_seizes_the_schedule_in_another_workers_name_by_any_way(start_server):
     """Over gRPC, see the first test."""
     server = start_server()
     with WireWorker(server.data, "w0") as victim, LocalWorker(server.data, "w1") as impostor:
@@ -257,7 +257,7 @@ def failure_on(end: lane.Lane) -> str:
     return LocalFailure.FromString(header).name
 
 
-def test_a_client_waits_for_its_name_and_says_so(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_waits_for_its_name_and_says_so(start_server, caplog):
     clock = Clock()
     server = start_server(*QUICK_LEASES, clock=clock)
     with WireWorker(server.data, "worker") as dead:

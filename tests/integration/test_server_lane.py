@@ -109,7 +109,7 @@ def versions(server: ServerThread) -> list[int]:
     return [shard.version for shard in inspect(server.control, "ListShards").shards]
 
 
-def test_pushes_exchanges_and_pulls_are_those_of_the_contract(server: ServerThread, worker: WireWorker) -> None:
+def test_pushes_exchanges_and_pulls_are_those_of_the_contract(server, worker):
     with open_lane(worker) as lane:
         lane.send(PUSH, *apart(worker.push_request(0.25)))
         kind, header, payload = lane.receive()
@@ -132,7 +132,7 @@ def test_pushes_exchanges_and_pulls_are_those_of_the_contract(server: ServerThre
         assert listed.transport == "tcp"
 
 
-def test_a_pull_that_is_refused_leaves_the_lane_and_a_push_ends_it(server: ServerThread, worker: WireWorker) -> None:
+def test_a_pull_that_is_refused_leaves_the_lane_and_a_push_ends_it(server, worker):
     with open_lane(worker) as lane:
         wants = [wire.PullRequest.Want(shard_id=0, held_version=0, min_version=9)]
         pull = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, wants=wants, wait_milliseconds=1)
@@ -147,7 +147,7 @@ def test_a_pull_that_is_refused_leaves_the_lane_and_a_push_ends_it(server: Serve
     assert versions(server) == [0]
 
 
-def test_a_lane_takes_the_messages_of_its_own_worker_alone(server: ServerThread, worker: WireWorker) -> None:
+def test_a_lane_takes_the_messages_of_its_own_worker_alone(server, worker):
     pull = wire.PullRequest(sender=worker.sender, role=common.ROLE_WORKER)
     with WireWorker(server.data, "b") as other:
         for kind, header, payload in ((PUSH, *apart(worker.push_request(1.0))), (PULL, pull.SerializeToString(), b"")):
@@ -157,9 +157,7 @@ def test_a_lane_takes_the_messages_of_its_own_worker_alone(server: ServerThread,
     assert versions(server) == [0]
 
 
-def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(server, worker, monkeypatch, capfd):
     offer = worker.hello().lane
     stranger = common.Sender(run_id="run-1", worker_id="b", incarnation=worker.sender.incarnation)
     earlier = common.Sender()
@@ -198,7 +196,7 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     assert "ticket" not in "".join(capfd.readouterr())
 
 
-def test_an_earlier_life_s_ticket_cuts_no_lane_of_the_later(server: ServerThread) -> None:
+def test_an_earlier_life_s_ticket_cuts_no_lane_of_the_later(server):
     with WireWorker(server.data, "c") as former:
         former.join(1.0)
         offer = former.hello().lane
@@ -209,7 +207,7 @@ def test_an_earlier_life_s_ticket_cuts_no_lane_of_the_later(server: ServerThread
             assert lane.receive()[0] == PUSH
 
 
-def test_a_bad_first_message_ends_its_connection_alone(server: ServerThread, worker: WireWorker) -> None:
+def test_a_bad_first_message_ends_its_connection_alone(server, worker):
     offer = worker.hello().lane
     shown = LaneOpen(sender=worker.sender, ticket=offer.ticket).SerializeToString()
     generator = random.Random(0)
@@ -246,7 +244,7 @@ def test_a_bad_first_message_ends_its_connection_alone(server: ServerThread, wor
         (PREFIX.pack(PUSH, 10, 10), "MalformedFrame"),
     ],
 )
-def test_an_impossible_message_is_refused_before_it_takes_memory(worker: WireWorker, prefix: bytes, error: str) -> None:
+def test_an_impossible_message_is_refused_before_it_takes_memory(worker, prefix, error):
     with open_lane(worker) as lane:
         lane.socket.sendall(prefix + b"\xff" * 10)
         if error == "MalformedFrame":
@@ -338,7 +336,7 @@ COUNTS = [1000, pytest.param(int(os.environ.get("LANE_MESSAGES", "20000")), mark
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_mangled_messages_are_answered_or_refused(server: ServerThread, worker: WireWorker, count: int) -> None:
+def test_mangled_messages_are_answered_or_refused(server, worker, count):
     process, began = psutil.Process(), time.monotonic()
     resident = 0
     with WireWorker(server.data, "b") as other:
@@ -358,7 +356,7 @@ def test_mangled_messages_are_answered_or_refused(server: ServerThread, worker: 
     assert "bug" not in server.output()
 
 
-def test_under_load_a_lane_has_one_message_at_a_time(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_load_a_lane_has_one_message_at_a_time(worker, monkeypatch):
     monkeypatch.setattr("pyps.service.conversation.AHEAD_BYTES_MAX", 1)
     # Each message is long, and its work goes to a thread.
     monkeypatch.setattr("pyps.service.pushing.SHORT_BYTES", 0)
@@ -386,9 +384,7 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("all_large")
-def test_a_slow_sender_is_disconnected(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_sender_is_disconnected(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.2)
     monkeypatch.setattr("pyps.service.lane.connection.MESSAGE_SECONDS", 0.2)
     offer = worker.hello().lane
@@ -403,9 +399,7 @@ def test_a_slow_sender_is_disconnected(
     assert versions(server) == [0]
 
 
-def test_a_slow_sender_of_a_small_message_is_disconnected(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_sender_of_a_small_message_is_disconnected(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.MESSAGE_SECONDS", 0.2)
     with open_lane(worker) as slow:
         header, payload = apart(worker.push_request(1.0))
@@ -414,7 +408,7 @@ def test_a_slow_sender_of_a_small_message_is_disconnected(
     assert versions(server) == [0]
 
 
-def test_who_takes_no_answers_is_disconnected(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_no_answers_is_disconnected(start_server, monkeypatch):
     monkeypatch.setattr("pyps.service.calls.WRITE_SECONDS", 0.2)
     monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 1e12)
     server = start_server()
@@ -444,9 +438,7 @@ def begin_push(server: ServerThread, worker: WireWorker, lane: RawLane) -> bytes
 
 
 @pytest.mark.usefixtures("all_large")
-def test_half_a_message_delays_no_end(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_message_delays_no_end(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.STALL_SECONDS", 0.1)
     with open_lane(worker) as lane:
         begin_push(server, worker, lane)
@@ -456,9 +448,7 @@ def test_half_a_message_delays_no_end(
 
 
 @pytest.mark.usefixtures("all_large")
-def test_the_last_message_is_answered(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_message_is_answered(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.STALL_SECONDS", 60.0)
     with open_lane(worker) as lane, ThreadPoolExecutor() as aside:
         rest = begin_push(server, worker, lane)
@@ -471,9 +461,7 @@ def test_the_last_message_is_answered(
 
 
 @pytest.mark.usefixtures("all_large")
-def test_a_large_message_has_more_time(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_message_has_more_time(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.BYTES_PER_SECOND_MIN", 0.001)
     header, payload = apart(worker.push_request(1.0))
     is_overdue, looks = Connection.is_overdue, []
@@ -492,9 +480,7 @@ def test_a_large_message_has_more_time(
         assert lane.receive()[0] == PUSH
 
 
-def test_beyond_the_bound_no_lane_is_offered(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_the_bound_no_lane_is_offered(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
     with open_lane(worker), WireWorker(server.data, "b") as other:
         assert not other.hello().HasField("lane")
@@ -504,7 +490,7 @@ def test_beyond_the_bound_no_lane_is_offered(
             assert again.receive()[0] == PUSH
 
 
-def test_callers_without_ticket_block_no_lane(worker: WireWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_without_ticket_block_no_lane(worker, monkeypatch):
     monkeypatch.setattr(Tcp, "unauthenticated_max", 2)
     port = worker.hello().lane.port
     with RawLane(port) as first, RawLane(port) as second, open_lane(worker) as lane:
@@ -515,9 +501,7 @@ def test_callers_without_ticket_block_no_lane(worker: WireWorker, monkeypatch: p
         assert second.refusal().startswith("NotAllowed")
 
 
-def test_a_cut_caller_keeps_its_ticket(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_caller_keeps_its_ticket(server, worker, monkeypatch):
     open_lane_of, read = Connection._open, threading.Event()
 
     def open_once_cut(connection: Connection) -> LaneOpen:
@@ -542,9 +526,7 @@ def test_a_cut_caller_keeps_its_ticket(
         assert lane.receive() == (OPEN, b"", b"")
 
 
-def test_a_caller_without_a_thread_is_disconnected(
-    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_without_a_thread_is_disconnected(server, worker, monkeypatch):
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -562,13 +544,13 @@ def test_a_caller_without_a_thread_is_disconnected(
         assert lane.receive()[0] == PUSH
 
 
-def test_a_worker_that_is_forgotten_loses_its_lane(server: ServerThread, worker: WireWorker) -> None:
+def test_a_worker_that_is_forgotten_loses_its_lane(server, worker):
     with open_lane(worker) as lane:
         worker.leave()
         assert lane.refusal() == ""
 
 
-def test_a_server_without_a_lane_offers_none_and_a_port_that_is_taken_is_named(start_server: Start) -> None:
+def test_a_server_without_a_lane_offers_none_and_a_port_that_is_taken_is_named(start_server):
     with WireWorker(start_server("--lane-port", "off").data) as worker:
         assert not worker.hello().HasField("lane")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -40,7 +40,7 @@ def ids_of(worker: LocalWorker) -> list[int]:
     return [shard.shard_id for shard in worker.own.shards]
 
 
-def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: AnyServer) -> None:
+def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server):
     expected = vectors_of(whole_tensors())
     with replica(server) as processes:
         for part, process in enumerate(processes):
@@ -58,7 +58,7 @@ def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: 
         assert not set(ids_of(processes[0])) & set(ids_of(processes[1]))
 
 
-def test_a_shard_has_as_many_workers_as_declared_its_part(server: AnyServer) -> None:
+def test_a_shard_has_as_many_workers_as_declared_its_part(server):
     with replica(server) as (first, _):
         first.exchange()
         shards = inspect(server.control, "ListShards").shards
@@ -69,7 +69,7 @@ def test_a_shard_has_as_many_workers_as_declared_its_part(server: AnyServer) -> 
     }
 
 
-def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: AnyServer) -> None:
+def test_a_pull_without_wants_brings_the_worker_s_own_shards(server):
     with replica(server) as (_, second):
         second.parameters[0][:] = 0.0
         request = local.LocalRequest(pull=local.LocalPull(request=wire.PullRequest(epoch=second.epoch)))
@@ -78,7 +78,7 @@ def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: AnyServer) 
         np.testing.assert_array_equal(second.parameters[0], vectors_of(whole_tensors())[1])
 
 
-def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: AnyServer) -> None:
+def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server):
     with replica(server) as (first, second):
         theirs = ids_of(second)[0]
         status, name, words = refusal_of(first.push, first.push_request(1.0, theirs))
@@ -98,7 +98,7 @@ def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: AnyServe
         assert {reply.version for reply in first.exchange()} == {2}
 
 
-def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: AnyServer) -> None:
+def test_vectors_of_the_whole_model_are_too_many_for_a_part(server):
     with LocalWorker(server.data, "r/0", model=CUT, parts=[0], replica="r") as worker:
         worker.hello()
         link = LocalSocket(worker.offer.address)
@@ -108,7 +108,7 @@ def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: AnyServer) -
         link.close()
 
 
-def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: AnyServer) -> None:
+def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server):
     with local_worker(server.data, "solo", model=CUT, parts=[0]) as worker:
         worker.hello(parts=[0, 1])
         theirs = next(shard.shard_id for shard in worker.plan.shards if shard.shard_id not in ids_of(worker))
@@ -117,7 +117,7 @@ def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: Any
         assert {reply.version for reply in worker.exchange()} == {2}
 
 
-def test_the_memory_of_a_replica_that_lost_a_process_is_let_go_and_nothing_more_is_taken(server: AnyServer) -> None:
+def test_the_memory_of_a_replica_that_lost_a_process_is_let_go_and_nothing_more_is_taken(server):
     with replica(server) as (first, second):
         before = checksums(server.control)
         assert maps_of(server.pid)

@@ -19,7 +19,7 @@ from pyps_client import Launch, NotAllowed, Observer
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import METHODS
-from support import DEADLINE_SECONDS, Start, shell
+from support import DEADLINE_SECONDS, shell
 from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of
 
 Metadata = tuple[tuple[str, str], ...]
@@ -113,7 +113,7 @@ def refused(channel: grpc.Channel, method: str, metadata: Metadata, *, streams: 
 
 
 @pytest.mark.parametrize("by", ["tokens", "certificates"])
-def test_every_call_is_taken_from_the_roles_of_the_table_alone(start_server: Start, holders: Holders, by: str) -> None:
+def test_every_call_is_taken_from_the_roles_of_the_table_alone(start_server, holders, by):
     certified = by == "certificates"
     server = start_server(*(holders.by_certificates() if certified else holders.by_tokens(*ROLES)))
     for port, address in (("data", server.data), ("control", server.control)):
@@ -161,7 +161,7 @@ def _links() -> list[str]:
     return links
 
 
-def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server: Start) -> None:
+def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server):
     before = listening()
     server = start_server()
     opened = {address for key, address in listening().items() if key not in before}
@@ -179,7 +179,7 @@ def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server: St
     assert opened == set(told.values())
 
 
-def test_only_workers_get_tickets_for_lanes_and_shared_memory(start_server: Start, holders: Holders) -> None:
+def test_only_workers_get_tickets_for_lanes_and_shared_memory(start_server, holders):
     server = start_server(*holders.by_tokens(*ROLES))
     with WireWorker(server.data, token=holders.token(Role.WORKER)) as worker:
         reply = worker.join()
@@ -193,7 +193,7 @@ def test_only_workers_get_tickets_for_lanes_and_shared_memory(start_server: Star
     assert not PORTS["lane"] and not PORTS["shared memory"]
 
 
-def test_an_observer_reads_all_and_changes_nothing(start_server: Start, holders: Holders) -> None:
+def test_an_observer_reads_all_and_changes_nothing(start_server, holders):
     server = start_server(*holders.by_tokens(*ROLES))
     observer = holders.token(Role.OBSERVER)
     with WireWorker(server.data, token=holders.token(Role.WORKER)) as worker:
@@ -212,7 +212,7 @@ def test_an_observer_reads_all_and_changes_nothing(start_server: Start, holders:
             assert set(reader.snapshot()["layer.bias"]) == {-1.0}
 
 
-def test_each_command_shows_its_roles_token(start_server: Start, holders: Holders, tmp_path: Path) -> None:
+def test_each_command_shows_its_roles_token(start_server, holders, tmp_path):
     server = start_server(*holders.by_tokens(*ROLES), "--checkpoint-dir", str(tmp_path))
     files = {variable_name(field): str(holders.token_file(role)) for role, field in FIELDS.items()}
     workers = {"PYPS_TOKEN_FILE": files["PYPS_TOKEN_FILE"]}
@@ -227,7 +227,7 @@ def test_each_command_shows_its_roles_token(start_server: Start, holders: Holder
         assert model in shell("export", model, "--servers", server.data, **files)
 
 
-def test_the_lesser_of_token_and_certificate_counts(start_server: Start, holders: Holders) -> None:
+def test_the_lesser_of_token_and_certificate_counts(start_server, holders):
     server = start_server(*holders.by_certificates(), *holders.by_tokens(*ROLES))
     for certificate, token in itertools.product(ROLES, ROLES):
         with holders.channel(server.control, certificate) as channel:

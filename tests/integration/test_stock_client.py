@@ -24,7 +24,7 @@ def stock() -> ModuleType:
 
 
 @pytest.mark.parametrize("protocol", ["async", "hardsync"])
-def test_a_stock_client_trains_to_the_bits_of_ours(start_server, stock: ModuleType, protocol: str) -> None:
+def test_a_stock_client_trains_to_the_bits_of_ours(start_server, stock, protocol):
     server = start_server("--protocol", protocol)
     trained = stock.train(server.data, steps=20)
 
@@ -39,11 +39,11 @@ def test_a_stock_client_trains_to_the_bits_of_ours(start_server, stock: ModuleTy
             np.testing.assert_array_equal(trained[name], values)
 
 
-def test_it_imports_nothing_of_our_client() -> None:
+def test_it_imports_nothing_of_our_client():
     assert " pyps_client" not in "".join(line for line in SCRIPT.open(encoding="utf-8") if "import" in line)
 
 
-def test_a_stock_client_without_a_server_s_address_shows_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stock_client_without_a_server_s_address_shows_its_usage(monkeypatch):
     monkeypatch.setattr("sys.argv", ["stock_client.py"])
     with pytest.raises(SystemExit, match=r"^usage: .*stock_client\.py HOST:PORT$"):
         runpy.run_path(str(SCRIPT), run_name="__main__")

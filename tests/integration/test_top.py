@@ -20,7 +20,6 @@ from typing import Any
 
 import grpc
 import psutil
-import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -36,7 +35,6 @@ from support import (
     ROOT,
     ServerProcess,
     ServerThread,
-    Start,
     child_environment,
     replace_file,
     server_port,
@@ -78,7 +76,7 @@ def top(*servers: ServerThread | ServerProcess, token_file: Path | None = None, 
     return Top([server.control for server in servers], token_file, read_only=read_only, interval_seconds=0.2)
 
 
-def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server: Start, tmp_path: Path) -> None:
+def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server, tmp_path):
     flags = ("--protocol=hardsync", "--expected-workers=2", "--heartbeat-seconds=0.05")
     servers = [start_server(*flags, f"--checkpoint-dir={tmp_path}/{index}") for index in range(2)]
     names = ("[red]quick[/red]", "slow")
@@ -122,7 +120,7 @@ def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server:
         waiting.result(30)
 
 
-def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(start_server: Start) -> None:
+def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(start_server):
     servers = [start_server() for _ in range(2)]
     with make_client(addresses(servers)) as client:
         client.push(gradients_like(small_model(), seed=0))
@@ -159,7 +157,7 @@ def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(star
         watch(partly, second_story)
 
 
-def test_without_the_operators_role_it_only_reads_and_says_so(start_server: Start, tmp_path: Path) -> None:
+def test_without_the_operators_role_it_only_reads_and_says_so(start_server, tmp_path):
     files = {role: tmp_path / role for role in ("observer", "worker", "operator")}
     for role, file in files.items():
         file.write_text(f"the-token-of-{role}s", encoding="utf-8")
@@ -195,7 +193,7 @@ def test_without_the_operators_role_it_only_reads_and_says_so(start_server: Star
     watch(top(server), refused)
 
 
-def test_a_narrow_terminal_shows_every_key(start_server: Start) -> None:
+def test_a_narrow_terminal_shows_every_key(start_server):
     server = start_server()
 
     async def story(pilot: Pilot[None]) -> None:
@@ -204,7 +202,7 @@ def test_a_narrow_terminal_shows_every_key(start_server: Start) -> None:
     watch(top(server), story, size=(46, 24))
 
 
-def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server: Start) -> None:
+def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server):
     port = f"--control-port={server_port()}"
     servers = [start_server(), start_server(port)]
     with make_client(addresses(servers)) as client:
@@ -226,7 +224,7 @@ def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_
     watch(top(*servers), story)
 
 
-def test_a_server_that_moved_is_found_again(start_server: Start, tmp_path: Path) -> None:
+def test_a_server_that_moved_is_found_again(start_server, tmp_path):
     servers = tmp_path / "servers"
     first = start_server("--run-id=before")
     replace_file(servers, first.control)
@@ -281,7 +279,7 @@ def serving(odd: OddServer) -> Iterator[str]:
     server.stop(None)
 
 
-def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server: Start) -> None:
+def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server):
     good = start_server("--run-id=of-the-good-one")
     for odd in (
         OddServer(state=99),
@@ -322,7 +320,7 @@ def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server: Start) ->
         watch(Top([address], None, interval_seconds=0.2), of_no_protocol)
 
 
-def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are() -> None:
+def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are():
     odd = OddServer()
     odd.workers = [pb.WorkerInfo(worker_id=f"worker-{index:04}", clock=index) for index in range(500)]
 
@@ -338,7 +336,7 @@ def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are() -> No
         watch(Top([address], None, interval_seconds=0.2), story)
 
 
-def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process: Start) -> None:
+def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process):
     server = start_server_process()
     workers = [WireWorker(server.data, f"worker-{index}") for index in range(4)]
     for worker in workers:
@@ -389,7 +387,7 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_p
     assert pauses == {len(workers) / 256}
 
 
-def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch):
     for arguments, words in (
         (("--servers", "a b"), "'a b' is malformed"),
         ((), "pyps top needs a terminal: `pyps status` writes to a pipe"),
@@ -400,7 +398,7 @@ def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch: pytest.M
     assert "which is not installed: pip install '.[top]' in a clone" in shell("top", status=2)
 
 
-def test_the_command_of_the_page_shows_a_run_by_the_operators_token(start_server: Start, tmp_path: Path) -> None:
+def test_the_command_of_the_page_shows_a_run_by_the_operators_token(start_server, tmp_path):
     [command] = re.findall(r"^pyps top.*$", (ROOT / "docs" / "top.md").read_text(encoding="utf-8"), re.M)
     worker, operator = tmp_path / "worker", tmp_path / "operator"
     worker.write_text("workers-9c1f", encoding="utf-8")

@@ -36,7 +36,7 @@ def assert_trains_as_torch(
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
-def test_groups_with_decays_and_betas_of_their_own(start_server) -> None:
+def test_groups_with_decays_and_betas_of_their_own(start_server):
     def grouped(model: torch.nn.Module) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
@@ -57,7 +57,7 @@ def test_groups_with_decays_and_betas_of_their_own(start_server) -> None:
     assert_trains_as_torch(start_server, loop, grouped)
 
 
-def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_server) -> None:
+def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_server):
     for transport in ("grpc", "shm"):
         for in_place in (False, True):
 
@@ -74,7 +74,7 @@ def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_ser
             assert_trains_as_torch(start_server, loop, transport=transport)
 
 
-def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server) -> None:
+def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server):
     def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for step, batch in enumerate(batches(9)):
             model[0].requires_grad_(not 3 <= step < 6)
@@ -88,7 +88,7 @@ def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server)
     assert_trains_as_torch(start_server, loop)
 
 
-def test_an_average_of_the_model_that_is_kept_beside_it(start_server) -> None:
+def test_an_average_of_the_model_that_is_kept_beside_it(start_server):
     for transport in ("grpc", "shm"):
         averages = []
 
@@ -105,7 +105,7 @@ def test_an_average_of_the_model_that_is_kept_beside_it(start_server) -> None:
         np.testing.assert_allclose(*averages, atol=1e-6, err_msg=transport)
 
 
-def test_two_networks_against_each_other_each_on_a_server_of_its_own(start_server) -> None:
+def test_two_networks_against_each_other_each_on_a_server_of_its_own(start_server):
     """A generative adversarial network."""
 
     def networks() -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -182,5 +182,5 @@ dist.destroy_process_group()
 """
 
 
-def test_a_model_that_is_fully_sharded_over_more_processes_than_a_layer_has_rows(start_server, start_python) -> None:
+def test_a_model_that_is_fully_sharded_over_more_processes_than_a_layer_has_rows(start_server, start_python):
     ReplicaJob(start_python, serve(start_server, 1), FULLY_SHARDED, script="-c").ended_well()

@@ -21,7 +21,7 @@ def torchrun(start_python, how: str, servers: str) -> str:
 
 
 @pytest.mark.extended
-def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(start_server, start_python) -> None:
+def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(start_server, start_python):
     server = start_server()
     output = torchrun(start_python, "each", server.data)
     assert "read [0, 2, 4, 6]" in output
@@ -31,7 +31,7 @@ def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(star
 
 
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_ddp_needs_a_replica(start_server, start_python, by_torchrun) -> None:
+def test_ddp_needs_a_replica(start_server, start_python, by_torchrun):
     (server,) = serve(start_server, 1)
     if by_torchrun:
         output = torchrun(start_python, "ddp", server.data)

@@ -45,7 +45,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "torch RPC hardsync",
     ],
 )
-def test_every_way_to_train_takes_its_steps(name: str, start_server, start_python, benchmark: ModuleType) -> None:
+def test_every_way_to_train_takes_its_steps(name, start_server, start_python, benchmark):
     subject = benchmark.SUBJECTS[name]
     address = f"127.0.0.1:{server_port()}"
     environment = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
@@ -63,7 +63,7 @@ def test_every_way_to_train_takes_its_steps(name: str, start_server, start_pytho
 
 
 @pytest.mark.parametrize("name", ["torchft", "Hivemind"])
-def test_two_workers_of_a_peer_train_under_its_own_python(name: str, benchmark: ModuleType) -> None:
+def test_two_workers_of_a_peer_train_under_its_own_python(name, benchmark):
     task, subject = benchmark.TASKS["170 thousand"], benchmark.SUBJECTS[name]
     if benchmark.python(subject) is None:
         pytest.skip(benchmark.peers.lacking(subject.module, benchmark.variable(subject)))
@@ -76,7 +76,7 @@ def test_two_workers_of_a_peer_train_under_its_own_python(name: str, benchmark: 
     assert row["loss"] < 7
 
 
-def test_a_peer_trains_under_its_python_or_not(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_trains_under_its_python_or_not(benchmark, monkeypatch):
     subject = replace(benchmark.SUBJECTS["torchft"], module="no_such_module")
     assert benchmark.python(subject) is None
 
@@ -85,14 +85,14 @@ def test_a_peer_trains_under_its_python_or_not(benchmark: ModuleType, monkeypatc
     assert benchmark.python(subject) == "/peers/bin/python"
 
 
-def test_the_tasks_models_are_of_the_size_that_their_tables_say(benchmark: ModuleType) -> None:
+def test_the_tasks_models_are_of_the_size_that_their_tables_say(benchmark):
     worker = importlib.import_module("training_worker")
     for task in benchmark.TASKS.values():
         parameters = list(worker.Transformer(task).parameters())
         assert (sum(p.numel() for p in parameters), len(parameters)) == (task.params, task.keys)
 
 
-def test_measuring_begins_when_all_are_ready(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_measuring_begins_when_all_are_ready(benchmark, tmp_path):
     told = "echo '[Gloo] connected'; echo ready; read word; while echo 1e9 0.5; do :; done"
 
     began, steps = benchmark.trained(
@@ -103,14 +103,14 @@ def test_measuring_begins_when_all_are_ready(benchmark: ModuleType, tmp_path: Pa
     assert steps[0] == (1e9, 0.5)
 
 
-def test_a_worker_that_dies_is_told_with_its_last_words(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_told_with_its_last_words(benchmark, tmp_path):
     commands = [["sh", "-c", "echo ready; read word; echo 'out of luck' >&2; exit 3"]]
 
     with pytest.raises(benchmark.Failed, match=r"\[3\].*out of luck"):
         benchmark.trained(commands, benchmark.TASKS["170 thousand"], {}, tmp_path / "log", num_workers=1)
 
 
-def test_a_run_ends_with_the_stated_loss_and_enough_batches_and_is_timed_up_to_each(benchmark: ModuleType) -> None:
+def test_a_run_ends_with_the_stated_loss_and_enough_batches_and_is_timed_up_to_each(benchmark):
     task = benchmark.TASKS["170 thousand"]
     steps = [(10.0 + 0.1 * n, task.loss + (0.5 if n <= 4 else -0.5)) for n in range(1, 50)]
 
@@ -124,7 +124,7 @@ def test_a_run_ends_with_the_stated_loss_and_enough_batches_and_is_timed_up_to_e
     assert figures["samples_per_s"] == pytest.approx(10 * task.sequences)
 
 
-def test_a_run_that_never_reaches_the_stated_loss_ends_by_its_time_and_says_so(benchmark: ModuleType) -> None:
+def test_a_run_that_never_reaches_the_stated_loss_ends_by_its_time_and_says_so(benchmark):
     task = benchmark.TASKS["170 thousand"]
     steps = [(0.5 * n, task.loss + 1) for n in range(1, 50)]
 

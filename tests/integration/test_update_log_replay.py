@@ -5,11 +5,11 @@ from pathlib import Path
 from client_support import addresses, gradients_like, make_client, start_servers
 from pyps.storage.replay import ShardLog, log_paths, replay
 from pyps.storage.update_log import LoggedUpdate, decode, encode
-from support import Start, checksums, shell
+from support import checksums, shell
 from wire_worker import WireWorker
 
 
-def test_the_logs_of_a_job_replay_or_name_what_differs(start_server: Start, tmp_path: Path) -> None:
+def test_the_logs_of_a_job_replay_or_name_what_differs(start_server, tmp_path):
     servers = start_servers(start_server, 2, "--update-log", str(tmp_path), "--log-gradients")
     with make_client(addresses(servers), run_id="logged") as client:
         for step in range(3):
@@ -49,7 +49,7 @@ def tamper(path: Path, checksum: str) -> None:
     path.write_bytes(b"".join(map(encode, changed)))
 
 
-def test_a_log_without_gradients_is_not_taken_for_a_damaged_one(start_server: Start, tmp_path: Path) -> None:
+def test_a_log_without_gradients_is_not_taken_for_a_damaged_one(start_server, tmp_path):
     server = start_server("--update-log", str(tmp_path))
     with WireWorker(server.data) as worker:
         worker.join()

@@ -23,7 +23,7 @@ from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
 from sandblaster import WireCoordinator, instruction
-from support import DEADLINE_SECONDS, ServerThread, Start
+from support import DEADLINE_SECONDS, ServerThread
 from wire_worker import WireWorker, refusal_of, values_of
 
 # Five shards, the last of which is shorter.
@@ -49,7 +49,7 @@ def numbers(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SIZE).astype(np.float32)
 
 
-def test_a_step_of_a_search_is_made_of_instructions_and_workers_pull_it(start_server: Start) -> None:
+def test_a_step_of_a_search_is_made_of_instructions_and_workers_pull_it(start_server):
     g = numbers(1)
     with coordinated(start_server("--protocol", "sandblaster"), value=2.0) as (coordinator, worker):
         coordinator.execute(*(instruction("ALLOC", target=name) for name in "xgd"))
@@ -74,7 +74,7 @@ def test_a_step_of_a_search_is_made_of_instructions_and_workers_pull_it(start_se
         assert np.array_equal(whole(worker), (2.0 - 0.5 * folded).astype(np.float32))
 
 
-def test_a_returning_coordinator_finds_state_and_vectors(start_server: Start) -> None:
+def test_a_returning_coordinator_finds_state_and_vectors(start_server):
     with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
         coordinator.execute(instruction("ALLOC", target="x"), commits=1, state='{"loss":1.5}')
         successor = WireCoordinator(worker)
@@ -89,7 +89,7 @@ def test_a_returning_coordinator_finds_state_and_vectors(start_server: Start) ->
         assert text == "coordinator life 1 was replaced by life 2: end this one"
 
 
-def test_a_program_that_cannot_be_executed_is_refused_in_one_sentence(start_server: Start) -> None:
+def test_a_program_that_cannot_be_executed_is_refused_in_one_sentence(start_server):
     server, many = start_server("--protocol", "sandblaster"), ["x"] * 8000
     with coordinated(server) as (coordinator, _):
         coordinator.execute(instruction("ALLOC", target="g"), instruction("ALLOC", target="x"))
@@ -108,7 +108,7 @@ def test_a_program_that_cannot_be_executed_is_refused_in_one_sentence(start_serv
     assert "Traceback" not in server.output()
 
 
-def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start_server: Start) -> None:
+def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start_server):
     with WireWorker(start_server().data, model=MODEL) as worker:
         worker.join()
 
@@ -121,7 +121,7 @@ def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start
         )
 
 
-def test_a_coordinator_of_another_run_or_of_none_yet_is_refused(start_server: Start) -> None:
+def test_a_coordinator_of_another_run_or_of_none_yet_is_refused(start_server):
     server = start_server("--protocol", "sandblaster")
     with WireWorker(server.data, model=MODEL) as worker:
         assert refusal_of(WireCoordinator(worker).attach)[1] == "NotInitialized"
@@ -129,7 +129,7 @@ def test_a_coordinator_of_another_run_or_of_none_yet_is_refused(start_server: St
         assert refusal_of(WireCoordinator(worker, run_id="run-2").attach)[1] == "RunMismatch"
 
 
-def test_lives_are_counted_by_server_0_alone(start_server: Start) -> None:
+def test_lives_are_counted_by_server_0_alone(start_server):
     server = start_server("--protocol", "sandblaster")
     with WireWorker(server.data, model=MODEL, server_index=1, num_servers=2) as worker:
         worker.initialize(1)
@@ -139,7 +139,7 @@ def test_lives_are_counted_by_server_0_alone(start_server: Start) -> None:
         assert coordinator.attach(coordinator_epoch=5).coordinator_epoch == 5
 
 
-def test_a_life_that_never_was_is_not_taken_up(start_server: Start) -> None:
+def test_a_life_that_never_was_is_not_taken_up(start_server):
     with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, _):
         present = coordinator.attach().coordinator_epoch
 
@@ -149,7 +149,7 @@ def test_a_life_that_never_was_is_not_taken_up(start_server: Start) -> None:
         assert coordinator.attach().coordinator_epoch == present + 1
 
 
-def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
+def test_nobody_else_speaks_for_the_coordinator(start_server):
     """Its life's number is no secret; who wants another has to attach, which the one before hears."""
     server = start_server("--protocol", "sandblaster")
     with coordinated(server) as (coordinator, worker):
@@ -175,7 +175,7 @@ def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
         coordinator.execute(instruction("ALLOC", target="g"))
 
 
-def test_a_stage_that_was_sent_in_part_is_refused_and_may_be_sent_again(start_server: Start) -> None:
+def test_a_stage_that_was_sent_in_part_is_refused_and_may_be_sent_again(start_server):
     with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
         coordinator.execute(instruction("ALLOC", target="t"), instruction("BEGIN_PASS", count=1))
         messages = list(stage_messages(worker, numbers(1), stage_id=7))
@@ -189,7 +189,7 @@ def test_a_stage_that_was_sent_in_part_is_refused_and_may_be_sent_again(start_se
         assert np.array_equal(whole(worker), numbers(1))
 
 
-def test_what_is_no_stage_of_the_present_pass_is_refused(start_server: Start) -> None:
+def test_what_is_no_stage_of_the_present_pass_is_refused(start_server):
     server = start_server("--protocol", "sandblaster")
     with coordinated(server) as (coordinator, worker):
         coordinator.execute(instruction("BEGIN_PASS", count=1))
@@ -209,7 +209,7 @@ def test_what_is_no_stage_of_the_present_pass_is_refused(start_server: Start) ->
             assert refusal_of(stage, stranger, list(stage_messages(stranger, numbers(1))))[1] == "UnknownWorker"
 
 
-def test_a_stream_of_a_worker_that_vanishes_midway_leaves_the_server_well(start_server: Start) -> None:
+def test_a_stream_of_a_worker_that_vanishes_midway_leaves_the_server_well(start_server):
     server = start_server("--protocol", "sandblaster")
     with coordinated(server) as (coordinator, worker):
         coordinator.execute(instruction("ALLOC", target="t"), instruction("BEGIN_PASS", count=1))
@@ -229,7 +229,7 @@ def test_a_stream_of_a_worker_that_vanishes_midway_leaves_the_server_well(start_
         assert coordinator.execute(instruction("FOLD", target="t", stage_ids=[4], count=1)).version == 0
 
 
-def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_server: Start) -> None:
+def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_server):
     # For 70 parameters: 11 stages, and no vectors.
     server = start_server("--protocol", "sandblaster", "--max-vector-bytes", str(4 * SIZE * 11))
     model = {"weight": np.zeros(SIZE, np.float32)}

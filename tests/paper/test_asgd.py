@@ -83,7 +83,7 @@ def values_of(client: int, sequence: int, length: int) -> np.ndarray:
     return np.full(length, client * ROUNDS + sequence + 1, np.float32)
 
 
-def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_model() -> None:
+def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_model():
     ownership = Ownership()
     run = new_run(ownership)
     pushed: list[tuple[int, int, int]] = []
@@ -125,7 +125,7 @@ def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_
     assert torn == []
 
 
-def test_a5_k_minibatches_make_one_update() -> None:
+def test_a5_k_minibatches_make_one_update():
     def four_minibatches(step: Step) -> Computed:
         return Computed({0: 4 * np.ones(1, np.float32)}, examples=4 * 16, minibatches=4)
 
@@ -137,7 +137,7 @@ def test_a5_k_minibatches_make_one_update() -> None:
     assert run.shards[0].examples == 4 * 5 * 64
 
 
-def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex() -> None:
+def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex():
     """X(G) <= min(G / (t_c + t_s + t_x), 1 / t_s)."""
     holding, transfer, seconds = 0.1, 0.05, 100.0
     reached = 0
@@ -194,7 +194,7 @@ class WatchedRule(UpdateRule):
         return WatchedUpdates(self, parameters, slots, hyperparameters)
 
 
-def test_no_update_meets_another_update_or_a_read() -> None:
+def test_no_update_meets_another_update_or_a_read():
     owners, rounds = Owners(), 60
     shard = Shard(
         0,

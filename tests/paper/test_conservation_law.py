@@ -43,14 +43,14 @@ def both_sides(run: Cluster) -> tuple[int, int]:
     return told, from_the_log
 
 
-def test_the_law_holds_to_the_last_update_under_every_protocol() -> None:
+def test_the_law_holds_to_the_last_update_under_every_protocol():
     for protocol in PROTOCOLS:
         run = cluster(protocol, workers=worker_plans(WORKERS, exponential())).run(pushes=300)
         told, from_the_log = both_sides(run)
         assert told == from_the_log, protocol
 
 
-def test_under_ssp_blocked_workers_do_not_count() -> None:
+def test_under_ssp_blocked_workers_do_not_count():
     """The bound is on clocks: staleness stays below async's, and the tighter the bound, the fresher."""
 
     def mean(protocol: str) -> float:

@@ -45,12 +45,12 @@ def independent_run() -> Cluster:
     ).run(seconds=20.0)
 
 
-def test_d1_the_versions_of_shards_may_differ() -> None:
+def test_d1_the_versions_of_shards_may_differ():
     run = independent_run()
     assert run.shards[1].version > run.shards[0].version > 0
 
 
-def test_d2_each_shard_replays_to_the_bit_though_the_orders_differ() -> None:
+def test_d2_each_shard_replays_to_the_bit_though_the_orders_differ():
     run = independent_run()
     common = {*order_of(run, 0)} & {*order_of(run, 1)}
     first, second = ([push for push in order_of(run, shard_id) if push in common] for shard_id in (0, 1))
@@ -61,7 +61,7 @@ def test_d2_each_shard_replays_to_the_bit_though_the_orders_differ() -> None:
         assert pull(again)[1].tobytes() == pull(shard)[1].tobytes()
 
 
-def test_d3_a_shard_that_stands_still_delays_only_those_that_touch_it() -> None:
+def test_d3_a_shard_that_stands_still_delays_only_those_that_touch_it():
     def steps(*, stopped: bool) -> dict[str, int]:
         plans = [
             WorkerPlan("both", fixed(1.0)),
@@ -80,7 +80,7 @@ def test_d3_a_shard_that_stands_still_delays_only_those_that_touch_it() -> None:
         assert held_up[touching] == pytest.approx(20, abs=1)
 
 
-def test_d6_a_dead_replica_costs_its_own_work_and_nobody_elses() -> None:
+def test_d6_a_dead_replica_costs_its_own_work_and_nobody_elses():
     """The others' rate stays within 5 %: here exactly, since nobody waits for anybody."""
 
     def steps(dies_at: float) -> dict[str, int]:
@@ -96,7 +96,7 @@ def test_d6_a_dead_replica_costs_its_own_work_and_nobody_elses() -> None:
     assert died == lived
 
 
-def test_d7_a_push_torn_by_death_is_on_some_shards_and_shows_in_the_versions() -> None:
+def test_d7_a_push_torn_by_death_is_on_some_shards_and_shows_in_the_versions():
     plans = [WorkerPlan("a", fixed(1.0), dies_at=1.5), WorkerPlan("b", fixed(3.0), steps=2)]
     # Three messages of 0.2 s each: at 1.5 s the third is still under way.
     server = ServerPlan(transfer_seconds=0.2)
@@ -107,7 +107,7 @@ def test_d7_a_push_torn_by_death_is_on_some_shards_and_shows_in_the_versions() -
     assert [run.parameters(shard_id).tolist() for shard_id in range(3)] == [[-3.0], [-3.0], [-2.0]]
 
 
-def test_d8_a_restarted_replica_pulls_first_and_nothing_is_applied_twice() -> None:
+def test_d8_a_restarted_replica_pulls_first_and_nothing_is_applied_twice():
     plans = [
         WorkerPlan("a", fixed(1.0), dies_at=3.5),
         # The same worker in its second life: its sequences begin anew.
@@ -126,14 +126,14 @@ def test_d8_a_restarted_replica_pulls_first_and_nothing_is_applied_twice() -> No
     assert run.parameters().tolist() == [-(3.0 + 4 + 9)]
 
 
-def test_adagrad_keeps_a_rate_of_its_own_for_each_parameter_over_all_replicas() -> None:
+def test_adagrad_keeps_a_rate_of_its_own_for_each_parameter_over_all_replicas():
     """eta = gamma / sqrt(sum of squares), over the updates of all replicas together, the present one included."""
     run = cluster("downpour", parameters=[np.zeros(2)], workers=4, **ADAGRAD).run(pushes=40)
     expected = -sum(0.1 / np.sqrt(k) for k in range(1, 41))
     np.testing.assert_allclose(run.parameters(), [expected, expected], rtol=1e-5)
 
 
-def test_warm_start_trains_alone_and_then_lets_the_others_in_with_the_slots_as_they_are() -> None:
+def test_warm_start_trains_alone_and_then_lets_the_others_in_with_the_slots_as_they_are():
     run = cluster("downpour", warmup="updates=12,protocol=serial", parameters=[np.zeros(4)], compute=noisy, **ADAGRAD)
     run.run(pushes=60)
     workers = [event.worker_id for event in run.events(Kind.PUSH)]

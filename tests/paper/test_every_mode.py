@@ -112,7 +112,7 @@ def serial_training(rule_name: str) -> tuple[bytes, ...]:
     return tuple(values.tobytes() for values in parameters)
 
 
-def test_u2_u3_u4_u7_of_four_workers_under_every_protocol_policy_and_rule() -> None:
+def test_u2_u3_u4_u7_of_four_workers_under_every_protocol_policy_and_rule():
     assert {text.partition(":")[0] for text in PROTOCOL_TEXTS} == {*PROTOCOLS} - {"sandblaster"}  # takes no push
     assert {text.partition(":")[0] for text in POLICY_TEXTS} == {kind.name for kind in POLICIES.values()}
     for mode in modes(workers=4):
@@ -125,13 +125,13 @@ def test_u2_u3_u4_u7_of_four_workers_under_every_protocol_policy_and_rule() -> N
             check_not_finite(shard, mode)
 
 
-def test_u6_one_worker_under_every_protocol_policy_and_rule_is_the_kernel_in_a_loop() -> None:
+def test_u6_one_worker_under_every_protocol_policy_and_rule_is_the_kernel_in_a_loop():
     for mode in modes(workers=1):
         finals = tuple(shard.state().parameters.tobytes() for shard in train(mode).run.shards)
         assert finals == serial_training(mode.rule), mode
 
 
-def test_u5_plain_sgd_is_the_sum_of_its_gradients_under_every_protocol() -> None:
+def test_u5_plain_sgd_is_the_sum_of_its_gradients_under_every_protocol():
     """theta = theta_0 - alpha * sum of w g in any order, w the weight told in the receipt of the gradient's update."""
     for protocol in PROTOCOL_TEXTS:
         run = cluster(

@@ -9,7 +9,7 @@ from experiments.model_parallel_dense import Dense
 from experiments.model_parallel_patches import Patches
 
 
-def test_the_networks_of_the_experiment_prove_exact_on_a_few_machines() -> None:
+def test_the_networks_of_the_experiment_prove_exact_on_a_few_machines():
     small = {
         "dense": Dense((20, 16, 12, 30), minibatch=4),
         "local": Patches(image=(12, 12), maps=2, num_layers=3, window=5, minibatch=4),

@@ -10,7 +10,7 @@ from experiments import sandblaster_balance as balance
 SEEDS = balance.SEEDS[:4]
 
 
-def test_backup_copies_end_a_pass_soon_after_the_ideal_and_equal_shares_lose_most() -> None:
+def test_backup_copies_end_a_pass_soon_after_the_ideal_and_equal_shares_lose_most():
     for seed in SEEDS:
         rows = balance.measure(seed)
         backup = [row for row in rows if row.mode == "backup"]
@@ -22,7 +22,7 @@ def test_backup_copies_end_a_pass_soon_after_the_ideal_and_equal_shares_lose_mos
         assert first["backup"] <= first["dynamic"] <= 2, seed
 
 
-def test_every_portion_counts_once_a_pass_however_many_copies_there_are() -> None:
+def test_every_portion_counts_once_a_pass_however_many_copies_there_are():
     """B1: the counts of a pass add up to the batch."""
     crew, _ = balance.run_crew("backup", seed=0)
 
@@ -33,14 +33,14 @@ def test_every_portion_counts_once_a_pass_however_many_copies_there_are() -> Non
     assert len(crew.spans) > len(counted), "there were copies"
 
 
-def test_workers_pull_parameters_once_a_pass_at_most() -> None:
+def test_workers_pull_parameters_once_a_pass_at_most():
     """B2: pulls per worker and pass <= 1."""
     crew, _ = balance.run_crew("backup", seed=0)
 
     assert crew.messages["pull"] <= balance.WORKERS * balance.PASSES
 
 
-def test_most_portions_go_to_the_worker_that_had_them_or_the_one_before_them() -> None:
+def test_most_portions_go_to_the_worker_that_had_them_or_the_one_before_them():
     rows = [row for row in balance.measure(0) if row.mode == "backup"]
 
     assert min(row.consecutive for row in rows) >= 0.6

@@ -67,7 +67,7 @@ def direction(world: VectorWorld) -> Doubles:
 
 
 @pytest.mark.parametrize(("num_pairs", "num_shards", "num_servers"), [(1, 1, 1), (2, 5, 2), (10, 1, 1), (10, 5, 2)])
-def test_the_direction_is_that_of_a_single_node_in_float64(num_pairs, num_shards, num_servers) -> None:
+def test_the_direction_is_that_of_a_single_node_in_float64(num_pairs, num_shards, num_servers):
     gradient, history = make_history(20_000, num_pairs)
     newest_s, newest_y = history[-1]
     gamma = (newest_s @ newest_y) / (newest_y @ newest_y)
@@ -78,13 +78,13 @@ def test_the_direction_is_that_of_a_single_node_in_float64(num_pairs, num_shards
     assert slope == pytest.approx(expected @ gradient, rel=1e-6)
 
 
-def test_a_history_whose_numbers_overflow_gives_no_direction() -> None:
+def test_a_history_whose_numbers_overflow_gives_no_direction():
     gradient, history = make_history(100, 2)
     world, (older, newer) = loaded(gradient, history)
     assert math.isnan(quasi_newton(world, (older, Pair(newer.number, 1e-320, newer.yy))))
 
 
-def test_a_direction_takes_2_messages_whatever_the_history() -> None:
+def test_a_direction_takes_2_messages_whatever_the_history():
     for num_pairs in (1, 5, 10):
         world, pairs = loaded(*make_history(100, num_pairs))
         world.sent.clear()
@@ -107,7 +107,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
-def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_search: str) -> None:
+def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_search):
     watched = Watched(LbfgsSettings(line_search=line_search).make_line_search())
     world = VectorWorld(rosenbrock_start(10))
     summary, reports = minimise(world, rosenbrock, search=watched)
@@ -122,14 +122,14 @@ def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_s
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_first_step_along_the_gradient_is_short() -> None:
+def test_the_first_step_along_the_gradient_is_short():
     world = VectorWorld([3.0, -4.0, 2.0])
     _, reports = minimise(world, quadratic(np.array([1.0, 1.0, 1.0])), iterations_max=1)
     assert reports[0].pairs == 0
     assert reports[0].step_length == pytest.approx(1.0 / 9.0)
 
 
-def test_the_number_of_shards_and_servers_changes_nothing_but_rounding() -> None:
+def test_the_number_of_shards_and_servers_changes_nothing_but_rounding():
     portion_loss, size = digits()
     ends = []
     for num_shards, num_servers in ((1, 1), (3, 2), (16, 5)):
@@ -153,7 +153,7 @@ class Exact:
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size: int) -> None:
+def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size):
     """With exact line searches and a history as long, L-BFGS is the method of conjugate gradients."""
     curvatures = np.geomspace(1.0, 20.0, size)
     start = np.random.default_rng(1).standard_normal(size)
@@ -165,7 +165,7 @@ def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size: int
     assert summary.iterations <= size + 1
 
 
-def test_pairs_without_curvature_are_left_out_and_counted() -> None:
+def test_pairs_without_curvature_are_left_out_and_counted():
     summary, reports = minimise(VectorWorld([8.0, -9.0, 7.0, 10.0]), bowl)
     skipped = sum(not report.pair_kept for report in reports)
     assert not reports[0].pair_kept
@@ -173,7 +173,7 @@ def test_pairs_without_curvature_are_left_out_and_counted() -> None:
     assert all(report.pairs <= report.iteration - 1 - skipped for report in reports[skipped:])
 
 
-def test_the_history_never_grows_beyond_its_length() -> None:
+def test_the_history_never_grows_beyond_its_length():
     world = VectorWorld(rosenbrock_start(10))
     _, reports = minimise(world, rosenbrock, history=3, iterations_max=20)
     assert max(report.pairs for report in reports) == 3
@@ -181,7 +181,7 @@ def test_the_history_never_grows_beyond_its_length() -> None:
     assert len(history) == 6
 
 
-def test_a_direction_along_which_the_loss_does_not_fall_gives_way_to_the_gradient_and_the_history_goes() -> None:
+def test_a_direction_along_which_the_loss_does_not_fall_gives_way_to_the_gradient_and_the_history_goes():
     world = VectorWorld(rosenbrock_start(4))
     summary, _ = minimise(world, rosenbrock, iterations_max=5)
     servers, text = world.attach()
@@ -213,7 +213,7 @@ class Walled(Passes):
 
 
 @pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
-def test_a_trial_whose_loss_is_not_finite_is_taken_for_too_long(line_search: str) -> None:
+def test_a_trial_whose_loss_is_not_finite_is_taken_for_too_long(line_search):
     world = VectorWorld(rosenbrock_start(4))
     reports: list[IterationReport] = []
     settings = LbfgsSettings(iterations_max=15, line_search=line_search)
@@ -226,7 +226,7 @@ def test_a_trial_whose_loss_is_not_finite_is_taken_for_too_long(line_search: str
     assert summary.iterations == 15
 
 
-def test_a_loss_that_is_not_finite_at_the_very_start_is_said_in_a_sentence() -> None:
+def test_a_loss_that_is_not_finite_at_the_very_start_is_said_in_a_sentence():
     def broken(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
         return math.nan, np.zeros_like(parameters), 1
 
@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_at_the_very_start_is_said_in_a_sentence() -> 
         minimise(VectorWorld([1.0, 2.0]), broken)
 
 
-def test_where_no_step_lowers_the_loss_the_parameters_go_back_to_the_accepted_point() -> None:
+def test_where_no_step_lowers_the_loss_the_parameters_go_back_to_the_accepted_point():
     def spike(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
         return float((parameters != 1.0).any()), np.ones_like(parameters), 1
 
@@ -245,7 +245,7 @@ def test_where_no_step_lowers_the_loss_the_parameters_go_back_to_the_accepted_po
     assert (world.parameters == 1.0).all()
 
 
-def test_it_ends_where_an_iteration_gains_next_to_nothing() -> None:
+def test_it_ends_where_an_iteration_gains_next_to_nothing():
     summary, reports = minimise(VectorWorld(rosenbrock_start(4)), rosenbrock, loss_tolerance=0.5)
     assert summary.converged
     assert summary.reason == "the last iteration lowered the loss by no more than 0.5 of it"

@@ -86,7 +86,7 @@ def restore(world: VectorWorld, server: int, saved: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(("settings", "every"), [(FORMS[0], 1), (FORMS[1], 4)], ids=FORM_NAMES)
-def test_killed_at_any_moment_it_goes_on_with_the_same_bits(settings: LbfgsSettings, every: int) -> None:
+def test_killed_at_any_moment_it_goes_on_with_the_same_bits(settings, every):
     """Before and after each server's execution of each program, and within each pass; of a variant at some of them."""
     whole = Life(make_world(), settings)
     expected = outcome(whole, whole.run())
@@ -99,7 +99,7 @@ def test_killed_at_any_moment_it_goes_on_with_the_same_bits(settings: LbfgsSetti
         assert cut.lives == 2
 
 
-def test_killed_again_and_again_it_goes_on_with_the_same_bits() -> None:
+def test_killed_again_and_again_it_goes_on_with_the_same_bits():
     """The coordinator that comes back is killed too, while it mends what the one before left."""
     settings = LbfgsSettings(history=2, iterations_max=4)
     whole = Life(make_world(), settings)
@@ -119,7 +119,7 @@ def test_killed_again_and_again_it_goes_on_with_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("servers", [(0, 1), (0,), (1,)])
-def test_servers_restored_from_checkpoints_of_one_iteration_go_on_with_the_same_bits(servers: tuple[int, ...]) -> None:
+def test_servers_restored_from_checkpoints_of_one_iteration_go_on_with_the_same_bits(servers):
     """Trial, direction and stages are gone; and what a checkpoint has is the accepted point, not the trial."""
     settings = LbfgsSettings(history=2, iterations_max=4)
     whole = Life(make_world(), settings)
@@ -153,7 +153,7 @@ def make_uneven_world(lagging: int) -> VectorWorld:
 
 
 @pytest.mark.parametrize("lagging", [0, 1])
-def test_a_server_restored_from_an_older_checkpoint_costs_the_history_and_no_more(lagging: int) -> None:
+def test_a_server_restored_from_an_older_checkpoint_costs_the_history_and_no_more(lagging):
     """Points of two iterations are one point: it goes on from there, downwards."""
     world = make_uneven_world(lagging)
     life = Life(world, LbfgsSettings(history=10, iterations_max=120, loss_tolerance=0.0))
@@ -168,7 +168,7 @@ def test_a_server_restored_from_an_older_checkpoint_costs_the_history_and_no_mor
 
 
 @pytest.mark.parametrize("lagging", [0, 1])
-def test_killed_while_it_brings_uneven_servers_together_it_goes_on_with_the_same_bits(lagging: int) -> None:
+def test_killed_while_it_brings_uneven_servers_together_it_goes_on_with_the_same_bits(lagging):
     """Commits that bring servers together count as iterations, and may be more or fewer: the steps are the same."""
     whole = Life(make_uneven_world(lagging), LbfgsSettings(history=3, iterations_max=11))
     before = whole.world.moment
@@ -183,7 +183,7 @@ def test_killed_while_it_brings_uneven_servers_together_it_goes_on_with_the_same
         assert {report.loss for report in cut.reports} <= losses, f"killed at moment {moment}"
 
 
-def test_one_that_is_over_stays_so_and_goes_on_where_more_iterations_are_asked_for() -> None:
+def test_one_that_is_over_stays_so_and_goes_on_where_more_iterations_are_asked_for():
     whole = Life(make_world(), LbfgsSettings(iterations_max=6))
     expected = whole.run()
     world = make_world()
@@ -196,7 +196,7 @@ def test_one_that_is_over_stays_so_and_goes_on_where_more_iterations_are_asked_f
     assert world.parameters.tobytes() == whole.world.parameters.tobytes()
 
 
-def test_a_shorter_history_takes_the_newest_pairs_and_drops_the_others() -> None:
+def test_a_shorter_history_takes_the_newest_pairs_and_drops_the_others():
     world = make_world()
     Life(world, LbfgsSettings(history=5, iterations_max=8)).run()
     life = Life(world, LbfgsSettings(history=2, iterations_max=10))
@@ -206,7 +206,7 @@ def test_a_shorter_history_takes_the_newest_pairs_and_drops_the_others() -> None
     assert len(history) == 2 * 2
 
 
-def test_the_state_comes_back_from_its_text_with_the_same_bits() -> None:
+def test_the_state_comes_back_from_its_text_with_the_same_bits():
     world = make_world()
     Life(world, LbfgsSettings(iterations_max=4)).run()
     _, text = world.attach()
@@ -217,7 +217,7 @@ def test_the_state_comes_back_from_its_text_with_the_same_bits() -> None:
     assert LbfgsState.from_text(odd.to_text()) == odd
 
 
-def test_a_state_that_another_version_wrote_is_refused_in_a_sentence() -> None:
+def test_a_state_that_another_version_wrote_is_refused_in_a_sentence():
     for text in ("{", "[]", '{"format":2}', '{"format":1}', '{"format":2,"pairs":[[1]]}'):
         with pytest.raises(InvalidArgument, match=r"state on server 0 .*; start the coordinator in the version"):
             LbfgsState.from_text(text)

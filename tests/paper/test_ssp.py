@@ -46,7 +46,7 @@ def clocks_at_each_pull(run: Cluster) -> list[tuple[str, Counter[str]]]:
     return seen
 
 
-def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest() -> None:
+def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest():
     """Rule 1: a worker at clock c proceeds iff c - min_q c_q <= s; so no clock is ever more than s + 1 ahead."""
     for s, speed in itertools.product((0, 1, 3), SPEEDS):
         run = cluster(f"ssp:s={s}", workers=plans(SPEEDS[speed])).run()
@@ -60,7 +60,7 @@ def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest() -> No
         assert all(receipt.outcome == Outcome.APPLIED for receipt in run.simulation.receipts())
 
 
-def test_r1_holds_with_one_that_joins_late_whatever_its_count() -> None:
+def test_r1_holds_with_one_that_joins_late_whatever_its_count():
     """It begins at the present minimum: the others neither wait for it to catch up nor lose their bound."""
     late = WorkerPlan("late", fixed(1.0), joins_at=20.5, steps=10)
     run = cluster("ssp:s=2", workers=[*worker_plans(2), late], server=ServerPlan(expected_workers=2)).run(seconds=60.0)
@@ -83,7 +83,7 @@ class Tags:
         return Computed({0: mark.ravel()})
 
 
-def test_r2_r3_a_read_at_clock_c_contains_all_updates_of_clock_c_less_s_less_1_and_before_and_its_own() -> None:
+def test_r2_r3_a_read_at_clock_c_contains_all_updates_of_clock_c_less_s_less_1_and_before_and_its_own():
     """Rule 2: a read may contain newer ones, and each update once. Rule 3, read-my-writes: exactly its own steps."""
     for s, speed in itertools.product((0, 1, 3), SPEEDS):
         tags = Tags()
@@ -96,7 +96,7 @@ def test_r2_r3_a_read_at_clock_c_contains_all_updates_of_clock_c_less_s_less_1_a
 
 
 @pytest.mark.parametrize(("protocol", "newer"), [("ssp:s=1", True), ("ssp:s=0,strict_bsp=true", False)])
-def test_a_read_may_contain_updates_of_its_own_clock_unless_strict(protocol: str, newer: bool) -> None:
+def test_a_read_may_contain_updates_of_its_own_clock_unless_strict(protocol, newer):
     """Reads are eager; under strict_bsp they are served from the barrier's snapshot."""
     tags = Tags()
     cluster(protocol, parameters=[np.zeros(L * STEPS)], workers=plans(SPEEDS["no memory"]), compute=tags).run()
@@ -105,7 +105,7 @@ def test_a_read_may_contain_updates_of_its_own_clock_unless_strict(protocol: str
 
 @pytest.mark.parametrize("rule", ["sgd", "momentum"])
 @pytest.mark.parametrize("num_workers", [2, 4, 8])
-def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int, rule: str) -> None:
+def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers, rule):
     """SSP adds updates up where hardsync takes their mean. Bit for bit: an L that is a power of 2 rounds nothing."""
     ends = {}
     for protocol, rate in (("ssp:s=0,strict_bsp=true", 0.3 / num_workers), ("hardsync:weighting=equal", 0.3)):
@@ -123,7 +123,7 @@ def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int,
 
 
 @pytest.mark.parametrize("protocol", ["ssp:s=2", "ssp:s=0,strict_bsp=true"])
-def test_r5_the_others_go_on_when_the_lease_of_a_dead_worker_has_run_out(protocol: str) -> None:
+def test_r5_the_others_go_on_when_the_lease_of_a_dead_worker_has_run_out(protocol):
     """A worker that dies leaves the clock set, else all would wait for it for ever."""
     workers = worker_plans(4, steps=40)
     workers[1] = replace(workers[1], steps=None, dies_at=10.5)
@@ -135,13 +135,13 @@ def test_r5_the_others_go_on_when_the_lease_of_a_dead_worker_has_run_out(protoco
     assert [run.steps(worker_id) for worker_id in "acd"] == [40, 40, 40]
 
 
-def test_r5_nobody_waits_for_a_worker_that_has_finished() -> None:
+def test_r5_nobody_waits_for_a_worker_that_has_finished():
     workers = [replace(plan, steps=5 * (index + 1)) for index, plan in enumerate(worker_plans(4))]
     run = cluster("ssp:s=1", workers=workers).run()
     assert [run.steps(name(index)) for index in range(4)] == [5, 10, 15, 20]
     assert run.simulation.events[-1].time == 20.0
 
 
-def test_a_worker_that_waits_is_told_whom_it_waits_for() -> None:
+def test_a_worker_that_waits_is_told_whom_it_waits_for():
     run = cluster("ssp:s=1", workers=plans(SPEEDS["a straggler"])).run()
     assert {event.note for event in run.events(Kind.WAIT) if event.time > 0} == {"for a"}

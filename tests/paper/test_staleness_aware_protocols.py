@@ -32,7 +32,7 @@ SPEEDS: dict[str, Timing] = {
 }
 
 
-def test_s1_mean_staleness_is_l_less_one_over_c_however_the_times_are_spread() -> None:
+def test_s1_mean_staleness_is_l_less_one_over_c_however_the_times_are_spread():
     """Where n does not divide L, c = floor(L / n) counts: for 20 of 30 it is 1, as for 30."""
     cases = [(1, "alike"), (2, "alike"), (5, "spread"), (5, "without memory"), (20, "alike"), (30, "alike")]
     for n, speed in cases:
@@ -40,7 +40,7 @@ def test_s1_mean_staleness_is_l_less_one_over_c_however_the_times_are_spread() -
         assert mean_staleness(run) == pytest.approx((L - 1) / max(1, L // n), rel=0.01), (n, speed)
 
 
-def test_on_like_machines_few_gradients_are_more_than_2n_late() -> None:
+def test_on_like_machines_few_gradients_are_more_than_2n_late():
     """P(tau > 2 n) < 1e-3 at n = 1 and 15; the paper measured 1e-4. This holds for this timing, not for every one."""
     for n in (1, 15):
         run = cluster(f"softsync:n={n}", workers=worker_plans(L, normal(variation=0.1))).run(pushes=GRADIENTS)
@@ -73,7 +73,7 @@ def hardsync_run(workers: int, steps: int, *, timing: Timing) -> Cluster:
     return cluster("hardsync", parameters=[np.zeros(LENGTH)], workers=plans, compute=compute, settings=settings).run()
 
 
-def test_s2_the_sum_in_worker_order_is_bit_identical_to_a_serial_reference() -> None:
+def test_s2_the_sum_in_worker_order_is_bit_identical_to_a_serial_reference():
     theta, factor = np.zeros(LENGTH, np.float32), np.float32(0.25)
     for step in range(20):
         gradients = [batch_gradient(theta, examples(step, worker)) for worker in range(4)]
@@ -88,7 +88,7 @@ def test_s2_the_sum_in_worker_order_is_bit_identical_to_a_serial_reference() -> 
         assert set(run.staleness()) == {0}
 
 
-def test_s3_softsync_makes_an_update_of_every_c_gradients() -> None:
+def test_s3_softsync_makes_an_update_of_every_c_gradients():
     for n, c in ((1, 7), (2, 3), (3, 2), (5, 1), (7, 1), (100, 1)):
         run = cluster(f"softsync:n={n}", workers=worker_plans(7, lognormal(sigma=0.5))).run(pushes=100)
         applied = [receipt for receipt in run.taken() if receipt.outcome == Outcome.APPLIED]
@@ -96,20 +96,20 @@ def test_s3_softsync_makes_an_update_of_every_c_gradients() -> None:
         assert len(run.shards[0].state().pending) == 100 % c, n
 
 
-def test_s4_with_equal_times_staleness_under_1_softsync_is_0_or_1() -> None:
+def test_s4_with_equal_times_staleness_under_1_softsync_is_0_or_1():
     run = cluster("softsync:n=1", workers=L).run(pushes=10 * L)
     ages = run.staleness()
     assert set(ages[:L]) == {0}
     assert set(ages[L:]) == {0, 1}
 
 
-def test_s6_nobody_waits_in_softsync() -> None:
+def test_s6_nobody_waits_in_softsync():
     for n in (1, 30):
         run = cluster(f"softsync:n={n}", workers=worker_plans(L, exponential())).run(seconds=20.0)
         assert [worker.blocked_seconds for worker in run.simulation.workers] == [0.0] * L, n
 
 
-def test_under_hardsync_the_quick_wait_for_the_slow() -> None:
+def test_under_hardsync_the_quick_wait_for_the_slow():
     plans = [WorkerPlan("quick", fixed(1.0), steps=10), WorkerPlan("slow", fixed(3.0), steps=10)]
     run = cluster("hardsync", workers=plans).run()
     blocked = {worker.worker_id: worker.blocked_seconds for worker in run.simulation.workers}
@@ -117,7 +117,7 @@ def test_under_hardsync_the_quick_wait_for_the_slow() -> None:
     assert blocked == {"quick": pytest.approx(9 * 2.0), "slow": 0.0}
 
 
-def test_without_modulation_softsync_n_equal_l_is_downpour() -> None:
+def test_without_modulation_softsync_n_equal_l_is_downpour():
     """alpha(tau) = alpha0 and n = L is Downpour SGD with n_push = n_fetch = 1, bit for bit."""
     runs = [
         cluster(

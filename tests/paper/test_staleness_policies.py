@@ -65,7 +65,7 @@ def shard_of(policy: str | StalenessPolicy, *, rule: str = "sgd", protocol: str 
     )
 
 
-def test_s5_an_update_of_equally_stale_gradients_moves_by_the_policys_share() -> None:
+def test_s5_an_update_of_equally_stale_gradients_moves_by_the_policys_share():
     """S5, whatever the rule and the policy; with four workers each update of softsync:n=4 is made of one gradient."""
     assert AT_10.keys() == POLICIES.keys()
     for rule in (*PLAIN, *ADAPTIVE):
@@ -74,20 +74,20 @@ def test_s5_an_update_of_equally_stale_gradients_moves_by_the_policys_share() ->
             np.testing.assert_allclose(moved[policy], moved["none"] * share, rtol=1e-5, err_msg=f"{rule} {policy}")
 
 
-def test_s5_a_mean_is_divided_as_a_whole_where_all_are_equally_stale() -> None:
+def test_s5_a_mean_is_divided_as_a_whole_where_all_are_equally_stale():
     """Exactly alpha0 / max(1, tau): these divisors round nothing. Dividing by the sum of weights would cancel them."""
     for tau in (0, 1, 2, 4, 16):
         moved = {policy: train(shard_of(policy, protocol="softsync:n=1"), [tau] * 4) for policy in ("none", "divide")}
         assert (moved["divide"] == moved["none"] / max(1, tau)).all(), tau
 
 
-def test_pitfall_11_a_fresh_gradient_keeps_its_rate_under_every_policy_but_the_constant_one() -> None:
+def test_pitfall_11_a_fresh_gradient_keeps_its_rate_under_every_policy_but_the_constant_one():
     scales = {policy: push(shard_of(policy), np.ones(16)).rate_scale for policy in AT_10}
     assert scales == dict.fromkeys(AT_10, 1.0)
     assert push(shard_of("constant"), np.ones(16), workers=roster_of(4)).rate_scale == 1 / 4
 
 
-def test_pitfall_12_each_gradient_is_modulated_then_all_are_divided_by_their_number_then_comes_momentum() -> None:
+def test_pitfall_12_each_gradient_is_modulated_then_all_are_divided_by_their_number_then_comes_momentum():
     """g_i = (1/c) sum alpha(tau_l) G_l; v = m v + g_i; theta -= v (softsync's form: the rate is inside g_i)."""
     shard = shard_of("divide", rule="heavy_ball", protocol="softsync:n=1", settings={"momentum": 0.5})
     stalenesses = [0, 2, 4, 8]
@@ -102,7 +102,7 @@ def test_pitfall_12_each_gradient_is_modulated_then_all_are_divided_by_their_num
     np.testing.assert_allclose(moved, theta, rtol=1e-5)
 
 
-def test_per_update_divides_the_mean_by_the_mean_staleness() -> None:
+def test_per_update_divides_the_mean_by_the_mean_staleness():
     """alpha0 / <sigma^i>, where `divide` gives each gradient its own rate."""
     mean_staleness = (0 + 2 + 4 + 8) / 4
     moved = {
@@ -113,7 +113,7 @@ def test_per_update_divides_the_mean_by_the_mean_staleness() -> None:
     assert not np.allclose(moved["divide"], moved["per_update"], rtol=1e-2)
 
 
-def test_pitfall_13_at_a_constant_staleness_of_ten_the_displacement_is_a_tenth_and_the_slots_are_the_same() -> None:
+def test_pitfall_13_at_a_constant_staleness_of_ten_the_displacement_is_a_tenth_and_the_slots_are_the_same():
     """2.14, for Adam and the other adaptive rules, over many steps; a decay depends on where the parameters are."""
     for rule in ADAPTIVE:
         moved, slots = [], []
@@ -135,7 +135,7 @@ class ScalesTheGradient(StalenessPolicy):
         return Weighing(weight=1.0 / max(1, staleness))
 
 
-def test_pitfall_13_scaling_the_gradient_itself_would_do_nothing() -> None:
+def test_pitfall_13_scaling_the_gradient_itself_would_do_nothing():
     """Why a policy has two numbers."""
     for rule in ("adagrad", "adam", "rmsprop"):
         whole = train(shard_of("none", rule=rule, settings={"eps": 0.0}), [10], steps=20)
@@ -143,7 +143,7 @@ def test_pitfall_13_scaling_the_gradient_itself_would_do_nothing() -> None:
         np.testing.assert_allclose(scaled, whole, rtol=1e-3, err_msg=rule)
 
 
-def test_2_14_an_adaptive_mean_keeps_the_ratio_of_its_gradients_and_scales_the_step_by_their_mean() -> None:
+def test_2_14_an_adaptive_mean_keeps_the_ratio_of_its_gradients_and_scales_the_step_by_their_mean():
     """Relative weights w / mean(w) in the mean, the step times mean(w); Adam's first step is the sign of the mean."""
     shard = shard_of("divide", rule="adam", protocol="softsync:n=1", settings={"eps": 0.0})
     moved = train(shard, [1, 2, 5, 10])
@@ -161,7 +161,7 @@ def correction(step: int) -> float:
     return float(np.sqrt(1 - 0.999**step) / (1 - 0.9**step))
 
 
-def test_drop_refuses_what_is_more_than_its_spread_old() -> None:
+def test_drop_refuses_what_is_more_than_its_spread_old():
     """Rudra: dropped where ts + spread < T. A gradient that is refused leaves no trace."""
     for tau, taken in ((10, True), (11, False)):
         shard = shard_of("drop")
@@ -172,7 +172,7 @@ def test_drop_refuses_what_is_more_than_its_spread_old() -> None:
         assert shard.version == VERSION + taken
 
 
-def test_a_rate_that_vanishes_leaves_finite_numbers_where_they_were() -> None:
+def test_a_rate_that_vanishes_leaves_finite_numbers_where_they_were():
     """exp(-beta tau) is 0 in floating point once beta tau is large."""
     for rule in (*PLAIN, *ADAPTIVE):
         shard = shard_of("exponential:beta=1", rule=rule)

@@ -20,7 +20,7 @@ GRADIENT_N = np.array([0.25, 0.5, -1.0], np.float32)
 GRADIENT_N_PLUS_1 = np.array([-0.125, 1.0, 0.5], np.float32)
 
 
-def test_hybrid_moves_the_parameters_by_the_mean_of_both() -> None:
+def test_hybrid_moves_the_parameters_by_the_mean_of_both():
     """W + (D_n(W) + D_{n+1}(W)) / 2."""
     shard = make_shard(W, protocol="hybrid")
     shard.push(gradient(GRADIENT_N, worker_id="gpu-n"), roster=roster("gpu-n", "gpu-n+1"))
@@ -28,7 +28,7 @@ def test_hybrid_moves_the_parameters_by_the_mean_of_both() -> None:
     assert pull(shard)[1].tolist() == (W - (GRADIENT_N + GRADIENT_N_PLUS_1) / 2).tolist()
 
 
-def test_asynchronous_workers_that_pulled_the_same_parameters_both_move_them() -> None:
+def test_asynchronous_workers_that_pulled_the_same_parameters_both_move_them():
     """The result is W + D_{n+1}(W) + D_n(W): the second is evaluated "at the wrong location"."""
     shard = make_shard(W)
     push(shard, GRADIENT_N, worker_id="gpu-n", base_version=0)
@@ -58,7 +58,7 @@ def compute(step: Step) -> Computed:
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("sgd", 0.01), ("momentum", 0.003), ("adam", 0.01)])
-def test_h1_four_gpus_with_a_minibatch_each_are_one_worker_with_all_four(rule: str, rate: float) -> None:
+def test_h1_four_gpus_with_a_minibatch_each_are_one_worker_with_all_four(rule, rate):
     """Over fifty steps within 1e-5, the first within 1e-6; `adam` is the chapter's optimizer."""
     settings = {"learning_rate": rate}
     plans = worker_plans(GPUS, lognormal(sigma=0.3), steps=STEPS)
@@ -83,7 +83,7 @@ def test_h1_four_gpus_with_a_minibatch_each_are_one_worker_with_all_four(rule: s
     assert max(gaps) < 1e-5
 
 
-def test_h2_h3_all_staleness_is_zero_and_a_round_takes_as_long_as_its_slowest_worker() -> None:
+def test_h2_h3_all_staleness_is_zero_and_a_round_takes_as_long_as_its_slowest_worker():
     seconds = np.random.default_rng(4).uniform(0.5, 2.0, (GPUS, 20))
     plans = [WorkerPlan(name(index), scripted(list(times)), steps=20) for index, times in enumerate(seconds)]
     run = cluster("hybrid", workers=plans).run()
@@ -103,12 +103,12 @@ def throughput(protocol: str, *, slowest: float) -> float:
 @pytest.mark.parametrize(
     ("protocol", "share"), [("hybrid", 1 / 3), ("asynchronous", (3 + 1 / 3) / 4), ("synchronous", 4 / 6)]
 )
-def test_a_straggler_three_times_as_slow(protocol: str, share: float) -> None:
+def test_a_straggler_three_times_as_slow(protocol, share):
     """It cuts hybrid to a third, since all idle until it is done; asynchronous keeps 83 %: only it is slow."""
     assert throughput(protocol, slowest=3.0) / throughput(protocol, slowest=1.0) == pytest.approx(share, rel=0.02)
 
 
-def test_synchronous_uses_one_gpu_at_a_time() -> None:
+def test_synchronous_uses_one_gpu_at_a_time():
     run = cluster("synchronous", workers=worker_plans(4, lognormal(sigma=0.5), steps=10)).run()
     assert run.shards[0].version == 40
     assert run.staleness() == [0] * 40

@@ -87,11 +87,11 @@ def shard(request: pytest.FixtureRequest, training: Training) -> Shard:
 APPLIED = WORKERS * ROUNDS * 9 // 10
 
 
-def test_the_workers_got_in_each_others_way(training: Training, shard: Shard) -> None:
+def test_the_workers_got_in_each_others_way(training, shard):
     assert max(event.receipt.staleness for event in training.log.pushes(shard.shard_id)) >= WORKERS - 1
 
 
-def test_u1_staleness_is_not_negative_and_versions_grow_by_one(training: Training, shard: Shard) -> None:
+def test_u1_staleness_is_not_negative_and_versions_grow_by_one(training, shard):
     assert all(event.receipt.staleness >= 0 for event in training.log.pushes(shard.shard_id))
     before_and_after = [
         (event.receipt.version_before, event.receipt.version_after) for event in training.log.applied(shard.shard_id)
@@ -102,19 +102,19 @@ def test_u1_staleness_is_not_negative_and_versions_grow_by_one(training: Trainin
         assert seen == sorted(seen)
 
 
-def test_u2_every_pull_is_bit_for_bit_one_version(training: Training, shard: Shard) -> None:
+def test_u2_every_pull_is_bit_for_bit_one_version(training, shard):
     digests = replay(training.log, fresh_shard(shard.shard_id, shard.rule.name))
     torn = [version for version, seen in training.seen[shard.shard_id] if digests[version] != seen]
     assert torn == []
 
 
-def test_u3_every_finite_push_is_applied_exactly_once_under_retry(training: Training, shard: Shard) -> None:
+def test_u3_every_finite_push_is_applied_exactly_once_under_retry(training, shard):
     applied = [(event.gradient.worker_id, event.gradient.sequence) for event in training.log.applied(shard.shard_id)]
     finite = [(str(index), s) for index in range(WORKERS) for s in range(ROUNDS) if s % 10 != 9]
     assert sorted(applied) == sorted(finite)
 
 
-def test_u4_replaying_the_log_gives_the_same_bits_in_parameters_and_slots(training: Training, shard: Shard) -> None:
+def test_u4_replaying_the_log_gives_the_same_bits_in_parameters_and_slots(training, shard):
     again = fresh_shard(shard.shard_id, shard.rule.name)
     replay(training.log, again)
     state, expected = again.state(), shard.state()

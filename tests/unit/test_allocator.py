@@ -48,17 +48,17 @@ def run(start_python: StartPython, program: str, **variables: str) -> tuple[str,
     return kept, int(number)
 
 
-def test_blocks_of_messages_are_not_mapped_anew(start_python: StartPython) -> None:
+def test_blocks_of_messages_are_not_mapped_anew(start_python):
     kept, faults = run(start_python, FAULTS)
     assert kept == "True"
     assert faults < 1024, "one block's pages, of the fifty blocks' 51,200"
 
 
-def test_whoever_set_the_allocator_keeps_his_settings(start_python: StartPython) -> None:
+def test_whoever_set_the_allocator_keeps_his_settings(start_python):
     assert run(start_python, FAULTS, MALLOC_ARENA_MAX="2")[0] == "False"
 
 
-def test_what_is_free_amid_the_heap_is_given_back(start_python: StartPython) -> None:
+def test_what_is_free_amid_the_heap_is_given_back(start_python):
     kept, num_bytes = run(start_python, GIVEN_BACK)
     assert kept == "True"
     assert num_bytes > 24 << 20, "most of eight blocks of 4 MiB"

@@ -49,24 +49,24 @@ def row(case: tuple[str, int], subject: str, speed: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("lane", "met"), [(1.001, True), (0.99, False)])
-def test_a_target_is_met_from_what_it_asks_for_on(targets: ModuleType, lane: float, met: bool) -> None:
+def test_a_target_is_met_from_what_it_asks_for_on(targets, lane, met):
     verdicts = {target.what: target.met for target in targets.targets(results(lane=lane))}
 
     assert verdicts == dict.fromkeys(verdicts, met)
 
 
-def test_without_a_peer_that_a_target_names_there_is_no_verdict(targets: ModuleType) -> None:
+def test_without_a_peer_that_a_target_names_there_is_no_verdict(targets):
     [told] = [target for target in targets.targets(results(lane=1.1, without="Ray")) if "Ray" in target.what]
 
     assert told.met is None
     assert told.measured == "1.47 x torch RPC tcp (22 against 15); Ray not measured"
 
 
-def test_what_was_not_measured_has_no_verdict(targets: ModuleType) -> None:
+def test_what_was_not_measured_has_no_verdict(targets):
     assert {(target.measured, target.met) for target in targets.targets({})} == {("not measured in this run", None)}
 
 
-def test_the_page_tells_what_training_made_of_each_link(targets: ModuleType) -> None:
+def test_the_page_tells_what_training_made_of_each_link(targets):
     speeds = {"one process alone": (16.0, 5.55), "pyps async": (24.25, None), "DDP gloo": (20.0, 6.0)}
     rows = [
         {"subject": name, "rate": "1gbit", "slowed": 1.0, "samples_per_s": speed, "seconds_to_loss": seconds}
@@ -86,7 +86,7 @@ def test_the_page_tells_what_training_made_of_each_link(targets: ModuleType) -> 
     assert "Not measured in this run" in pieces["training_beside"]({})
 
 
-def test_the_pages_match_the_results(targets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_match_the_results(targets, tmp_path, monkeypatch):
     document = importlib.import_module("document")
     pages = FOLDER.parent / "docs"
     drawn = {path.stem.removeprefix("performance_"): path.name for path in (pages / "images").glob("performance_*")}

@@ -1,14 +1,11 @@
 import re
 import shlex
-from pathlib import Path
-
-import pytest
 
 from pyps.certificates import describe
 from support import ROOT, shell
 
 
-def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: Path) -> None:
+def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path):
     folder = tmp_path / "certs"
     into = ("--folder", str(folder))
     shell("certs", "init", "--host", "first-host", "--host", "10.0.0.7", *into)
@@ -29,14 +26,14 @@ def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: 
     assert "expected letters" in shell("certs", "worker", "../ann", *into, status=2)
 
 
-def test_a_certificate_that_is_not_valid_yet_is_shown_as_such(made: Path) -> None:
+def test_a_certificate_that_is_not_valid_yet_is_shown_as_such(made):
     since = describe(made / "early" / "worker.crt").since
     told = f"(NOT VALID before {since:%Y-%m-%d %H:%M} UTC)"
     assert told in shell("certs", "show", str(made / "early" / "worker.crt"))
     assert "EXPIRED" in shell("certs", "show", str(made / "expired" / "worker.crt"))
 
 
-def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
+def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path):
     folder = tmp_path / "certs"
     into = ("--folder", str(folder))
     name = f"server-0.{'servers' * 9}.default.svc.cluster.local"
@@ -54,7 +51,7 @@ def test_a_server_s_name_may_be_long_and_what_is_refused_leaves_nothing(tmp_path
     assert "has 65 characters" in shell("certs", "worker", 65 * "a", *into, status=2)
 
 
-def test_the_commands_of_the_security_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_security_page_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("pyps certs ")]

@@ -33,7 +33,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, caplog):
     shards = {0: make_shard(np.zeros(16), rule="adagrad", settings={}, pending=waiting(1.5))}
     push(shards[0], np.ones(16))
     names = ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "receipts.bin"]
@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pyt
         folder.close()
 
 
-def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder) -> None:
+def test_every_flipped_bit_of_the_parameters_is_noticed(folder):
     path = write_checkpoint(folder) / "parameters.safetensors"
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
@@ -70,7 +70,7 @@ def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder
                 dict(checkpoint.parameters())
 
 
-def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder) -> None:
+def test_every_changed_byte_of_the_manifest_is_noticed(folder):
     path = write_checkpoint(folder) / "manifest.json"
     whole = path.read_bytes()
     for place in range(0, len(whole), 5):
@@ -80,7 +80,7 @@ def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder)
     assert newest(folder.path) is not None
 
 
-def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder: CheckpointFolder) -> None:
+def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder):
     truncate(write_checkpoint(folder) / "manifest.json")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):
         folder.resume()
@@ -91,7 +91,7 @@ class FixedNames(Disk):
         raise OSError(30, os.strerror(30))
 
 
-def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder):
     path = write_checkpoint(folder)
     run = restored_run(folder)
     folder.close()
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
     stuck.close()
 
 
-def test_a_stuck_old_checkpoint_is_no_failure_of_the_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stuck_old_checkpoint_is_no_failure_of_the_new(tmp_path, caplog):
     class KeepsOld(Disk):
         def rename(self, old: Path, new: Path) -> None:
             if new.name.startswith(".old"):
@@ -116,7 +116,7 @@ def test_a_stuck_old_checkpoint_is_no_failure_of_the_new(tmp_path: Path, caplog:
     folder.close()
 
 
-def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder):
     path = write_checkpoint(folder) / "manifest.json"
     manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 5}
     del manifest["checksum"]
@@ -130,7 +130,7 @@ class PowerCut(BaseException):
     """The machine, or the process, is gone before a file operation."""
 
 
-def test_what_is_nested_too_deeply_is_damage_too(tmp_path: Path) -> None:
+def test_what_is_nested_too_deeply_is_damage_too(tmp_path):
     deep = b"[" * 200_000
     (tmp_path / MANIFEST).write_bytes(deep)
     with pytest.raises(CheckpointDamaged, match="is no JSON: maximum recursion depth"):
@@ -249,7 +249,7 @@ def cut_at_every_operation(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint(tmp_path: Path, loss: Loss) -> None:
+def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint(tmp_path, loss):
     later = adagrad_shards()
     for shard in later.values():
         push(shard, np.ones(16), sequence=9, epoch=3)
@@ -271,7 +271,7 @@ def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint(tmp_path: Path,
     assert (names[0], names[-1]) == ("checkpoint-00000001", "checkpoint-00000002")
 
 
-def test_to_sync_is_to_hand_all_over_and_to_ask_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_sync_is_to_hand_all_over_and_to_ask_the_system(tmp_path, monkeypatch):
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "fsync", lambda fd: asked.append((os.fstat(fd).st_ino, os.fstat(fd).st_size)))
     disk, path = Disk(), tmp_path / "file"
@@ -284,7 +284,7 @@ def test_to_sync_is_to_hand_all_over_and_to_ask_the_system(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_an_epoch_that_a_server_served_under_is_never_claimed_again(tmp_path: Path, loss: Loss) -> None:
+def test_an_epoch_that_a_server_served_under_is_never_claimed_again(tmp_path, loss):
     epochs = []
     for folder, first in cut_at_every_operation(tmp_path, loss, lambda folder: folder.resume()):
         run = folder.resume()

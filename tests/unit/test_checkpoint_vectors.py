@@ -72,7 +72,7 @@ def restored_driver(restored: RestoredRun) -> Driver:
     return Driver(machine, shards)
 
 
-def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder: CheckpointFolder) -> None:
+def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder):
     driver = begun()
     for k in (1, 2, 3):
         iterate(driver, k)
@@ -92,7 +92,7 @@ def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder: CheckpointFol
     assert again.machine.names == ("g", "one", "s3", "s4", "t", "x", "y3", "y4")
 
 
-def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder: CheckpointFolder) -> None:
+def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder):
     driver = begun()
     iterate(driver, 1)
     driver.execute(fill("t", 77.0), Instruction(Operation.MOVE, left="t"))
@@ -108,7 +108,7 @@ def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder: Chec
     assert set(vectors) == {f"shard-00000{i}.{name}" for i in (0, 2) for name in ("g", "s1", "y1")}
 
 
-def test_checkpoints_written_amid_programs_each_hold_one_iteration(folder: CheckpointFolder) -> None:
+def test_checkpoints_written_amid_programs_each_hold_one_iteration(folder):
     driver = begun()
     over = threading.Event()
 
@@ -141,7 +141,7 @@ def test_checkpoints_written_amid_programs_each_hold_one_iteration(folder: Check
     assert 40 in found
 
 
-def test_a_machine_to_which_nobody_came_leaves_no_trace(folder: CheckpointFolder) -> None:
+def test_a_machine_to_which_nobody_came_leaves_no_trace(folder):
     driver = make_machine(lengths=LENGTHS, attach=False)
 
     path = save(folder, driver)
@@ -151,7 +151,7 @@ def test_a_machine_to_which_nobody_came_leaves_no_trace(folder: CheckpointFolder
     assert resumed(folder).machine is None and resumed(folder).work is None
 
 
-def test_a_coordinator_that_has_made_no_vector_yet_is_kept(folder: CheckpointFolder) -> None:
+def test_a_coordinator_that_has_made_no_vector_yet_is_kept(folder):
     driver = make_machine(np.arange(SIZE), lengths=LENGTHS)
     save(folder, driver)
 
@@ -161,7 +161,7 @@ def test_a_coordinator_that_has_made_no_vector_yet_is_kept(folder: CheckpointFol
     assert (again.parameters() == np.arange(SIZE)).all()
 
 
-def test_the_queue_s_state_comes_back_as_it_was(folder: CheckpointFolder) -> None:
+def test_the_queue_s_state_comes_back_as_it_was(folder):
     work = {"pass": 3, "pending": [[0, 5], [7, 9]], "loss": float("inf"), "by_portion": {4: "w1", 11: "w0"}}
 
     save(folder, make_machine(lengths=LENGTHS), work=work)
@@ -169,7 +169,7 @@ def test_the_queue_s_state_comes_back_as_it_was(folder: CheckpointFolder) -> Non
     assert resumed(folder).work == {**work, "by_portion": {"4": "w1", "11": "w0"}}
 
 
-def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder: CheckpointFolder) -> None:
+def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder):
     driver = begun()
     iterate(driver, 1)
     path = save(folder, driver) / "vectors.safetensors"

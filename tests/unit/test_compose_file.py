@@ -1,7 +1,6 @@
 import re
 import subprocess
 import textwrap
-from pathlib import Path
 
 from support import ROOT
 
@@ -10,7 +9,7 @@ printf '%s\\n' "$TOKEN" "$@"
 """
 
 
-def test_the_observer_s_token_is_no_argument_of_grpcurl(tmp_path: Path) -> None:
+def test_the_observer_s_token_is_no_argument_of_grpcurl(tmp_path):
     text = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
     found = re.search(r"\n  inspect:\n.*?\n      - \|\n(.*?)\n      - grpcurl\n", text, re.S)
     assert found

@@ -249,7 +249,7 @@ async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None
     other.release(1)
 
 
-def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None:
+def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share():
     budget = ByteBudget(1000)
     alone = budget.account("a")
     for _ in range(10):
@@ -264,7 +264,7 @@ def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None
     budget.account("honest").hold(100)
 
 
-def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_names() -> None:
+def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_names():
     run = serving("early")
     shard = 4 * max(shard.length for shard in run.content.shards.values()) + HEADER_BYTES
     budget = ByteBudget(40 * 3 * shard, run)
@@ -291,7 +291,7 @@ def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_n
         budget.account("early").hold(shard)
 
 
-def test_a_message_under_pressure_scans_neither_workers_nor_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_under_pressure_scans_neither_workers_nor_shards(monkeypatch):
     run = serving("early", model=Model(tuple(Tensor(f"w{number}", (1,), number) for number in range(400))))
     for index in range(254):
         run.membership.join(f"w{index}", 1, now=run.clock())
@@ -325,7 +325,7 @@ async def pass_seconds(clock: list[float], seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("held_share", "seconds"), [(0.4, calls.WRITE_SECONDS), (0.6, calls.CROWDED_WRITE_SECONDS)])
-def test_a_caller_that_takes_nothing_loses_its_call(held_share: float, seconds: float) -> None:
+def test_a_caller_that_takes_nothing_loses_its_call(held_share, seconds):
     async def act() -> None:
         clock, budget = [asyncio.get_running_loop().time()], ByteBudget(1000)
         await pass_seconds(clock, 0)
@@ -343,7 +343,7 @@ def test_a_caller_that_takes_nothing_loses_its_call(held_share: float, seconds: 
     asyncio.run(act())
 
 
-def test_the_limit_for_slow_callers_is_that_of_each_message() -> None:
+def test_the_limit_for_slow_callers_is_that_of_each_message():
     async def act() -> None:
         clock, caller = [asyncio.get_running_loop().time()], Caller()
         await pass_seconds(clock, 0)

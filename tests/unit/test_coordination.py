@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from pyps_wire.common_pb2 import Sender
 from shards import refusal
 
 
-def test_folds_are_read_and_what_is_none_is_named_with_what_is_expected() -> None:
+def test_folds_are_read_and_what_is_none_is_named_with_what_is_expected():
     folds = {"portion": 1, "group": 4, "group:k=7": 7, "group:k=1": 1}
     assert {text: CoordinationSettings(fold=text).portions_per_stage for text in folds} == folds
     for text in ("", "portions", "group:7", "group:k=0", "group:k=-1", "group:k=x", "portion:k=2"):
@@ -24,14 +23,14 @@ def test_folds_are_read_and_what_is_none_is_named_with_what_is_expected() -> Non
         assert repr(text) in words and "expected portion, or group:k=4" in words
 
 
-def test_a_plan_has_a_stage_a_portion_or_one_a_group_and_worker() -> None:
+def test_a_plan_has_a_stage_a_portion_or_one_a_group_and_worker():
     assert memory_plan(CoordinationSettings(), 80, num_workers=4).stages == 80
     assert memory_plan(CoordinationSettings(fold="group:k=9"), 80, num_workers=4).stages == math.ceil(80 / 9) + 4
     # Workers stage no more sums than there are portions.
     assert CoordinationSettings(fold="group:k=2").num_stages(8, num_workers=100) == 8
 
 
-def test_settings_are_spelled_as_the_flags_that_give_them() -> None:
+def test_settings_are_spelled_as_the_flags_that_give_them():
     chosen = {"history": 3, "line_search": "wolfe", "tolerance": 1e-7, "portions": 40, "fold": "group:k=2"}
 
     flags = CoordinationSettings(**chosen, copies=3, save_every=5).as_flags()
@@ -68,7 +67,7 @@ class AnsweringLink:
         return [pb.ExecuteReply(scalars=numbers) for numbers in self.answers]
 
 
-def test_an_instruction_becomes_its_message() -> None:
+def test_an_instruction_becomes_its_message():
     lists = {"names": ("a",), "others": ("b",), "scalars": (0.5,), "stage_ids": (7,)}
     for operation in Operation:
         instruction = Instruction(operation, target="z", left="x", right="y", scalar=2.0, count=9, **lists)
@@ -79,7 +78,7 @@ def test_an_instruction_becomes_its_message() -> None:
         assert instruction_from(message) == instruction
 
 
-def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_norms() -> None:
+def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_norms():
     program = [
         Instruction(Operation.DOT, left="x", right="y"),
         Instruction(Operation.COPY, target="x", left="y"),
@@ -95,7 +94,7 @@ def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_n
     assert math.isnan(norm)
 
 
-def test_traffic_counts_requests_and_replies_apart_for_instructions_and_passes() -> None:
+def test_traffic_counts_requests_and_replies_apart_for_instructions_and_passes():
     request, reply = Sender(run_id="a-run"), Sender(worker_id="coordinator")
     traffic = Traffic.of("Execute", request, reply) + Traffic.of("AwaitPass", reply, reply)
     assert traffic.instruction_bytes == request.ByteSize() + reply.ByteSize()
@@ -103,7 +102,7 @@ def test_traffic_counts_requests_and_replies_apart_for_instructions_and_passes()
     assert (traffic.messages, traffic.bytes) == (2, request.ByteSize() + 3 * reply.ByteSize())
 
 
-def test_a_script_is_run_by_python_and_any_other_command_as_it_is(tmp_path: Path) -> None:
+def test_a_script_is_run_by_python_and_any_other_command_as_it_is(tmp_path):
     script = tmp_path / "train.py"
     script.touch()
 

@@ -9,7 +9,7 @@ from pyps_wire.errors import InvalidArgument
 
 
 @given(st.integers(0, 60), st.integers(1, 7), st.booleans(), st.integers(0, 3))
-def test_parts_are_disjoint_and_cover_the_dataset_in_every_epoch(length, count, shuffle, seed) -> None:
+def test_parts_are_disjoint_and_cover_the_dataset_in_every_epoch(length, count, shuffle, seed):
     samplers = [worker_sampler(range(length), index=i, count=count, shuffle=shuffle, seed=seed) for i in range(count)]
     for _ in range(2):
         parts = [list(sampler) for sampler in samplers]
@@ -18,7 +18,7 @@ def test_parts_are_disjoint_and_cover_the_dataset_in_every_epoch(length, count, 
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_epochs_differ_and_come_again_with_set_epoch() -> None:
+def test_epochs_differ_and_come_again_with_set_epoch():
     sampler = worker_sampler(range(100), index=1, count=3)
     first, second = list(sampler), list(sampler)
     assert first != second
@@ -27,14 +27,14 @@ def test_epochs_differ_and_come_again_with_set_epoch() -> None:
     assert list(worker_sampler(range(100), index=1, count=3, seed=1)) != first
 
 
-def test_the_place_comes_from_the_environment_and_without_one_there_is_one_worker(monkeypatch) -> None:
+def test_the_place_comes_from_the_environment_and_without_one_there_is_one_worker(monkeypatch):
     assert list(worker_sampler(range(3), shuffle=False)) == [0, 1, 2]
     monkeypatch.setenv("PYPS_WORKER_INDEX", "2")
     monkeypatch.setenv("PYPS_WORKER_COUNT", "4")
     assert list(worker_sampler(range(10), shuffle=False)) == [2, 6]
 
 
-def test_a_place_that_cannot_be_is_refused(monkeypatch) -> None:
+def test_a_place_that_cannot_be_is_refused(monkeypatch):
     for index, count, message in [
         ("1", None, "index is known but not its count"),
         (None, "4", "count is known but not its index"),
@@ -49,7 +49,7 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch) -> None:
             pytest.fail(f"{worker_sampler(range(10))} of worker {index} of {count}")
 
 
-def test_each_batch_is_as_large_as_the_servers_then_ask_for() -> None:
+def test_each_batch_is_as_large_as_the_servers_then_ask_for():
     """Zhang et al. 2013: the minibatch starts small and grows; each example is handed out once an epoch."""
     optimizer = SimpleNamespace(batch_size=2)
     samplers = [growing_batches(range(21), optimizer, index=index, count=2) for index in range(2)]
@@ -65,14 +65,14 @@ def test_each_batch_is_as_large_as_the_servers_then_ask_for() -> None:
     assert sorted(parts) == list(range(21))
 
 
-def test_the_optimizer_is_told_how_large_each_growing_batch_is() -> None:
+def test_the_optimizer_is_told_how_large_each_growing_batch_is():
     optimizer = SimpleNamespace(batch_size=4, examples_in_batch=None, steps=0)
     sampler = growing_batches(range(10), optimizer)
     told = [optimizer.examples_in_batch for _ in sampler]
     assert told == [4, 4, 2]
 
 
-def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() -> None:
+def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one():
     optimizer = SimpleNamespace(batch_size=0)
     sampler = growing_batches(range(10), optimizer, batch_size=4)
     assert [len(batch) for batch in sampler] == [4, 4, 2]
@@ -96,6 +96,6 @@ def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() ->
         (lambda: worker_sampler(5), "The data set, a int, has no length; expected one with __len__"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name(make, message) -> None:
+def test_a_wrong_argument_is_refused_by_name(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()

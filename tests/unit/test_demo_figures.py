@@ -13,7 +13,7 @@ from pyps.cli.status import merged
 from pyps_wire import inspector_pb2 as pb
 
 
-def test_loss_and_accuracy_are_those_of_the_scripts_images() -> None:
+def test_loss_and_accuracy_are_those_of_the_scripts_images():
     script: Any = SimpleNamespace(**runpy.run_path(str(example.WORKER)))
     torch.manual_seed(1)
     network = script.network()
@@ -36,7 +36,7 @@ def listing(*workers: pb.WorkerInfo) -> pb.ListWorkersReply:
     return pb.ListWorkersReply(workers=workers)
 
 
-def test_a_worker_of_two_servers_is_listed_once_with_means_over_both() -> None:
+def test_a_worker_of_two_servers_is_listed_once_with_means_over_both():
     first = worker("b", pushes_applied=9, staleness_mean=1.0, staleness_max=2, step_lost=0.0)
     second = worker("b", pushes_applied=3, staleness_mean=3.0, staleness_max=7, step_lost=0.4)
     statuses = [pb.Status(num_shards=3), pb.Status(num_shards=1)]
@@ -50,7 +50,7 @@ def test_a_worker_of_two_servers_is_listed_once_with_means_over_both() -> None:
     assert tally.step_lost == pytest.approx(0.1)
 
 
-def test_workers_that_joined_before_there_are_shards_have_pushed_nothing() -> None:
+def test_workers_that_joined_before_there_are_shards_have_pushed_nothing():
     answers = example.Answers([pb.Status()], example.by_worker([listing(worker("a"))]))
 
     known = answers.workers["a"]

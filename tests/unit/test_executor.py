@@ -135,7 +135,7 @@ def executor() -> Iterator[KernelExecutor]:
     made.shutdown()
 
 
-def test_the_event_loop_has_nothing_to_report_of_jobs_whose_callers_are_gone(executor: KernelExecutor) -> None:
+def test_the_event_loop_has_nothing_to_report_of_jobs_whose_callers_are_gone(executor):
     reports: list[dict[str, object]] = []
 
     def fail() -> None:
@@ -154,12 +154,12 @@ def test_the_event_loop_has_nothing_to_report_of_jobs_whose_callers_are_gone(exe
     assert reports == []
 
 
-def test_results_come_in_the_order_of_the_jobs(executor: KernelExecutor) -> None:
+def test_results_come_in_the_order_of_the_jobs(executor):
     assert executor.run_together([lambda i=i: i * i for i in range(50)]) == [i * i for i in range(50)]
     assert executor.run_together([]) == []
 
 
-def test_jobs_run_side_by_side_where_threads_are_free(executor: KernelExecutor) -> None:
+def test_jobs_run_side_by_side_where_threads_are_free(executor):
     barrier = threading.Barrier(3)
 
     places = executor.run_together([lambda: barrier.wait(WAIT_SECONDS)] * 3)
@@ -167,7 +167,7 @@ def test_jobs_run_side_by_side_where_threads_are_free(executor: KernelExecutor) 
     assert sorted(places) == [0, 1, 2]
 
 
-def test_jobs_are_done_where_no_thread_ever_becomes_free(executor: KernelExecutor) -> None:
+def test_jobs_are_done_where_no_thread_ever_becomes_free(executor):
     release = threading.Event()
     for _ in range(2):
         executor.submit(lambda: release.wait(WAIT_SECONDS))
@@ -177,13 +177,13 @@ def test_jobs_are_done_where_no_thread_ever_becomes_free(executor: KernelExecuto
         release.set()
 
 
-def test_threads_that_all_share_out_jobs_do_not_wait_for_each_other(executor: KernelExecutor) -> None:
+def test_threads_that_all_share_out_jobs_do_not_wait_for_each_other(executor):
     outer = [lambda: sum(executor.run_together([lambda: 1] * 5)) for _ in range(4)]
 
     assert executor.run_together(outer) == [5] * 4
 
 
-def test_an_error_of_a_job_is_raised_once_all_have_ended(executor: KernelExecutor) -> None:
+def test_an_error_of_a_job_is_raised_once_all_have_ended(executor):
     def fail() -> int:
         raise ValueError("job 3")
 
@@ -191,7 +191,7 @@ def test_an_error_of_a_job_is_raised_once_all_have_ended(executor: KernelExecuto
         executor.run_together([lambda: 1, lambda: 2, fail])
 
 
-def test_jobs_are_done_after_the_threads_have_gone() -> None:
+def test_jobs_are_done_after_the_threads_have_gone():
     executor = KernelExecutor(2)
     executor.shutdown()
 

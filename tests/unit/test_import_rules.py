@@ -191,7 +191,7 @@ def test_rules_find_what_breaks_them():
 
 
 @pytest.mark.parametrize("side", weight.SIDES)
-def test_no_modules_import_one_another(side: str) -> None:
+def test_no_modules_import_one_another(side):
     assert weight.circles(weight.edges_of(weight.sources(side))) == []
 
 
@@ -216,7 +216,7 @@ def test_what_a_worker_does_not_use_is_not_loaded():
         assert done.stdout.strip() == "[]", (module, done.stdout, done.stderr)
 
 
-def test_the_commands_help_loads_neither_numpy_nor_the_kernels() -> None:
+def test_the_commands_help_loads_neither_numpy_nor_the_kernels():
     code = (
         "import sys\nfrom pyps.cli.main import app\nsys.argv = ['pyps', '--help']\n"
         "try: app()\n"

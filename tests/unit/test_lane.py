@@ -2,9 +2,7 @@ import ctypes
 import ctypes.util
 import socket
 import ssl
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +30,7 @@ def raise_late() -> None:
     ],
     ids=["a header", "a payload", "a record"],
 )
-def test_who_receives_looks_at_its_deadline_whenever_a_part_has_come(take: Callable[[socket.socket], object]) -> None:
+def test_who_receives_looks_at_its_deadline_whenever_a_part_has_come(take):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         dripping = socket.create_connection(listening.getsockname())
         end, _ = listening.accept()
@@ -45,7 +43,7 @@ def test_who_receives_looks_at_its_deadline_whenever_a_part_has_come(take: Calla
 
 
 @pytest.mark.skipif(not ctypes.util.find_library("ssl"), reason="OpenSSL is not to be had by itself")
-def test_who_asks_for_new_keys_without_end_loses_its_lane(tmp_path: Path) -> None:
+def test_who_asks_for_new_keys_without_end_loses_its_lane(tmp_path):
     # Python has no words for a change of keys: OpenSSL's own, for which the other end owes an answer of some 30 bytes.
     openssl = ctypes.CDLL(ctypes.util.find_library("ssl") or "libssl.so")
     authority = Authority(tmp_path, create=True)

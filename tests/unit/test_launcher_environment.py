@@ -38,7 +38,7 @@ def environment_of(
     )
 
 
-def test_a_worker_learns_its_servers_run_and_place() -> None:
+def test_a_worker_learns_its_servers_run_and_place():
     environment = environment_of(index=2)
 
     assert environment["PYPS_SERVERS"] == "127.0.0.1:1,127.0.0.1:2"
@@ -48,16 +48,16 @@ def test_a_worker_learns_its_servers_run_and_place() -> None:
     assert (environment["PYPS_WORKER_INDEX"], environment["PYPS_WORKER_COUNT"]) == ("2", "4")
 
 
-def test_a_workers_process_is_set_up_for_it_unless_its_user_wants_none_of_that() -> None:
+def test_a_workers_process_is_set_up_for_it_unless_its_user_wants_none_of_that():
     assert environment_of()["PYPS_PROCESS_HOOKS"] == "1"
     assert environment_of(PYPS_PROCESS_HOOKS="0")["PYPS_PROCESS_HOOKS"] == "0"
 
 
-def test_no_variable_is_set_that_other_libraries_act_on() -> None:
+def test_no_variable_is_set_that_other_libraries_act_on():
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & environment_of().keys()
 
 
-def test_a_process_of_a_replica_finds_the_others_as_under_torchrun() -> None:
+def test_a_process_of_a_replica_finds_the_others_as_under_torchrun():
     environment = environment_of(index=1, count=2, group=Group(rank=2, size=3, master_port=23456), RANK="7")
 
     assert environment["PYPS_WORKER_ID"] == "replica-1"
@@ -68,14 +68,14 @@ def test_a_process_of_a_replica_finds_the_others_as_under_torchrun() -> None:
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_a_group_of_one_process_is_a_worker_that_torch_distributed_finds_alone() -> None:
+def test_a_group_of_one_process_is_a_worker_that_torch_distributed_finds_alone():
     environment = environment_of(index=3, group=Group(rank=0, size=1, master_port=23456))
 
     assert environment["PYPS_WORKER_ID"] == "worker-3"
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
 
 
-def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order() -> None:
+def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order():
     def seen(index: int, gpus: tuple[str, ...]) -> set[str]:
         groups = [Group(rank, 2, 1) for rank in range(2)]
         return {environment_of(index=index, gpus=gpus, group=group)["CUDA_VISIBLE_DEVICES"] for group in groups}
@@ -86,7 +86,7 @@ def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order() -> None:
     assert seen(1, ("4",)) == {"4"}
 
 
-def test_workers_and_processes_of_replicas_share_the_cores_unless_told_otherwise() -> None:
+def test_workers_and_processes_of_replicas_share_the_cores_unless_told_otherwise():
     cores = len(os.sched_getaffinity(0))
     group = Group(rank=0, size=cores, master_port=1)
 
@@ -98,14 +98,14 @@ def test_workers_and_processes_of_replicas_share_the_cores_unless_told_otherwise
     assert environment_of(OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
 
 
-def test_gpus_are_handed_out_in_turn() -> None:
+def test_gpus_are_handed_out_in_turn():
     handed = [environment_of(index=i, gpus=("0", "3"))["CUDA_VISIBLE_DEVICES"] for i in range(4)]
 
     assert handed == ["0", "3", "0", "3"]
     assert "CUDA_VISIBLE_DEVICES" not in environment_of()
 
 
-def test_gpus_are_those_inherited_or_those_that_nvidia_smi_lists(tmp_path: Path) -> None:
+def test_gpus_are_those_inherited_or_those_that_nvidia_smi_lists(tmp_path):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ("2", "GPU-abc")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert visible_gpus({"PATH": str(tmp_path)}) == ()
@@ -117,7 +117,7 @@ def test_gpus_are_those_inherited_or_those_that_nvidia_smi_lists(tmp_path: Path)
     assert visible_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
 
 
-def test_python_means_the_launcher_s_own_unless_an_environment_is_active() -> None:
+def test_python_means_the_launcher_s_own_unless_an_environment_is_active():
     folder = str(Path(sys.executable).parent)
 
     assert environment_of(PATH="/usr/bin")["PATH"] == f"{folder}{os.pathsep}/usr/bin"
@@ -135,14 +135,14 @@ def use_range(text: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
 
 
-def test_a_port_lies_below_those_that_the_system_gives_away() -> None:
+def test_a_port_lies_below_those_that_the_system_gives_away():
     if first_ephemeral() <= ports.LOWEST:
         pytest.skip("this machine gives nearly all its ports away")
 
     assert all(ports.LOWEST <= ports.free_port() < first_ephemeral() for _ in range(20))
 
 
-def test_a_port_that_is_taken_or_promised_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_or_promised_is_not_given(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         monkeypatch.setattr(ports, "LOWEST", taken)
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken_or_promised_is_not_given(tmp_path: Path, monkeypat
     assert ports.free_port(but={taken}) != taken
 
 
-def test_without_room_below_any_free_port_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_below_any_free_port_is_given(tmp_path, monkeypatch):
     for text in (None, "", "1024\t65535\n"):
         use_range(text, tmp_path, monkeypatch)
         with socket.create_server(("127.0.0.1", ports.free_port())) as listener:
@@ -173,7 +173,7 @@ def shown_of(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_warnings_and_errors_are_shown_alone(log_format: logs.Format, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_and_errors_are_shown_alone(log_format, capsys):
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs.JsonFormatter() if log_format == "json" else logs.TextFormatter())
@@ -187,7 +187,7 @@ def test_warnings_and_errors_are_shown_alone(log_format: logs.Format, capsys: py
     assert shown_of("worker-0", lines, capsys) == lines
 
 
-def test_the_start_block_is_routine_and_a_traceback_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_block_is_routine_and_a_traceback_is_not(capsys):
     block = ["pyps 0.1.0 parameter server", "  kernels  avx2, 2 threads", "  data     127.0.0.1:7610"]
     error = ["Traceback (most recent call last):", '  File "x.py", line 1, in x', "ValueError: x"]
 
@@ -195,7 +195,7 @@ def test_the_start_block_is_routine_and_a_traceback_is_not(capsys: pytest.Captur
     assert shown_of("server-1", ["  a line of a server whose block comes later"], capsys)
 
 
-def test_servers_may_read_a_large_checkpoint_as_long_wherever_they_start() -> None:
+def test_servers_may_read_a_large_checkpoint_as_long_wherever_they_start():
     pods = (ROOT / "deploy" / "kubernetes" / "common" / "pods.yaml").read_text(encoding="utf-8")
     [(period, failures)] = re.findall(r"startupProbe: .*periodSeconds: (\d+),.*failureThreshold: (\d+)", pods)
 

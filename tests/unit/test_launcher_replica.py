@@ -103,7 +103,7 @@ def without_seconds(lines: list[str]) -> list[str]:
     return [re.sub(r" after \d+\.\d s", "", line) for line in lines]
 
 
-def test_a_replica_that_loses_a_process_is_one_failure_however_the_others_end(world: Callable[..., World]) -> None:
+def test_a_replica_that_loses_a_process_is_one_failure_however_the_others_end(world):
     one = world(lambda index, rank, life: [WAITS, FAILS, FINISHES][rank], num_workers=1, num_parts=3)
     one.wait_until_ready("replica-0.0")
     one.next_end(), one.next_end()
@@ -117,7 +117,7 @@ def test_a_replica_that_loses_a_process_is_one_failure_however_the_others_end(wo
     assert one.replicas.over
 
 
-def test_the_failure_says_how_many_others_go_on_and_they_do(world: Callable[..., World]) -> None:
+def test_the_failure_says_how_many_others_go_on_and_they_do(world):
     one = world(lambda index, rank, life: FAILS if (index, rank) == (1, 0) else WAITS, num_workers=3, num_parts=2)
     one.next_end()
 
@@ -127,7 +127,7 @@ def test_the_failure_says_how_many_others_go_on_and_they_do(world: Callable[...,
     assert sum(child.running for child in one.replicas.children) == 5
 
 
-def test_the_others_get_time_to_see_it_for_themselves(world: Callable[..., World]) -> None:
+def test_the_others_get_time_to_see_it_for_themselves(world):
     one = world(lambda index, rank, life: [SAYS_WHAT_CAME_FIRST, FAILS][rank], num_parts=2)
     one.wait_until_ready("replica-0.0")
     one.next_end()
@@ -138,7 +138,7 @@ def test_the_others_get_time_to_see_it_for_themselves(world: Callable[..., World
     assert one.next_end().returncode == signal.SIGWINCH, "no SIGTERM came before it"
 
 
-def test_a_process_that_waits_for_nobody_is_ended_by_sigterm(world: Callable[..., World]) -> None:
+def test_a_process_that_waits_for_nobody_is_ended_by_sigterm(world):
     one = world(lambda index, rank, life: [WAITS, FAILS][rank], num_parts=2, replica_end_seconds=0.0)
     one.wait_until_ready("replica-0.0")
     assert one.next_end().name == "replica-0.1"
@@ -149,7 +149,7 @@ def test_a_process_that_waits_for_nobody_is_ended_by_sigterm(world: Callable[...
     assert len(one.said) == 1, "its end is no failure of its own"
 
 
-def test_a_process_that_ignores_sigterm_is_killed_and_named(world: Callable[..., World]) -> None:
+def test_a_process_that_ignores_sigterm_is_killed_and_named(world):
     one = world(
         lambda index, rank, life: [STUBBORN, FAILS][rank], num_parts=2, replica_end_seconds=0.0, worker_stop_seconds=0.0
     )
@@ -164,7 +164,7 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(world: Callable[...,
     assert one.said[1:] == ["replica-0.0 did not end within 0 s and is killed."]
 
 
-def test_one_that_finished_long_before_the_others_is_told_of_once(world: Callable[..., World]) -> None:
+def test_one_that_finished_long_before_the_others_is_told_of_once(world):
     one = world(lambda index, rank, life: [WAITS, FINISHES][rank], num_parts=2, replica_early_seconds=0.0)
     one.replicas.press()
     assert one.said == []
@@ -177,7 +177,7 @@ def test_one_that_finished_long_before_the_others_is_told_of_once(world: Callabl
 
 
 @pytest.mark.parametrize("early_seconds", [0.0, 600.0])
-def test_processes_that_finish_together_are_told_of_as_one(world: Callable[..., World], early_seconds: float) -> None:
+def test_processes_that_finish_together_are_told_of_as_one(world, early_seconds):
     one = world(lambda index, rank, life: FINISHES, num_parts=2, replica_early_seconds=early_seconds)
     one.next_end()
     if early_seconds:
@@ -189,7 +189,7 @@ def test_processes_that_finish_together_are_told_of_as_one(world: Callable[..., 
     assert without_seconds(one.said) == ["replica-0 finished."]
 
 
-def test_a_replica_is_started_again_once_all_of_it_has_ended(world: Callable[..., World]) -> None:
+def test_a_replica_is_started_again_once_all_of_it_has_ended(world):
     one = world(lambda index, rank, life: FINISHES if life else [WAITS, FAILS][rank], num_parts=2, restarts_max=1)
     first_life = one.replicas.children
     one.wait_until_ready("replica-0.0")
@@ -210,7 +210,7 @@ def test_a_replica_is_started_again_once_all_of_it_has_ended(world: Callable[...
     ]
 
 
-def test_each_worker_is_started_again_so_often_and_no_more(world: Callable[..., World]) -> None:
+def test_each_worker_is_started_again_so_often_and_no_more(world):
     one = world(lambda index, rank, life: FAILS, num_workers=1, restarts_max=2)
     one.next_end(), one.next_end(), one.next_end()
 
@@ -222,14 +222,14 @@ def test_each_worker_is_started_again_so_often_and_no_more(world: Callable[..., 
     ]
 
 
-def test_nothing_is_started_again_where_there_is_no_run_to_come_back_to(world: Callable[..., World]) -> None:
+def test_nothing_is_started_again_where_there_is_no_run_to_come_back_to(world):
     one = world(lambda index, rank, life: FAILS, restarts_max=2)
     one.next_end(may_restart=False)
 
     assert one.replicas.over
 
 
-def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good(world: Callable[..., World]) -> None:
+def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good(world):
     one = world(
         lambda index, rank, life: FAILS if index == 0 else WAITS,
         num_workers=2,
@@ -247,7 +247,7 @@ def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good
 
 
 @pytest.mark.timeout(60)
-def test_a_second_ctrl_c_may_follow_at_once(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_may_follow_at_once(world, monkeypatch):
     one = world(lambda index, rank, life: WAITS)
     [child] = one.replicas.children
     passed_on = []

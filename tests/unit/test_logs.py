@@ -21,7 +21,7 @@ def stream() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
-def test_a_line_has_time_level_event_and_fields(stream: io.StringIO) -> None:
+def test_a_line_has_time_level_event_and_fields(stream):
     logs.configure("text", stream=stream)
     log.warning("worker expired", worker="worker-1", silent_seconds=30.123456789, path=Path("/data"))
     line = stream.getvalue()
@@ -32,14 +32,14 @@ def test_a_line_has_time_level_event_and_fields(stream: io.StringIO) -> None:
     ), line
 
 
-def test_what_a_caller_sent_can_neither_begin_a_line_nor_reach_the_terminal(stream: io.StringIO) -> None:
+def test_what_a_caller_sent_can_neither_begin_a_line_nor_reach_the_terminal(stream):
     logs.configure("text", stream=stream)
     log.info("worker\njoined", worker='a\n2026 ERROR fake="1"', host="\x1b[31m\x9b", empty="")
     (line,) = stream.getvalue().splitlines()
     assert line.endswith(r'worker joined worker="a\n2026 ERROR fake=\"1\"" host="\u001b[31m\u009b" empty=""')
 
 
-def test_json_lines_are_objects_with_the_fields(stream: io.StringIO) -> None:
+def test_json_lines_are_objects_with_the_fields(stream):
     logs.configure("json", stream=stream)
     log.info("saved", path=Path("/data"), bytes=3, level="cannot hide the level")
     logging.getLogger("other").error("text %d", 5)
@@ -48,7 +48,7 @@ def test_json_lines_are_objects_with_the_fields(stream: io.StringIO) -> None:
     assert (second["event"], second["level"], second["logger"]) == ("text 5", "error", "other")
 
 
-def test_less_serious_lines_are_left_out(stream: io.StringIO) -> None:
+def test_less_serious_lines_are_left_out(stream):
     logs.configure("text", level=logging.WARNING, stream=stream)
     log.info("nothing")
     log.debug("nothing")

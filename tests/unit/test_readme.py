@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import shlex
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -18,7 +17,7 @@ from pyps.core.rules import RULES
 from pyps.core.staleness import POLICIES
 from pyps_wire import inspector_pb2
 from shards import make_run
-from support import ROOT, PythonProcess, Start, StartPython, inspect, parse_flags
+from support import ROOT, PythonProcess, inspect, parse_flags
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -44,7 +43,7 @@ ENDINGS = {
 }
 
 
-def test_the_first_try_trains_with_nothing_else_running(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_try_trains_with_nothing_else_running(capsys):
     exec(FIRST_TRY, {})
 
     [(update, loss)] = re.findall(r"^update (\d+): loss (\d\.\d+)$", capsys.readouterr().out, re.M)
@@ -52,7 +51,7 @@ def test_the_first_try_trains_with_nothing_else_running(capsys: pytest.CaptureFi
     assert float(loss) < 0.01
 
 
-def test_the_worker_script_is_the_example() -> None:
+def test_the_worker_script_is_the_example():
     example = (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8")
 
     assert example == WORKER
@@ -61,7 +60,7 @@ def test_the_worker_script_is_the_example() -> None:
         assert f"## A worker in {sum(map(bool, example.splitlines()))} lines\n" in page
 
 
-def test_the_worker_script_trains_as_it_stands(start_server: Start, start_python: StartPython) -> None:
+def test_the_worker_script_trains_as_it_stands(start_server, start_python):
     server = start_server()
     worker = start_python(str(ROOT / "examples" / "minimal.py"), env={"PYPS_SERVERS": server.data})
 
@@ -76,7 +75,7 @@ def test_the_worker_script_trains_as_it_stands(start_server: Start, start_python
 
 @pytest.mark.extended
 @pytest.mark.parametrize("script", ENDINGS)
-def test_a_job_shown_runs_to_its_end_as_it_is_shown(tmp_path: Path, script: str) -> None:
+def test_a_job_shown_runs_to_its_end_as_it_is_shown(tmp_path, script):
     assert JOBS.keys() == ENDINGS.keys(), "a job that nobody runs"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command, *arguments = shlex.split(JOBS[script])
@@ -86,7 +85,7 @@ def test_a_job_shown_runs_to_its_end_as_it_is_shown(tmp_path: Path, script: str)
     assert all((tmp_path / name).exists() for name in arguments if name.endswith(".png"))
 
 
-def test_every_command_exists_with_the_flags_shown() -> None:
+def test_every_command_exists_with_the_flags_shown():
     shown = re.findall(r"^(?:\w+=\S+ )*pyps (\w+)(.*)$", shown_in(README, *PAGES.values()), re.M)
     assert {"run", "serve", "eval", "export"} <= {command for command, _ in shown}
     for command, rest in shown:
@@ -107,7 +106,7 @@ def codes_in(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no_other() -> None:
+def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no_other():
     shown = set()
     for cell, *others in table_of("--protocol", PAGES["protocols"]):
         names = codes_in(cell)
@@ -122,14 +121,14 @@ def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no
     assert {codes_in(cell)[0].split(":")[0] for cell, *_ in table_of("--protocol", README)} == shown
 
 
-def test_a_server_takes_every_staleness_policy_of_the_table_and_has_no_other() -> None:
+def test_a_server_takes_every_staleness_policy_of_the_table_and_has_no_other():
     shown = [text for cell, _ in table_of("--staleness", PAGES["protocols"]) for text in codes_in(cell)]
     for text in shown:
         make_run(staleness=text)
     assert {text.split(":")[0] for text in shown} == set(POLICIES)
 
 
-def test_a_server_has_every_optimizer_of_the_table_with_its_settings_and_no_other() -> None:
+def test_a_server_has_every_optimizer_of_the_table_with_its_settings_and_no_other():
     shown = {
         rule: codes_in(settings)
         for cell, settings, _ in table_of("--optimizer", PAGES["schedules"])
@@ -141,7 +140,7 @@ def test_a_server_has_every_optimizer_of_the_table_with_its_settings_and_no_othe
         assert {"learning_rate", *settings} == set(RULES[rule].settings), rule
 
 
-def test_a_server_takes_every_further_choice_as_it_is_written() -> None:
+def test_a_server_takes_every_further_choice_as_it_is_written():
     texts = (
         re.sub(r"^```.*?^```", "", PAGES[name], flags=re.M | re.S) for name in ("schedules", "protocols", "change")
     )
@@ -155,7 +154,7 @@ def test_a_server_takes_every_further_choice_as_it_is_written() -> None:
         make_run(**parse_flags(["--epoch-examples", "1437", flag, value]))
 
 
-def test_what_the_pages_for_contributors_name_is_there() -> None:
+def test_what_the_pages_for_contributors_name_is_there():
     folders = ("pyps", "client", "csrc", "proto", "scripts", "tests", "examples")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if "_pb2" not in path.name]
     sources = [path for path in paths if path.suffix in (".py", ".h", ".cpp", ".proto")]
@@ -181,7 +180,7 @@ def test_what_the_pages_for_contributors_name_is_there() -> None:
         assert [each for each in named if not is_there(each)] == [], page
 
 
-def test_every_make_target_and_every_linked_file_exists() -> None:
+def test_every_make_target_and_every_linked_file_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
@@ -191,7 +190,7 @@ def test_every_make_target_and_every_linked_file_exists() -> None:
             assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_the_calls_shown_are_the_services_own() -> None:
+def test_the_calls_shown_are_the_services_own():
     methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
 
     shown = set(re.findall(r"pyps\.v1\.Inspector/(\w+)", PAGES["watch"]))
@@ -199,7 +198,7 @@ def test_the_calls_shown_are_the_services_own() -> None:
     assert {"GetStatus", "ListWorkers"} <= shown <= set(methods)
 
 
-def test_the_answers_shown_are_messages_of_the_service() -> None:
+def test_the_answers_shown_are_messages_of_the_service():
     methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
 
     answers = re.findall(r"pyps\.v1\.Inspector/(\w+)\n(\{.*?^\})", PAGES["watch"], re.M | re.S)
@@ -210,7 +209,7 @@ def test_the_answers_shown_are_messages_of_the_service() -> None:
         json_format.Parse(answer, message_factory.GetMessageClass(methods[method].output_type)())
 
 
-def test_the_rounds_a_second_of_the_readme_are_those_measured() -> None:
+def test_the_rounds_a_second_of_the_readme_are_those_measured():
     measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["rounds"]["rows"]
 
     def rounds_of(subject: str) -> float:
@@ -224,7 +223,7 @@ def test_the_rounds_a_second_of_the_readme_are_those_measured() -> None:
     assert list(figures) == [f"{rounds_of(subject):.1f}" for subject in subjects]
 
 
-def test_the_samples_a_second_of_the_readme_are_those_measured() -> None:
+def test_the_samples_a_second_of_the_readme_are_those_measured():
     measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["training"]["rows"]
 
     def cells(subject: str, *, slowed: float = 1.0, rate: str = "10gbit") -> list[str]:
@@ -244,7 +243,7 @@ def test_the_samples_a_second_of_the_readme_are_those_measured() -> None:
     assert list(alone) == cells("one process alone", rate="1gbit")
 
 
-def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
+def test_what_the_page_on_model_parallelism_shows_is_there():
     options = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200"}).output
     shown = {"--servers", "--replicas", "--parts", "--max-restarts"}
     assert shown <= set(re.findall(r"--[a-z-]+", PAGE))

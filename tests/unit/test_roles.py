@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_caller_is_what_all_that_is_asked_for_allows(tmp_path: Path, case: Any) -> None:
+def test_a_caller_is_what_all_that_is_asked_for_allows(tmp_path, case):
     asked, certified, token, certificate, place, expected = case
     access = access_with(tmp_path, *asked, certified=certified)
     shown = None if token is None else f"Bearer the-token-of-{token.word}"
@@ -54,7 +53,7 @@ def access_with(folder: Path, *roles: Role, certified: bool = False) -> Access:
     return Access(ServerConfig(**settings, tls_client_ca=folder if certified else None))
 
 
-def test_a_token_in_two_files_gives_the_least_of_both_roles_and_no_file_s_none(tmp_path: Path) -> None:
+def test_a_token_in_two_files_gives_the_least_of_both_roles_and_no_file_s_none(tmp_path):
     access = access_with(tmp_path, SEES, WORKS, RULES)
     (tmp_path / "observer").write_text("the-token-of-observer\nthe-token-of-operator", encoding="utf-8")
     assert access.admit(METRICS, b"Bearer the-token-of-operator", peer=HERE, subject="") is SEES
@@ -63,7 +62,7 @@ def test_a_token_in_two_files_gives_the_least_of_both_roles_and_no_file_s_none(t
             access.admit(METRICS, shown, peer=HERE, subject="")
 
 
-def test_who_shows_no_token_is_told_the_setting_of_the_role_that_the_call_needs(tmp_path: Path) -> None:
+def test_who_shows_no_token_is_told_the_setting_of_the_role_that_the_call_needs(tmp_path):
     asked, stop, hello = (SEES, WORKS, RULES), f"/{INSPECTOR}/Stop", f"/{PARAMETER_SERVER}/Hello"
     observer, worker = r"PYPS_OBSERVER_TOKEN_FILE \(as observer\)", r"PYPS_TOKEN_FILE \(as worker\)"
     operator = r"PYPS_OPERATOR_TOKEN_FILE \(as operator\)"
@@ -77,19 +76,19 @@ def test_who_shows_no_token_is_told_the_setting_of_the_role_that_the_call_needs(
             access_with(tmp_path, *roles).admit(call, None, peer=HERE, subject="")
 
 
-def test_a_call_that_is_not_in_the_table_is_for_operators(tmp_path: Path) -> None:
+def test_a_call_that_is_not_in_the_table_is_for_operators(tmp_path):
     with pytest.raises(NotAllowed, match="New is for the role operator, and this caller's is worker"):
         access_with(tmp_path, WORKS, RULES).admit("/a.B/New", "Bearer the-token-of-worker", peer=HERE, subject="")
 
 
-def test_a_refusal_says_which_of_token_and_certificate_gives_too_little(tmp_path: Path) -> None:
+def test_a_refusal_says_which_of_token_and_certificate_gives_too_little(tmp_path):
     access = access_with(tmp_path, WORKS, RULES, certified=True)
     for token, certificate in (("operator", "worker"), ("worker", "operator")):
         with pytest.raises(NotAllowed, match=rf"is worker \({token} by its token, {certificate} by its certificate\)"):
             access.admit("/a.B/New", f"Bearer the-token-of-{token}", peer=HERE, subject=f"OU={certificate},CN=a")
 
 
-def test_observers_read_workers_train_and_operators_change_the_server() -> None:
+def test_observers_read_workers_train_and_operators_change_the_server():
     rows = {call.rpartition("/")[2]: role for calls in PORTS.values() for call, role in calls.items()}
     for call, role in rows.items():
         if call in ("Check", "List", "Watch"):
@@ -102,7 +101,7 @@ def test_observers_read_workers_train_and_operators_change_the_server() -> None:
         assert role is expected, call
 
 
-def test_the_role_in_a_subject_is_a_unit_of_it_and_nothing_that_looks_like_one() -> None:
+def test_the_role_in_a_subject_is_a_unit_of_it_and_nothing_that_looks_like_one():
     assert role_in("OU=operator,CN=a") is RULES
     assert role_in("CN=a+OU=observer,O=b") is SEES
     assert role_in("OU=operator,OU=observer,CN=a") is SEES
@@ -112,7 +111,7 @@ def test_the_role_in_a_subject_is_a_unit_of_it_and_nothing_that_looks_like_one()
     assert role_in(r"CN=a\\,OU=observer") is SEES
 
 
-def test_the_address_that_a_server_is_bound_to_is_its_own_machine_s() -> None:
+def test_the_address_that_a_server_is_bound_to_is_its_own_machine_s():
     for host, peer in (
         ("0.0.0.0", "ipv4:127.0.0.1:5"),
         ("0.0.0.0", "unix:/a"),
@@ -133,7 +132,7 @@ def test_the_address_that_a_server_is_bound_to_is_its_own_machine_s() -> None:
     assert everybody.admit(METRICS, None, peer="ipv4:192.0.2.3:5", subject="") is WORKS
 
 
-def test_who_is_refused_for_the_place_learns_which_address_the_server_takes_for_its_own() -> None:
+def test_who_is_refused_for_the_place_learns_which_address_the_server_takes_for_its_own():
     for host, place in (
         ("0.0.0.0", "run it there, by 127.0.0.1,"),
         ("192.0.2.2", "run it there, by 192.0.2.2,"),

@@ -24,7 +24,7 @@ def take(cache: Serializations, shard: Shard, *, worker_id: str = "a", **wants: 
     return cache.take(Wanted(shard, **{"codec": FLOAT32, **wants}), worker_id=worker_id)  # type: ignore[arg-type]
 
 
-def test_two_pullers_of_one_version_get_the_same_bytes() -> None:
+def test_two_pullers_of_one_version_get_the_same_bytes():
     for codec in NATIVE:
         cache, shard = Serializations(), large_shard(length=2 * LENGTH, epoch=3)
         push(shard, np.ones(2 * LENGTH), epoch=3)
@@ -35,14 +35,14 @@ def test_two_pullers_of_one_version_get_the_same_bytes() -> None:
         assert message.payload == bytes(first.payload) == bytes(codec.encode(pull(shard)[1])), codec
 
 
-def test_those_who_ask_at_once_make_one_frame() -> None:
+def test_those_who_ask_at_once_make_one_frame():
     cache, shard = Serializations(), large_shard()
     frames: list[ReplyFrame | None] = []
     run_together([lambda: frames.append(take(cache, shard))] * 8)
     assert len({id(frame) for frame in frames}) == 1
 
 
-def test_another_version_or_codec_is_another_frame() -> None:
+def test_another_version_or_codec_is_another_frame():
     cache, shard = Serializations(), large_shard(length=2 * LENGTH)
     first = take(cache, shard)
     assert take(cache, shard, codec=FLOAT16) is not first
@@ -53,14 +53,14 @@ def test_another_version_or_codec_is_another_frame() -> None:
     assert cache.bytes_held == pytest.approx(2 * LENGTH * (4 + 2), abs=200)
 
 
-def test_who_holds_the_version_gets_nothing_and_small_frames_are_not_kept() -> None:
+def test_who_holds_the_version_gets_nothing_and_small_frames_are_not_kept():
     cache, shard, small = Serializations(), large_shard(), make_shard()
     assert take(cache, shard, held_version=0) is None
     assert take(cache, small) is not take(cache, small)
     assert cache.bytes_held == 0
 
 
-def test_the_bound_is_kept_and_what_was_made_first_goes_first() -> None:
+def test_the_bound_is_kept_and_what_was_made_first_goes_first():
     frame_bytes = LENGTH * 4 + 60
     cache = Serializations(round_bytes_max=4 * frame_bytes, recent_bytes_max=2 * frame_bytes)
     shards = [large_shard(shard_id) for shard_id in range(8)]
@@ -75,7 +75,7 @@ def test_the_bound_is_kept_and_what_was_made_first_goes_first() -> None:
     assert cache.bytes_held <= 2 * frame_bytes
 
 
-def test_tidying_lets_go_what_has_moved_on_or_was_reset() -> None:
+def test_tidying_lets_go_what_has_moved_on_or_was_reset():
     cache, shards = Serializations(), {shard_id: large_shard(shard_id) for shard_id in range(3)}
     frames = {shard_id: take(cache, shard) for shard_id, shard in shards.items()}
     push(shards[0], np.ones(LENGTH))
@@ -87,7 +87,7 @@ def test_tidying_lets_go_what_has_moved_on_or_was_reset() -> None:
     assert cache.bytes_held == 0
 
 
-def test_a_shared_frame_is_recorded_for_each_worker_that_takes_it() -> None:
+def test_a_shared_frame_is_recorded_for_each_worker_that_takes_it():
     cache, log = Serializations(), Log()
     shard = large_shard(recorder=log)
     for worker_id in ("a", "b", ""):

@@ -77,7 +77,7 @@ def host_of(
     return Host(run.config, access, None, run, executor, budget or ByteBudget(2**20), Awaited(1), Health(), kept, None)
 
 
-def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
+def test_a_large_model_is_read_and_checked_off_the_event_loop():
     for num_tensors, on_the_loop in ((10, True), (2000, False)):
         run, context = Watched(), SimpleNamespace(role=Role.WORKER)
         executor = KernelExecutor(1)
@@ -88,7 +88,7 @@ def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
         assert [thread is threading.current_thread() for thread in run.threads] == [on_the_loop], num_tensors
 
 
-def test_a_gradient_keeps_no_more_of_its_message_than_it_is_charged_for() -> None:
+def test_a_gradient_keeps_no_more_of_its_message_than_it_is_charged_for():
     for spare, kept in [(100, True), (1 << 20, False)]:
         message = bytes(spare) + b"\x00\x00\x80\x3f" * 16
         gradient = convert.plan_from(wire.PushRequest(codec=1, kind=1), memoryview(message)[spare:]).gradient
@@ -96,7 +96,7 @@ def test_a_gradient_keeps_no_more_of_its_message_than_it_is_charged_for() -> Non
         assert (memoryview(gradient.payload).obj is message) == kept, spare
 
 
-def test_both_ends_ping_alike_and_no_client_pings_more_often_than_the_server_allows() -> None:
+def test_both_ends_ping_alike_and_no_client_pings_more_often_than_the_server_allows():
     client = dict(channel._options(use_proxy=False))
     server = dict(hosting._common_options())
 
@@ -110,7 +110,7 @@ WAIT_SECONDS = 60.0
 
 
 @pytest.mark.parametrize("length, counts", [(16_000, False), (17_000, True)])
-def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages_do(length: int, counts: bool) -> None:
+def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages_do(length, counts):
     run, answers = serving(model=Model((Tensor("w", (length,)),))), []
 
     class Caller:
@@ -140,7 +140,7 @@ class Listener:
         self.taken.append(wire.Parameters.FromString(message))
 
 
-def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held() -> None:
+def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held():
     run, listener, held = serving(protocol="asgd"), Listener(), list[bool]()
     mutex = run.mutex
 
@@ -161,7 +161,7 @@ def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held() -> Non
     assert (held, len(listener.taken)) == ([True, True], 2)
 
 
-def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex() -> None:
+def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex():
     run, listener = serving(protocol="asgd"), Listener()
     run.work.open(DataSpec("train", 6, 3), worker_id="a")
     assert run.mutex is not None
@@ -200,7 +200,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     assert deliver().accepted
 
 
-def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkeypatch):
     """20 microseconds a tensor, and that for every worker."""
     model = Model(tuple(Tensor(f"tensor.{number}", (2, 3)) for number in range(100)))
     run = serving(model=model)
@@ -217,7 +217,7 @@ def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkey
     assert convert.greeting_from(request, run.content.model).model is run.content.model
 
 
-def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch):
     count, looks = 400, list[int]()
     is_ready = VersionWait.is_ready
 

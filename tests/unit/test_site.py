@@ -2,7 +2,6 @@ import dataclasses
 import html
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ def answers_of(told: str) -> dict[str, str]:
     return {html.unescape(given): said for given, said in re.findall(folded, told, re.M)}
 
 
-def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_value() -> None:
+def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_value():
     told = importlib.import_module("settings").commands()
 
     chapters = dict(re.findall(r"^## (pyps .*)\n((?:(?!## ).*\n?)*)", told, re.M))
@@ -36,14 +35,14 @@ def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_valu
     assert answers_of(chapters["pyps status"])["--servers ?"].startswith("Server address '?' is malformed")
 
 
-def test_what_is_right_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_right_is_not_done(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     assert importlib.import_module("refusals").of_command(["certs", "init", "--host", "localhost"], {}) == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_setting_of_a_worker_is_told() -> None:
+def test_every_setting_of_a_worker_is_told():
     settings = importlib.import_module("settings")
 
     launch, options = settings.launch(), settings.options()

@@ -38,12 +38,12 @@ def printed(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_plain_script_is_what_the_page_s_command_prints() -> None:
+def test_the_plain_script_is_what_the_page_s_command_prints():
     [command] = re.findall(r"^pyps slurm --print (.*) > train\.sbatch$", PAGE, re.M)
     assert printed(*shlex.split(command)) == SCRIPT.read_text(encoding="utf-8")
 
 
-def test_options_of_sbatch_come_before_and_behind_the_border_between_servers_and_workers() -> None:
+def test_options_of_sbatch_come_before_and_behind_the_border_between_servers_and_workers():
     nodes = ("--sbatch", "--time=9:00", "--server-sbatch", "--mem=64G", "--worker-sbatch", "--gpus-per-task=1 -c 8")
     script = printed(*nodes, "--servers", "3", "--workers", "5", "--run-id", "digits", "--", "python", "train.py")
     of_servers, of_workers = script.partition("\nexport ")[0].split("#SBATCH hetjob\n")
@@ -51,7 +51,7 @@ def test_options_of_sbatch_come_before_and_behind_the_border_between_servers_and
     assert {"--time=9:00", "--gpus-per-task=1", "-c", "8", "--ntasks=5"} <= {*of_workers.split()}
 
 
-def test_what_has_spaces_and_quotes_reaches_the_script_as_it_was_given() -> None:
+def test_what_has_spaces_and_quotes_reaches_the_script_as_it_was_given():
     worker = ("python", "it's.py", "--note", "a  b $HOME")
     script = printed("--folder", "my runs/a'b", "--stop-after", "updates=5", "--resume", "--", *worker)
     chosen = script.partition("\n# ---")[0]
@@ -79,7 +79,7 @@ def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.Complete
     )
 
 
-def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path: Path) -> None:
+def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path):
     name = "it's %j a\\b; touch PWNED; '$(touch PWNED)"
     tell = """. "${PYPS_TLS_CA%/*}/environment" && echo "$PYPS_TLS_CA" """
     done = run(tmp_path, "--folder", name, "--", "bash", "-c", tell)
@@ -91,19 +91,19 @@ def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path: Path) 
     assert "--checkpoint-dir" in (tmp_path / name / "log-of-server-0.txt").read_text(encoding="utf-8")
 
 
-def test_a_folder_s_name_may_begin_with_a_dash(tmp_path: Path) -> None:
+def test_a_folder_s_name_may_begin_with_a_dash(tmp_path):
     done = run(tmp_path, "--folder", "./-dash", "--", "true")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "-dash" / "log-of-server-0.txt").exists()
 
 
-def test_keys_are_removed_once_the_servers_have_ended_whatever_the_workers_do(tmp_path: Path) -> None:
+def test_keys_are_removed_once_the_servers_have_ended_whatever_the_workers_do(tmp_path):
     worker = "cd runs/pyps/job-*; until [ -e serving-0 ]; do sleep 0.02; done; ls; touch ../../../ended; sleep 1; ls"
     done = run(tmp_path, "--", "bash", "-c", worker)
     assert [done.stdout.count(f"{name}\n") for name in ("environment", "worker.token", "server.key")] == [2, 1, 1]
 
 
-def test_keys_of_jobs_that_slurm_no_longer_has_go_with_the_folder_s_next(tmp_path: Path) -> None:
+def test_keys_of_jobs_that_slurm_no_longer_has_go_with_the_folder_s_next(tmp_path):
     for name in ("job-5.0", "job-6.0", "job-7.0", "job-results"):
         (tmp_path / "runs" / "pyps" / name).mkdir(parents=True)
         (tmp_path / "runs" / "pyps" / name / "environment").touch()
@@ -112,7 +112,7 @@ def test_keys_of_jobs_that_slurm_no_longer_has_go_with_the_folder_s_next(tmp_pat
 
 
 @pytest.mark.parametrize(("served", "says"), [(0, False), (143, False), (1, True)])
-def test_workers_wait_for_servers_and_a_lost_checkpoint_is_reported(tmp_path: Path, served: int, says: bool) -> None:
+def test_workers_wait_for_servers_and_a_lost_checkpoint_is_reported(tmp_path, served, says):
     done = run(tmp_path, "--", "bash", "-c", "exit 3", served=served)
     assert done.returncode == 3
     assert ("ended without their last checkpoint" in done.stdout) == says
@@ -132,13 +132,13 @@ def test_workers_wait_for_servers_and_a_lost_checkpoint_is_reported(tmp_path: Pa
         (("--start-together", "--stop-after", "noon"), "is none of updates=N, examples=N and seconds=N"),
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(arguments: tuple[str, ...], said: str) -> None:
+def test_nonsense_is_refused_in_a_sentence(arguments, said):
     done = CliRunner().invoke(app, ["slurm", "--print", *arguments, "--", "python", "train.py"])
     assert isinstance(done.exception, PypsError)
     assert said in str(done.exception)
 
 
-def test_sbatch_gets_the_script_and_may_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_gets_the_script_and_may_refuse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     sbatch = tmp_path / "sbatch"
@@ -149,14 +149,14 @@ def test_sbatch_gets_the_script_and_may_refuse(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "script").read_text(encoding="utf-8") == printed(*arguments)
 
 
-def test_without_sbatch_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sbatch_the_way_out_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     done = CliRunner().invoke(app, ["slurm", "--", "python", "train.py"])
     assert "take the script by --print" in str(done.exception)
 
 
 @pytest.mark.parametrize("below", ["", "run/1"])
-def test_a_file_for_a_folder_is_refused_before_the_job_is_submitted(tmp_path: Path, below: str) -> None:
+def test_a_file_for_a_folder_is_refused_before_the_job_is_submitted(tmp_path, below):
     file = tmp_path / "file"
     file.touch()
     done = CliRunner().invoke(app, ["slurm", "--folder", str(file / below), "--", "python", "train.py"])
@@ -164,7 +164,7 @@ def test_a_file_for_a_folder_is_refused_before_the_job_is_submitted(tmp_path: Pa
     assert f"but {file} is a file" in str(done.exception)
 
 
-def test_a_folder_with_nothing_to_resume_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_nothing_to_resume_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     arguments = ["--resume", "--folder", str(tmp_path / "none"), "--", "python", "train.py"]
     done = CliRunner().invoke(app, ["slurm", *arguments])

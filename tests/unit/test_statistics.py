@@ -31,7 +31,7 @@ def push(statistics: Statistics, answer: Receipt, *, worker_id: str = "a", now: 
     statistics.pushed(worker_id, answer.shard_id, answer, **{"payload_bytes": 8, "now": now, **fields})
 
 
-def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> None:
+def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard():
     statistics = Statistics()
     push(statistics, receipt(staleness=3, rate_scale=0.5))
     push(statistics, receipt(Outcome.PENDING, shard_id=1), worker_id="b")
@@ -45,7 +45,7 @@ def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> Non
     assert statistics.worker("nobody") == statistics.shard(9) == Statistics().total()
 
 
-def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_not_as_stale() -> None:
+def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_not_as_stale():
     statistics = Statistics()
     push(statistics, receipt(Outcome.REJECTED, staleness=900))
     total = statistics.total()
@@ -58,7 +58,7 @@ def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_not_as_stale
     assert statistics.last_update == 1.0
 
 
-def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped() -> None:
+def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped():
     statistics = Statistics()
     for reason in (Reason.STALE, Reason.DROPPED, Reason.DROPPED):
         push(statistics, receipt(Outcome.REJECTED, reason=reason))
@@ -67,7 +67,7 @@ def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped()
         assert tally.reasons == {Reason.STALE: 1, Reason.DROPPED: 2}
 
 
-def test_updates_without_a_push_are_counted_for_their_shard() -> None:
+def test_updates_without_a_push_are_counted_for_their_shard():
     statistics = Statistics()
     statistics.updated(3, [], now=5.0)
     assert statistics.last_update is None
@@ -78,7 +78,7 @@ def test_updates_without_a_push_are_counted_for_their_shard() -> None:
     assert statistics.total().pushes_applied == 1
 
 
-def test_waits_add_up_for_everybody_and_the_worker() -> None:
+def test_waits_add_up_for_everybody_and_the_worker():
     statistics = Statistics()
     for worker_id, seconds in (("a", 1.5), ("b", 0.25), ("a", 0.5)):
         statistics.blocked(worker_id, seconds)
@@ -87,7 +87,7 @@ def test_waits_add_up_for_everybody_and_the_worker() -> None:
     assert statistics.total().blocked_seconds == 2.25
 
 
-def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken() -> None:
+def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken():
     statistics = Statistics()
     push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
     before = statistics.total()
@@ -102,7 +102,7 @@ def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken
     assert (before.reasons, before.histogram) == ({Reason.STALE: 1}, {})
 
 
-def test_recent_receipts_come_newest_first_and_are_bounded() -> None:
+def test_recent_receipts_come_newest_first_and_are_bounded():
     statistics = Statistics()
     for sequence in range(RECENT_RECEIPTS_MAX + 5):
         push(statistics, receipt(sequence=sequence), worker_id="ab"[sequence % 2])
@@ -111,7 +111,7 @@ def test_recent_receipts_come_newest_first_and_are_bounded() -> None:
     assert len(statistics.recent(5000)) == RECENT_RECEIPTS_MAX
 
 
-def test_memory_is_bounded_whatever_workers_call_themselves_and_however_stale_they_are() -> None:
+def test_memory_is_bounded_whatever_workers_call_themselves_and_however_stale_they_are():
     statistics = Statistics()
     for index in range(WORKERS_MAX + 10):
         statistics.pulled(f"worker-{index}", 4)
@@ -123,7 +123,7 @@ def test_memory_is_bounded_whatever_workers_call_themselves_and_however_stale_th
     assert len(statistics.total().histogram) < 1200
 
 
-def test_large_staleness_is_counted_to_one_part_in_eight() -> None:
+def test_large_staleness_is_counted_to_one_part_in_eight():
     statistics = Statistics()
     for staleness in (1023, 1024, 1100, 5000):
         push(statistics, receipt(staleness=staleness))
@@ -132,7 +132,7 @@ def test_large_staleness_is_counted_to_one_part_in_eight() -> None:
     assert (total.staleness_max, total.staleness_sum) == (5000, 1023 + 1024 + 1100 + 5000)
 
 
-def test_apply_times_fall_into_the_first_bucket_that_holds_them() -> None:
+def test_apply_times_fall_into_the_first_bucket_that_holds_them():
     statistics = Statistics()
     for seconds in (1e-5, 1.1e-5, 9.0):
         push(statistics, receipt(), apply_seconds=seconds)
@@ -143,7 +143,7 @@ def test_apply_times_fall_into_the_first_bucket_that_holds_them() -> None:
     assert times.sum == 1e-5 + 1.1e-5 + 9.0
 
 
-def test_threads_lose_no_count() -> None:
+def test_threads_lose_no_count():
     statistics = Statistics()
 
     def count() -> None:
@@ -156,7 +156,7 @@ def test_threads_lose_no_count() -> None:
     assert (total.pushes_applied, total.bytes_in, total.bytes_out) == (2000, 16000, 2000)
 
 
-def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each() -> None:
+def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each():
     statistics = Statistics()
     for shard_id in (5, 2, 5):
         push(statistics, receipt(shard_id=shard_id))
@@ -177,7 +177,7 @@ def part(worker_id: str, rate_scale: float, **fields: Any) -> Part:
     return Part(pushed, 0.5)
 
 
-def test_the_step_lost_is_that_of_the_updates_made() -> None:
+def test_the_step_lost_is_that_of_the_updates_made():
     """A gradient that waits has lost nothing yet: what its update loses depends on the others (Gupta et al. 2016)."""
     statistics = Statistics()
     push(statistics, receipt(Outcome.PENDING, rate_scale=1.0))
@@ -189,7 +189,7 @@ def test_the_step_lost_is_that_of_the_updates_made() -> None:
     assert statistics.total().rate_scale_mean == 1.75 / 3
 
 
-def test_status_memory_and_shards_are_reported_while_a_push_holds_their_shard(monkeypatch) -> None:
+def test_status_memory_and_shards_are_reported_while_a_push_holds_their_shard(monkeypatch):
     run = serving()
     shard = run.content.shards[0]
     partition = run.content.partition
@@ -207,7 +207,7 @@ def test_status_memory_and_shards_are_reported_while_a_push_holds_their_shard(mo
     assert report.shard_info(run, shard, partition, with_checksum=True).checksum == "sum"
 
 
-def test_a_total_is_summed_shard_by_shard_so_that_pushes_are_counted_in_between() -> None:
+def test_a_total_is_summed_shard_by_shard_so_that_pushes_are_counted_in_between():
     statistics, holds = Statistics(), []
 
     class Counted(nullcontext[None]):

@@ -1,5 +1,4 @@
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from safetensors.numpy import load, load_file, save
 from pyps.storage.tensor_file import TensorFile, TensorReader
 
 
-def test_the_library_reads_what_was_written_in_parts(tmp_path: Path) -> None:
+def test_the_library_reads_what_was_written_in_parts(tmp_path):
     values = np.arange(12, dtype=np.float32)
     with (tmp_path / "file").open("wb") as file:
         tensors = TensorFile(file, {"a": (3, 2), "none": (0, 4), "scalar": (), "b": (5,)}, metadata={"run_id": "run-1"})
@@ -26,7 +25,7 @@ def test_the_library_reads_what_was_written_in_parts(tmp_path: Path) -> None:
         assert opened.metadata() == {"run_id": "run-1"}
 
 
-def test_values_begin_at_a_multiple_of_eight() -> None:
+def test_values_begin_at_a_multiple_of_eight():
     for name in ("a", "ab", "abc", "x" * 50):
         memory = io.BytesIO()
         TensorFile(memory, {name: (1,)}).write(name, np.ones(1, np.float32))
@@ -34,7 +33,7 @@ def test_values_begin_at_a_multiple_of_eight() -> None:
         assert load(memory.getvalue())[name] == 1
 
 
-def test_the_reader_reads_what_the_library_wrote_into_aligned_arrays() -> None:
+def test_the_reader_reads_what_the_library_wrote_into_aligned_arrays():
     values = {"a": np.arange(7, dtype=np.float32), "b": np.ones((2, 3), np.float32), "none": np.zeros(0, np.float32)}
     reader = TensorReader(io.BytesIO(save(values)))
     for name in ("b", "a", "none", "b"):
@@ -43,13 +42,13 @@ def test_the_reader_reads_what_the_library_wrote_into_aligned_arrays() -> None:
         np.testing.assert_array_equal(read, values[name].ravel())
 
 
-def test_a_tensor_that_is_not_float32_is_refused() -> None:
+def test_a_tensor_that_is_not_float32_is_refused():
     reader = TensorReader(io.BytesIO(save({"double": np.ones(3)})))
     with pytest.raises(ValueError, match="not float32"):
         reader.read("double")
 
 
-def test_what_is_no_header_is_refused() -> None:
+def test_what_is_no_header_is_refused():
     for whole, words in [
         (b"", "Expecting value"),
         (b"\x05", "Expecting value"),
@@ -61,7 +60,7 @@ def test_what_is_no_header_is_refused() -> None:
             pytest.fail(f"{TensorReader(io.BytesIO(whole))} of {whole!r}")
 
 
-def test_tensors_that_the_file_does_not_hold_are_refused() -> None:
+def test_tensors_that_the_file_does_not_hold_are_refused():
     whole = save({"a": np.arange(7, dtype=np.float32), "half": np.zeros(4, np.float16)})
     reader = TensorReader(io.BytesIO(whole))
     with pytest.raises(ValueError, match="no such tensor"):

@@ -21,13 +21,13 @@ def answer(address: str, *, uptime: float, version: int, clock: int = 0, stale: 
     return Answer(address, status, [worker], (), [], work.WorkProgress(), histogram, pb.Memory(), "")
 
 
-def test_every_staleness_has_the_band_that_names_it() -> None:
+def test_every_staleness_has_the_band_that_names_it():
     for staleness in range(200):
         low, _, high = BANDS[band_of(staleness)].replace("33+", "33-999").partition("-")
         assert int(low) <= staleness <= int(high or low)
 
 
-def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew() -> None:
+def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew():
     history = History(["a", "b"])
     for address in ("a", "b"):
         history.take(address, answer(address, uptime=10, version=100, clock=50))
@@ -43,7 +43,7 @@ def test_rates_go_by_the_servers_own_clock_and_a_new_life_of_it_begins_anew() ->
     assert [event[1:] for event in history.events] == [("b", "no answer: gone")]
 
 
-def test_a_loss_that_has_no_height_is_drawn_as_none() -> None:
+def test_a_loss_that_has_no_height_is_drawn_as_none():
     for loss in (math.nan, math.inf, -1.0, 0.0):
         history = History(["a"])
         history.take("a", answer("a", uptime=1, version=1, loss=loss))
@@ -52,7 +52,7 @@ def test_a_loss_that_has_no_height_is_drawn_as_none() -> None:
         assert pictures.workers(history, sorted_by="loss", reverse=False).row_count == 1
 
 
-def test_what_others_chose_is_no_command_to_the_terminal() -> None:
+def test_what_others_chose_is_no_command_to_the_terminal():
     words = "\x1b[2J[red]<b>\x07\u202e"
     told = answer("a", uptime=1, version=1)
     told.status.MergeFrom(pb.Status(run_id=words, protocol=words, waiting_for=[words], warnings=[words]))
@@ -69,7 +69,7 @@ def test_what_others_chose_is_no_command_to_the_terminal() -> None:
         assert all(character.isprintable() or character == "\n" for character in shown.get())
 
 
-def test_a_column_of_the_stream_is_filled_by_shares_from_fresh_to_stale() -> None:
+def test_a_column_of_the_stream_is_filled_by_shares_from_fresh_to_stale():
     fresh, late = pictures.COLOURS[0], pictures.COLOURS[3]
     top, bottom, legend = pictures.stream([Point(0, 0, 0, 0, 0, {0: 3, 3: 1})], width=4, height=3).split("\n")
     assert (str(top.spans[0].style), str(bottom.spans[0].style)) == (f"{late} on {fresh}", f"{fresh} on {fresh}")

@@ -28,9 +28,7 @@ def counted() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("transport", "overlap"), LIMITS)
-def test_the_path_of_a_gradient_is_short(
-    counted: dict[tuple[str, str], Any], transport: str, overlap: Literal["off", "step"]
-) -> None:
+def test_the_path_of_a_gradient_is_short(counted, transport, overlap):
     worker, server = counted[transport, overlap]["client"], counted[transport, overlap]["server"]
     worker_max, server_max = LIMITS[transport, overlap]
 
@@ -39,7 +37,7 @@ def test_the_path_of_a_gradient_is_short(
     assert server_max is None or server["calls"] <= server_max, server["functions"]
 
 
-def test_architecture_lists_the_path_as_it_is(counted: dict[tuple[str, str], Any]) -> None:
+def test_architecture_lists_the_path_as_it_is(counted):
     page = (weight.ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.partition("## The path of a gradient\n")[2].partition("\n### ")[0]
     stations = "".join(re.findall(r"^ ?\d+\. .*\n(?:   .*\n)*", section, re.M))

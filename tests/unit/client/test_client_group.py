@@ -14,7 +14,7 @@ from replicas import Meeting, ThreadPeers, on_all
 MODEL = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)
 
 
-def test_of_several_processes_each_names_its_parts() -> None:
+def test_of_several_processes_each_names_its_parts():
     whole = partition(MODEL, num_servers=1)
     [first, _] = Meeting("r", 2).peers
 
@@ -24,7 +24,7 @@ def test_of_several_processes_each_names_its_parts() -> None:
         own_partition(whole, (), first)
 
 
-def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_go_before() -> None:
+def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_go_before():
     over = Receipt(outcome=OUTCOME_REJECTED, reason=REASON_FINISHED, version_after=9)
 
     def act(peers: ThreadPeers) -> tuple[object, ...]:
@@ -51,7 +51,7 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
     assert results == [((False, 0, 0), True, True, 0, ("hardsync", "none", 16, 3, 2.0))] * 2
 
 
-def test_what_a_worker_of_one_process_hears_counts_at_once() -> None:
+def test_what_a_worker_of_one_process_hears_counts_at_once():
     view = View()
     view.greeted(0, HelloReply(batch_size=16))
     view.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)], sent_at=0.0)

@@ -93,14 +93,14 @@ def echo(channel: GrpcChannel, *payloads: bytes, seconds: float = 20.0, push: bo
     return replies
 
 
-def test_many_rounds_are_one_call(server: EchoServer, channel: GrpcChannel) -> None:
+def test_many_rounds_are_one_call(server, channel):
     for number in range(20):
         message = str(number).encode()
         assert echo(channel, message, message * 2) == [message, message * 2]
     assert server.calls == 1
 
 
-def test_pushes_go_beside_an_exchange_on_a_call_of_their_own(server: EchoServer, channel: GrpcChannel) -> None:
+def test_pushes_go_beside_an_exchange_on_a_call_of_their_own(server, channel):
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(echo, channel, b"hush")
         server.hushed.get(timeout=20)
@@ -116,13 +116,13 @@ def test_pushes_go_beside_an_exchange_on_a_call_of_their_own(server: EchoServer,
             asking.result(20)
 
 
-def test_both_directions_are_busy_at_once(channel: GrpcChannel) -> None:
+def test_both_directions_are_busy_at_once(channel):
     """More than both ends' windows hold: whoever sent all before it read would never end."""
     messages = [bytes([number]) * (3 * MEBIBYTE) for number in range(16)]
     assert echo(channel, *messages, seconds=60) == messages
 
 
-def test_frames_are_made_when_there_is_room_for_them(channel: GrpcChannel) -> None:
+def test_frames_are_made_when_there_is_room_for_them(channel):
     made: list[int] = []
     taken: list[int] = []
     ahead: list[int] = []
@@ -146,7 +146,7 @@ def test_frames_are_made_when_there_is_room_for_them(channel: GrpcChannel) -> No
 @pytest.mark.parametrize(
     ("message", "error"), [(b"fail UnknownWorker", UnknownWorker), (b"fail LimitExceeded", Busy), (b"end", LinkLost)]
 )
-def test_a_verdict_ends_round(server: EchoServer, channel: GrpcChannel, message: bytes, error: type[Exception]) -> None:
+def test_a_verdict_ends_round(server, channel, message, error):
     assert echo(channel, b"before") == [b"before"]
     with pytest.raises(error):
         echo(channel, b"first", message, b"last", b"never answered")
@@ -154,7 +154,7 @@ def test_a_verdict_ends_round(server: EchoServer, channel: GrpcChannel, message:
     assert server.calls == 2
 
 
-def test_a_round_that_lasts_too_long_is_a_loss(server: EchoServer, channel: GrpcChannel) -> None:
+def test_a_round_that_lasts_too_long_is_a_loss(server, channel):
     assert echo(channel, b"quick", seconds=20.0) == [b"quick"]
     with pytest.raises(LinkLost, match="no answer within the call's deadline"):
         echo(channel, b"hush", seconds=0.3)
@@ -162,7 +162,7 @@ def test_a_round_that_lasts_too_long_is_a_loss(server: EchoServer, channel: Grpc
     assert echo(channel, b"again", seconds=20.0) == [b"again"]
 
 
-def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel: GrpcChannel) -> None:
+def test_closing_the_channel_ends_a_round_under_way(server, channel):
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(echo, channel, b"hush")
         server.hushed.get(timeout=20)
@@ -173,7 +173,7 @@ def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel:
         echo(channel, b"too late")
 
 
-def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: GrpcChannel) -> None:
+def test_what_cannot_be_taken_ends_the_call(server, channel):
     def take(*_: object) -> bool:
         raise PypsError("never seen such a thing")
 
@@ -183,7 +183,7 @@ def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: GrpcCha
     assert server.calls == 2
 
 
-def test_a_frame_that_cannot_be_made_ends_the_round(channel: GrpcChannel) -> None:
+def test_a_frame_that_cannot_be_made_ends_the_round(channel):
     def frames() -> Iterator[bytes]:
         yield b"first"
         raise PypsError("the vectors are gone")
@@ -226,7 +226,7 @@ print("closed")
 """
 
 
-def test_signals_at_any_instant_leave_neither_a_hang_nor_a_crash(server: EchoServer) -> None:
+def test_signals_at_any_instant_leave_neither_a_hang_nor_a_crash(server):
     with PythonProcess("-c", INTERRUPTED, server.address) as process:
         assert process.wait() == 0, process.output()
         assert process.output() == "closed\n"

@@ -1,6 +1,5 @@
 import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from support import ROOT
 SGD = ("sgd", {"learning_rate": 0.1})
 
 
-def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
+def test_everything_comes_from_the_environment(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("secret-token\n", encoding="utf-8")
     environment = {
@@ -68,7 +67,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_every_argument_goes_before_its_variable_which_is_not_even_read_unless_it_is_none() -> None:
+def test_every_argument_goes_before_its_variable_which_is_not_even_read_unless_it_is_none():
     theirs = {"PYPS_SERVERS": "a:1", "PYPS_RUN_ID": "theirs", "PYPS_WORKER_ID": "w"}
     launch = Launch("b:2", environment=theirs, run_id="mine", worker_id=None)
     assert (launch.servers, launch.run_id, launch.worker_id) == (("b:2",), "mine", "w")
@@ -83,14 +82,14 @@ def test_every_argument_goes_before_its_variable_which_is_not_even_read_unless_i
     assert {each.name for each in fields(Launch) if each.init} == {"servers", "token_file", *ARGUMENTS}
 
 
-def test_a_token_file_that_is_named_goes_before_both_variables(tmp_path: Path) -> None:
+def test_a_token_file_that_is_named_goes_before_both_variables(tmp_path):
     path = tmp_path / "token"
     path.write_text("mine\nformer\n", encoding="utf-8")
     environment = {"PYPS_TOKEN_FILE": "/nowhere/token", "PYPS_TOKEN": "theirs"}
     assert Launch("b:2", token_file=path, environment=environment).token == "mine"
 
 
-def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_named_the_worker() -> None:
+def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_named_the_worker():
     ranks = {"PYPS_SERVERS": "a:1", "RANK": "3", "WORLD_SIZE": "8"}
     torchrun = ranks | {"TORCHELASTIC_RUN_ID": "none"}
     for environment, place in (
@@ -107,7 +106,7 @@ def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_nam
     assert Launch(environment=torchrun).worker_id == Launch(servers=("a:1",)).worker_id
 
 
-def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog):
     environment = {"PYPS_SERVERS": "a:1", "TORCHELASTIC_RUN_ID": "digits"}
     assert Launch(environment=environment).run_id == "digits"
     assert Launch(environment=environment | {"PYPS_RUN_ID": "mine"}).run_id == "mine"
@@ -122,12 +121,12 @@ def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog: pytest
     assert len(caplog.messages) == 1
 
 
-def test_the_token_is_not_printed_nor_is_the_key() -> None:
+def test_the_token_is_not_printed_nor_is_the_key():
     secrets = {"token": "secret", "worker_key": "secret of a worker"}
     assert "secret" not in repr(Launch(servers=("a:1",), **secrets))
 
 
-def test_addresses_are_read_or_refused_by_name() -> None:
+def test_addresses_are_read_or_refused_by_name():
     for given, parsed in (
         ("host", ("host:7610",)),
         ("host:80,other:81,", ("host:80", "other:81")),
@@ -163,7 +162,7 @@ WRONG = [
 ]
 
 
-def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
+def test_what_is_not_of_its_settings_type_is_refused_by_name():
     for given, complaint in (
         ({"loss_wait_seconds": "x"}, "loss_wait_seconds is 'x'; expected a number"),
         ({"start_wait_seconds": True}, "start_wait_seconds is True; expected a number"),
@@ -190,23 +189,23 @@ def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
     assert Launch(servers=["a:1"], worker_index=np.int64(1), wait_seconds=np.float32(2)).worker_id == "worker-1"
 
 
-def test_an_empty_name_goes_before_its_variable_and_leaves_the_worker_unnamed() -> None:
+def test_an_empty_name_goes_before_its_variable_and_leaves_the_worker_unnamed():
     theirs = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_ID": "w", "PYPS_WORKER_INDEX": "3"}
     assert Launch(environment=theirs, worker_id="").worker_id == "worker-3"
 
 
-def test_a_wrong_variable_is_refused_by_name() -> None:
+def test_a_wrong_variable_is_refused_by_name():
     for variable, text, complaint in WRONG:
         environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
         with pytest.raises(InvalidArgument, match=complaint):
             Launch(environment=environment)
 
 
-def test_a_worker_may_choose_each_transport_that_servers_have() -> None:
+def test_a_worker_may_choose_each_transport_that_servers_have():
     assert {transport.name for transport in server.TRANSPORTS} == set(launch.TRANSPORTS) - {"auto"}
 
 
-def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+def test_a_token_that_cannot_be_sent_is_refused(tmp_path):
     path = tmp_path / "token"
     for text in ("gehe\u00efm", "a\x1bb"):
         path.write_text(text, encoding="utf-8")
@@ -214,12 +213,12 @@ def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
             Launch("localhost", token_file=path, environment={})
 
 
-def test_the_client_tells_servers_the_version_that_it_is_released_under() -> None:
+def test_the_client_tells_servers_the_version_that_it_is_released_under():
     project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert pyps_client.__version__ == project["version"]
 
 
-def test_wrong_arguments_of_a_client_are_refused_by_name_before_any_connection() -> None:
+def test_wrong_arguments_of_a_client_are_refused_by_name_before_any_connection():
     one = {"w": np.zeros(3, np.float32)}
     for tensors, optimizer, complaint in (
         ("sgd", SGD, "tensors is of type str; expected a dictionary of float32 arrays by their names"),

@@ -7,7 +7,6 @@ import pytest
 from pyps_client import leave
 from pyps_client.lease import LostReplica
 from pyps_wire.errors import ReplicaLost, Superseded
-from support import StartPython
 
 HANGS = """\
 import sys, threading
@@ -79,7 +78,7 @@ forward()
 """
 
 
-def test_a_process_whose_main_thread_hangs_ends_with_the_sentence(start_python: StartPython) -> None:
+def test_a_process_whose_main_thread_hangs_ends_with_the_sentence(start_python):
     process = start_python("-c", HANGS)
     assert process.wait() == 1
     assert "so far" in process.output()
@@ -87,20 +86,20 @@ def test_a_process_whose_main_thread_hangs_ends_with_the_sentence(start_python: 
     assert "told twice" not in process.output()
 
 
-def test_a_process_ends_though_what_it_printed_goes_nowhere(start_python: StartPython) -> None:
+def test_a_process_ends_though_what_it_printed_goes_nowhere(start_python):
     for stdout in ("None", "open(writer, 'w', buffering=1 << 16); sys.stdout.write('more')"):
         process = start_python("-c", CANNOT_FLUSH.format(stdout=stdout))
         assert process.wait() == 1
         assert process.output() == "pyps: process 'r/1' is gone\n"
 
 
-def test_a_process_whose_main_thread_comes_to_know_is_left_alone(start_python: StartPython) -> None:
+def test_a_process_whose_main_thread_comes_to_know_is_left_alone(start_python):
     process = start_python("-c", COMES_TO_KNOW)
     assert process.wait() == 7
     assert process.output() == "raised process 'r/1' is gone\n"
 
 
-def test_any_thread_meets_what_was_noted_as_it_was_told() -> None:
+def test_any_thread_meets_what_was_noted_as_it_was_told():
     for kind in (ReplicaLost, Superseded):
         lost = LostReplica()
         lost.check()
@@ -112,7 +111,7 @@ def test_any_thread_meets_what_was_noted_as_it_was_told() -> None:
             lost.check()
 
 
-def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_python: StartPython) -> None:
+def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_python):
     process = start_python("-c", DIES_OF_ANOTHERS_ERROR)
     assert process.wait() == 1
     assert process.output() == (
@@ -125,7 +124,7 @@ def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_p
     assert "Traceback" in shown.output() and "RuntimeError: Connection closed by peer" in shown.output()
 
 
-def test_an_error_that_no_translator_knows_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_no_translator_knows_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(leave, "_translators", [])
     leave.translate_with(lambda error: ReplicaLost("lost") if isinstance(error, OSError) else None)
     error = KeyError("x")

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from pyps_client.places import address_of, places_of
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 
-def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path: Path) -> None:
+def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path):
     file = tmp_path / "servers"
     file.write_text("# both of them\n a:1 \n\nb  # at the usual port\n", encoding="utf-8")
 
@@ -38,7 +37,7 @@ def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path: Path)
         (b"#" * 2**20 + b"\na:1", "is larger than 1 MiB: it names none"),
     ],
 )
-def test_a_file_of_no_use_is_refused(tmp_path: Path, written: bytes | None, message: str) -> None:
+def test_a_file_of_no_use_is_refused(tmp_path, written, message):
     file = tmp_path / "servers"
     if written is not None:
         file.write_bytes(written)
@@ -46,14 +45,14 @@ def test_a_file_of_no_use_is_refused(tmp_path: Path, written: bytes | None, mess
         parse_servers(f"file:{file}")
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(InvalidArgument, match="is to name the servers, is no file"):
             parse_servers(f"file:{path}")
 
 
-def test_a_file_of_another_systems_editor_is_read(tmp_path: Path) -> None:
+def test_a_file_of_another_systems_editor_is_read(tmp_path):
     (tmp_path / "servers").write_bytes(b"\xef\xbb\xbfa:1\r\nb:2\r\n")
     places = parse_servers(f"file:{tmp_path}/servers")
     assert [address_of(place) for place in places] == ["a:1", "b:2"]
@@ -71,18 +70,18 @@ def test_a_file_of_another_systems_editor_is_read(tmp_path: Path) -> None:
         (f"dns:1@localhost:7610#{'7' * 5000}", "expected dns:COUNT@name:port"),
     ],
 )
-def test_what_cannot_be_looked_up_is_refused(given: str, message: str) -> None:
+def test_what_cannot_be_looked_up_is_refused(given, message):
     with pytest.raises(InvalidArgument, match=message):
         parse_servers(given)
 
 
 @pytest.mark.parametrize("given", ["dns:pyps:7610", "dns:0@pyps", "dns:two@pyps", "dns:2@", "dns:"])
-def test_a_name_has_to_say_how_many_servers_it_stands_for(given: str) -> None:
+def test_a_name_has_to_say_how_many_servers_it_stands_for(given):
     with pytest.raises(InvalidArgument, match="expected dns:COUNT@name:port, such as dns:2@pyps:7610"):
         parse_servers(given)
 
 
-def test_servers_behind_a_name_say_their_place_or_are_counted_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_behind_a_name_say_their_place_or_are_counted_by_address(monkeypatch):
     hosts = {"10.0.0.3", "10.0.0.2"}
     own: dict[str, int | None] = {}
 

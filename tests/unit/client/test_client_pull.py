@@ -44,7 +44,7 @@ def stale(shard_id: int, version: int) -> Receipt:
     return Receipt(shard_id=shard_id, outcome=OUTCOME_REJECTED, reason=REASON_STALE, version_before=version)
 
 
-def test_a_push_in_time_is_waited_for_and_nothing_is_left_out_of_the_next() -> None:
+def test_a_push_in_time_is_waited_for_and_nothing_is_left_out_of_the_next():
     holdings = holdings_at(5)
 
     holdings.note([pending(shard.shard_id, 6) for shard in PLAN.shards])
@@ -53,7 +53,7 @@ def test_a_push_in_time_is_waited_for_and_nothing_is_left_out_of_the_next() -> N
     assert holdings.settled(0) == set()
 
 
-def test_a_push_that_was_late_for_one_shard_waits_for_none_and_makes_that_one_good_alone() -> None:
+def test_a_push_that_was_late_for_one_shard_waits_for_none_and_makes_that_one_good_alone():
     holdings = holdings_at(5)
     late, early = ON_FIRST
 
@@ -66,7 +66,7 @@ def test_a_push_that_was_late_for_one_shard_waits_for_none_and_makes_that_one_go
     assert holdings.of_server[0].wanted == {late: 7, early: 6}
 
 
-def test_once_the_late_shard_is_made_good_all_rounds_are_waited_for() -> None:
+def test_once_the_late_shard_is_made_good_all_rounds_are_waited_for():
     holdings = holdings_at(5)
     late, early = ON_FIRST
     holdings.note([stale(late, 7), pending(early, 6)])
@@ -78,7 +78,7 @@ def test_once_the_late_shard_is_made_good_all_rounds_are_waited_for() -> None:
     assert holdings.settled(0) == set()
 
 
-def test_a_second_gradient_for_a_round_waits_for_its_end() -> None:
+def test_a_second_gradient_for_a_round_waits_for_its_end():
     holdings = holdings_at(5)
     refusal = Receipt(shard_id=ON_FIRST[0], outcome=OUTCOME_REJECTED, reason=REASON_REPEATED, min_version=6)
 
@@ -96,7 +96,7 @@ def held_at(version: int) -> Held:
     return held
 
 
-def test_versions_and_epochs_are_read_of_one_moment_though_another_thread_pulls() -> None:
+def test_versions_and_epochs_are_read_of_one_moment_though_another_thread_pulls():
     holdings = holdings_at(5)
     held = holdings.of_server[0]
     restored = threading.Thread(target=held.enter, args=(1,))
@@ -126,7 +126,7 @@ def test_versions_and_epochs_are_read_of_one_moment_though_another_thread_pulls(
     assert (holdings.versions.epochs, holdings.versions[ON_FIRST[0]]) == ((1, 0), -1)
 
 
-def test_a_version_is_wanted_until_it_has_arrived() -> None:
+def test_a_version_is_wanted_until_it_has_arrived():
     held = held_at(3)
 
     held.want(0, 4, epoch=0)
@@ -137,7 +137,7 @@ def test_a_version_is_wanted_until_it_has_arrived() -> None:
     assert held.wanted == {}
 
 
-def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
+def test_nothing_is_wanted_of_an_epoch_that_is_over():
     held = held_at(3)
     held.want(0, 4, epoch=0)
 
@@ -151,7 +151,7 @@ def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
     assert held.wanted == {0: 4}
 
 
-def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() -> None:
+def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of():
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
     receiver = Receiver([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
@@ -171,7 +171,7 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() 
     assert (receiver.held.epoch, connection.epoch) == (1, 2)
 
 
-def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never_came() -> None:
+def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never_came():
     held = held_at(3)
     held.want(0, 4, epoch=0)
     waited_for = held.wanted

@@ -61,7 +61,7 @@ def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
-def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apart_from_a_whole_one() -> None:
+def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apart_from_a_whole_one():
     assert [(s.offset, s.length) for s in PLAN.of_server(0)] == [(0, 32), (32, 32)]
 
     def extents(*present: bool) -> list[tuple[tuple[int, int], ...] | None]:
@@ -76,7 +76,7 @@ def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apar
     assert extents(False, False, False, False) == [None, None]
 
 
-def test_frames_hold_the_present_numbers_only() -> None:
+def test_frames_hold_the_present_numbers_only():
     parts = pushed_parts(PLAN, 0, present=[True, False, True, False])
     for codec, dtype in ((FLOAT32, np.float32), (FLOAT16, np.float16)):
         push = push_of(parts, [np.arange(64, dtype=dtype)], codec=codec, kinds=[PAYLOAD_KIND_DELTA])
@@ -92,7 +92,7 @@ def test_frames_hold_the_present_numbers_only() -> None:
         np.testing.assert_array_equal(np.frombuffer(payloads[1], dtype), range(32, 50))
 
 
-def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
+def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive():
     random = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     parts = pushed_parts(PLAN, 0, present=[True, False, True, True])
     for codec, converter in product([FLOAT16, BFLOAT16], [NUMPY, TorchConverter()]):
@@ -114,7 +114,7 @@ def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
             receiver.write(0, codec, codec.encode(sent[1:]))
 
 
-def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
+def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same():
     plan = partition(Model((Tensor("a", (10,)), Tensor("b", (4,), group=1))), num_servers=1)
     parts = pushed_parts(plan, 0, present=[False, True])
     push = push_of(parts, [np.zeros(10, np.float32), np.ones(4, np.float32)], learning_rates={0: GroupRate(0.5, 0.9)})
@@ -126,7 +126,7 @@ def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same(
     assert (whole.kind, numbers.nbytes, whole.HasField("learning_rate")) == (PAYLOAD_KIND_GRADIENT, 16, False)
 
 
-def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors() -> None:
+def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors():
     model = Model((Tensor("a", (3,)), Tensor("b", (2,)), Tensor("c", (2,), group=1)))
     plan = partition(model, num_servers=2)
     parts = [part for server in range(2) for part in pushed_parts(plan, server, present=[True, False, True])]
@@ -144,7 +144,7 @@ def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors() 
     assert norm == pytest.approx(5e30)
 
 
-def test_vectors_are_never_converted_silently() -> None:
+def test_vectors_are_never_converted_silently():
     float32 = np.dtype(np.float32)
     good = np.zeros(64, np.float32)
     check_vectors([good], MODEL, float32, what="pushed gradient")
@@ -171,7 +171,7 @@ class LosingChannel:
         return True
 
 
-def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None:
+def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has():
     """Under one mutex for the model the server waits for so many."""
     parts = pushed_parts(PLAN, 0, present=None)
     push = push_of(parts, [np.zeros(64, np.float32)])
@@ -197,7 +197,7 @@ class OneLevel(Codec):
         place[:] = np.frombuffer(payload, np.int8, offset=4) * np.frombuffer(payload, np.float32, 1)
 
 
-def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it() -> None:
+def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it():
     codec = OneLevel(4712, "one_level", lambda count: 4 + count)
     encoder, gradient = Encoder(codec), np.array([8, 3, 0, 1] * 16, np.float32)
     parts = pushed_parts(PLAN, 0, present=None)
@@ -223,7 +223,7 @@ def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it() 
     assert encoder._residuals[0][:12].tolist() == [0, 1, 0, 3, 0, 1, 0, 3, 0, 1, 0, 2]
 
 
-def test_a_shard_counts_once_it_was_answered_however_often_it_left() -> None:
+def test_a_shard_counts_once_it_was_answered_however_often_it_left():
     early = EarlyShards(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None)
     for shard_id in (0, 0, 1):
         assert early.send(shard_id, np.zeros(32, np.float32))

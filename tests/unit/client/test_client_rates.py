@@ -8,7 +8,7 @@ TAKEN = [Receipt(outcome=OUTCOME_APPLIED), Receipt(outcome=OUTCOME_PENDING)]
 REFUSED = [Receipt(outcome=OUTCOME_APPLIED), Receipt(outcome=OUTCOME_REJECTED)]
 
 
-def test_a_rate_is_owed_to_each_server_until_a_push_of_it_was_taken() -> None:
+def test_a_rate_is_owed_to_each_server_until_a_push_of_it_was_taken():
     rates = LearningRates(2, num_groups=2)
     assert rates.owed(0, epoch=1) == {}
 
@@ -21,7 +21,7 @@ def test_a_rate_is_owed_to_each_server_until_a_push_of_it_was_taken() -> None:
     assert rates.owed(1, epoch=1) == {1: GroupRate(0.5)}
 
 
-def test_a_restored_server_is_told_again_and_a_change_of_one_group_is_told_with_the_others() -> None:
+def test_a_restored_server_is_told_again_and_a_change_of_one_group_is_told_with_the_others():
     rates = LearningRates(1, num_groups=2)
     rates.change({0: GroupRate(0.5)})
     rates.answered(0, epoch=1, receipts=TAKEN)
@@ -32,7 +32,7 @@ def test_a_restored_server_is_told_again_and_a_change_of_one_group_is_told_with_
     assert rates.owed(0, epoch=1) == {0: GroupRate(0.5), 1: GroupRate(0.25)}
 
 
-def test_a_provisional_rate_goes_with_each_push() -> None:
+def test_a_provisional_rate_goes_with_each_push():
     rates = LearningRates(1, num_groups=2)
     rates.change({0: GroupRate(0.5, provisional=True)})
     for _ in range(2):
@@ -40,7 +40,7 @@ def test_a_provisional_rate_goes_with_each_push() -> None:
         rates.answered(0, epoch=1, receipts=TAKEN)
 
 
-def test_a_rate_that_no_server_would_take_is_refused() -> None:
+def test_a_rate_that_no_server_would_take_is_refused():
     for rates, complaint in (
         ({2: GroupRate(0.5)}, "names parameter group 2; expected 0 to 1"),
         ({0: GroupRate(-0.5)}, "rate of group 0 is -0.5; expected a number, 0 or more"),

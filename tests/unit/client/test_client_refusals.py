@@ -1,5 +1,3 @@
-import pytest
-
 from pyps_client.run_state import Refusals
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
@@ -17,7 +15,7 @@ def refusal(reason: Reason) -> Receipt:
     return Receipt(outcome=OUTCOME_REJECTED, reason=reason, shard_id=3, message="base version 4, expected 5")
 
 
-def test_refusals_are_counted_by_reason_and_told_once_for_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_counted_by_reason_and_told_once_for_each(caplog):
     refusals = Refusals()
 
     refusals.note([refusal(REASON_STALE), refusal(REASON_STALE), Receipt(outcome=OUTCOME_APPLIED)])
@@ -28,7 +26,7 @@ def test_refusals_are_counted_by_reason_and_told_once_for_each(caplog: pytest.Lo
     assert "a gradient of shard 3 was not taken: base version 4, expected 5. Pull before" in caplog.messages[0]
 
 
-def test_a_restore_and_a_finished_run_are_no_refusals_of_the_gradient() -> None:
+def test_a_restore_and_a_finished_run_are_no_refusals_of_the_gradient():
     refusals = Refusals()
 
     refusals.note([refusal(REASON_EPOCH), refusal(REASON_FINISHED)])

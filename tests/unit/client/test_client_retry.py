@@ -25,7 +25,7 @@ def begin(policy: RetryPolicy = QUICK, stop: threading.Event | None = None) -> W
     return policy.begin("server 1 (host:7610)", stop=stop or threading.Event(), advice="Look there. ")
 
 
-def test_past_its_deadline_a_wait_names_server_seconds_problem_and_setting() -> None:
+def test_past_its_deadline_a_wait_names_server_seconds_problem_and_setting():
     wait = begin()
 
     with pytest.raises(
@@ -38,7 +38,7 @@ def test_past_its_deadline_a_wait_names_server_seconds_problem_and_setting() -> 
             wait.pause("connection refused.")
 
 
-def test_lines_tell_what_is_waited_for_and_how_long_still(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_tell_what_is_waited_for_and_how_long_still(caplog):
     wait = begin(RetryPolicy(9, "x", pause_first_seconds=0, report_first_seconds=0))
 
     wait.pause("connection refused.")
@@ -51,7 +51,7 @@ def test_lines_tell_what_is_waited_for_and_how_long_still(caplog: pytest.LogCapt
     assert re.fullmatch(r"server 1 \(host:7610\) is there after \d s", there)
 
 
-def test_closing_ends_a_pause_at_once() -> None:
+def test_closing_ends_a_pause_at_once():
     stop = threading.Event()
     stop.set()
 
@@ -59,7 +59,7 @@ def test_closing_ends_a_pause_at_once() -> None:
         begin(RetryPolicy(600, "x", pause_first_seconds=600), stop).pause("connection refused")
 
 
-def test_progress_starts_the_deadline_anew() -> None:
+def test_progress_starts_the_deadline_anew():
     wait = begin(RetryPolicy(60, "x"))
     wait._started -= 59
 
@@ -71,7 +71,7 @@ def test_progress_starts_the_deadline_anew() -> None:
 PATIENT = RetryPolicy(60, "loss_wait_seconds", pause_first_seconds=0, report_first_seconds=0)
 
 
-def test_an_outage_begins_with_the_first_failed_attempt_and_ends_with_an_answer() -> None:
+def test_an_outage_begins_with_the_first_failed_attempt_and_ends_with_an_answer():
     outage = Outage()
     assert outage.note("server 0", "reset", at=5.0) == 5.0
     assert outage.note("server 0", "refused", at=7.0) == 5.0
@@ -80,7 +80,7 @@ def test_an_outage_begins_with_the_first_failed_attempt_and_ends_with_an_answer(
     assert outage.note("server 0", "reset", at=9.0) == 9.0
 
 
-def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog):
     now = 0.0
     outage = Outage(lambda: now)
     told: dict[float, str] = {}
@@ -123,7 +123,7 @@ def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog: pytes
     assert [at - 230 for at in told if at > 230] == [2, 12]
 
 
-def test_threads_that_wait_for_lost_servers_tell_of_them_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_that_wait_for_lost_servers_tell_of_them_together(caplog):
     servers = Servers(Launch(servers=("one:1", "two:1", "three:1")), rejoin=lambda *_: None)
     back = threading.Event()
     lost = threading.Barrier(3)
@@ -149,7 +149,7 @@ def test_threads_that_wait_for_lost_servers_tell_of_them_together(caplog: pytest
     assert "are there after N s" in lines[1]
 
 
-def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(caplog):
     outage = Outage()
     wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
     for _ in range(3):
@@ -167,7 +167,7 @@ def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(cap
     assert caplog.messages[-1] == "server 0 is there after 0 s"
 
 
-def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog):
     outage = Outage()
     outage.note("server 0", "no answer", at=time.monotonic() - 100)
     wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
@@ -188,7 +188,7 @@ def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog: pytest.LogC
     assert outage.note("server 0", "reset", at=time.monotonic()) >= now
 
 
-def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch):
     made: list[GrpcChannel] = []
     dial = Connection._dial
 
@@ -206,7 +206,7 @@ def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch: pytest.Monke
         beats.end()
 
 
-def test_heartbeats_and_waits_agree(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_heartbeats_and_waits_agree(monkeypatch, caplog):
     monkeypatch.setattr(lease, "SILENCE_SECONDS", 1.0)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",))
     connection = Connection(0, launch=launch)

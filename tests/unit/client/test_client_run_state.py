@@ -9,7 +9,7 @@ from pyps_wire.common_pb2 import Receipt, ShardVersion
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
-def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change() -> None:
+def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change():
     view = View()
 
     view.greeted(0, HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
@@ -44,7 +44,7 @@ def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_ma
     assert view.state.terms.clip_norm == 2.0
 
 
-def test_a_heartbeat_that_tells_nothing_changes_nothing() -> None:
+def test_a_heartbeat_that_tells_nothing_changes_nothing():
     view = View()
     view.greeted(0, HelloReply(protocol="hardsync", current_version_only=True))
 
@@ -53,7 +53,7 @@ def test_a_heartbeat_that_tells_nothing_changes_nothing() -> None:
     assert (view.state.terms.protocol, view.state.terms.current_version_only) == ("hardsync", True)
 
 
-def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_for() -> None:
+def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_for():
     view = View()
     view.greeted(0, HelloReply(protocol="async"))
     late = HeartbeatReply(protocol="hardsync", accumulate=2, batch_size=8)
@@ -80,7 +80,7 @@ def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_
 
 
 @pytest.mark.parametrize("other", ["greeted", "granted", "reminded"])
-def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was_sent(other: str) -> None:
+def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was_sent(other):
     view = View()
     view.greeted(0, HelloReply(protocol="async"))
 
@@ -101,7 +101,7 @@ def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was
     assert not view.state.terms.ask_to_proceed
 
 
-def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs() -> None:
+def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs():
     view = View()
 
     def receipt(epoch: int, version: int, rate: float) -> None:
@@ -123,7 +123,7 @@ def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs() -> 
     assert view.state.next_rates == {0: 0.1}
 
 
-def test_servers_of_one_run_that_were_told_different_protocols_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_servers_of_one_run_that_were_told_different_protocols_are_named(caplog):
     warn_of_differences([HelloReply(protocol="hardsync", staleness="none")] * 2)
     assert caplog.messages == []
 

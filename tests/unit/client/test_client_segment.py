@@ -27,7 +27,7 @@ def lending(request: pytest.FixtureRequest) -> Lending:
     return Lending(LAYOUT, Segment(LAYOUT.num_bytes) if request.param == "segment" else None)
 
 
-def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending) -> None:
+def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending):
     lent = lending.lent
     assert [[vector.size for vector in vectors] for vectors in (lent.parameters, *lent.gradients)] == [[1000, 0, 7]] * 3
     assert {vector.dtype for vector in lent.parameters} == {FLOAT32.dtype}
@@ -41,7 +41,7 @@ def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending
     assert [set(vector.tolist()) for vector in everything] == [{number} for number in range(1, len(everything) + 1)]
 
 
-def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way() -> None:
+def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way():
     layout = Layout(MODEL, BFLOAT16, FLOAT16, 2, converts=True)
     own, shared = Lending(layout).lent, Lending(layout, Segment(layout.num_bytes)).lent
     dtypes = [{vector.dtype.name for vector in (*lent.parameters, *lent.gradients[0])} for lent in (own, shared)]
@@ -49,7 +49,7 @@ def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way(
     assert (own.converted_to, shared.converted_to) == (BFLOAT16, None)
 
 
-def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lending) -> None:
+def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending):
     lent, sharing = lending.lent, Sharing(Launch(servers=("a:1",)), partition(MODEL, num_servers=1), [], Sender())
     assert sharing.gradients(lent.gradients[0]) is None
     sharing._lending = lending
@@ -63,7 +63,7 @@ def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lend
     assert not sharing.are_parameters([vector.copy() for vector in lent.parameters])
 
 
-def test_the_request_to_attach_says_where_the_numbers_are() -> None:
+def test_the_request_to_attach_says_where_the_numbers_are():
     lending = Lending(LAYOUT, Segment(LAYOUT.num_bytes))
     segment = lending.memory
     assert isinstance(segment, Segment)
@@ -81,7 +81,7 @@ def test_the_request_to_attach_says_where_the_numbers_are() -> None:
     assert (attach.gradients[0].codec, attach.parameters.codec) == (BFLOAT16, FLOAT32)
 
 
-def test_a_segment_can_neither_shrink_nor_grow_and_goes_with_its_last_vector() -> None:
+def test_a_segment_can_neither_shrink_nor_grow_and_goes_with_its_last_vector():
     segment = Segment(1 << 20)
     seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
     assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -102,7 +102,7 @@ def test_a_segment_can_neither_shrink_nor_grow_and_goes_with_its_last_vector() -
     assert vector.sum() == 100.0
 
 
-def test_memory_that_the_system_lacks_is_an_error_of_the_new_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_system_lacks_is_an_error_of_the_new_segment(monkeypatch):
     """No machine of the tests runs out of memory, so its answer is given in its place."""
     descriptors: list[int] = []
 
@@ -118,7 +118,7 @@ def test_memory_that_the_system_lacks_is_an_error_of_the_new_segment(monkeypatch
         os.fstat(descriptor)
 
 
-def test_a_forked_childs_writes_stay_its_own_and_it_sees_on_what_it_has_not_written() -> None:
+def test_a_forked_childs_writes_stay_its_own_and_it_sees_on_what_it_has_not_written():
     segment = Segment(1 << 16)
     vector = segment.vector(4096, 2048, np.dtype(np.float32))
     (reading, writing), (hearing, telling) = os.pipe(), os.pipe()
@@ -137,7 +137,7 @@ def test_a_forked_childs_writes_stay_its_own_and_it_sees_on_what_it_has_not_writ
     assert set(vector.tolist()) == {7.0}
 
 
-def test_a_forked_child_that_gets_no_copy_can_read_but_not_write() -> None:
+def test_a_forked_child_that_gets_no_copy_can_read_but_not_write():
     segment = Segment(1 << 16)
     vector = segment.vector(4096, 1024, np.dtype(np.float32))
     vector[:] = 1.0
@@ -153,7 +153,7 @@ def test_a_forked_child_that_gets_no_copy_can_read_but_not_write() -> None:
     assert set(vector.tolist()) == {1.0}
 
 
-def test_memory_that_cannot_be_had_is_an_error_that_can_be_caught() -> None:
+def test_memory_that_cannot_be_had_is_an_error_that_can_be_caught():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:

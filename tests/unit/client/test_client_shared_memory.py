@@ -62,7 +62,7 @@ def ask(link: SharedMemoryLink, seconds: float = 20.0) -> LocalReply:
     return replies[0]
 
 
-def test_requests_are_framed_and_replies_may_come_in_pieces(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
+def test_requests_are_framed_and_replies_may_come_in_pieces(ends):
     link, far = ends
     reply = LocalReply()
     for shard_id in range(20_000):
@@ -86,7 +86,7 @@ REFUSALS: list[tuple[str, str, type[Exception]]] = [
 ]
 
 
-def test_a_refusal_raises_its_error_and_keeps_the_link(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
+def test_a_refusal_raises_its_error_and_keeps_the_link(ends):
     link, far = ends
     for status, name, error in REFUSALS:
         far.sendall(framed(refusal(status, name)))
@@ -98,7 +98,7 @@ def test_a_refusal_raises_its_error_and_keeps_the_link(ends: tuple[SharedMemoryL
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x05\0", LENGTH.pack(3) + b"\xff\xff\xff"])
-def test_an_end_without_an_answer_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket], answer: bytes) -> None:
+def test_an_end_without_an_answer_is_a_loss(ends, answer):
     link, far = ends
     far.sendall(answer)
     far.shutdown(socket.SHUT_WR)
@@ -107,7 +107,7 @@ def test_an_end_without_an_answer_is_a_loss(ends: tuple[SharedMemoryLink, socket
     assert link.lost
 
 
-def test_silence_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
+def test_silence_is_a_loss(ends):
     link, _ = ends
     with pytest.raises(LocalLost, match="no answer within the call's deadline"):
         ask(link, 0.05)
@@ -118,9 +118,7 @@ def test_silence_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket]) -> None
     ("begun", "words"),
     [(b"\x05\0", "within the call's deadline"), (LENGTH.pack(2**32 - 1), "to have 4294967295 bytes")],
 )
-def test_an_answer_has_deadline_and_bound(
-    ends: tuple[SharedMemoryLink, socket.socket], begun: bytes, words: str
-) -> None:
+def test_an_answer_has_deadline_and_bound(ends, begun, words):
     link, far = ends
     far.sendall(begun)
     # There is no more to wait for: whoever does not look finds the link closed.
@@ -130,7 +128,7 @@ def test_an_answer_has_deadline_and_bound(
     assert link.lost
 
 
-def test_closing_ends_a_request_under_way(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
+def test_closing_ends_a_request_under_way(ends):
     link, far = ends
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask, link)
@@ -140,7 +138,7 @@ def test_closing_ends_a_request_under_way(ends: tuple[SharedMemoryLink, socket.s
             asking.result(20)
 
 
-def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
+def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends):
     link, far = ends
 
     class ClosedMeanwhile:
@@ -163,7 +161,7 @@ def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends: tuple[SharedMemoryLi
     assert link._socket.fileno() == -1
 
 
-def test_a_held_request_turns_others_away_a_quick_one_does_not(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
+def test_a_held_request_turns_others_away_a_quick_one_does_not(ends):
     link, far = ends
 
     def pull(*, waits: bool) -> bool:
@@ -183,7 +181,7 @@ def test_a_held_request_turns_others_away_a_quick_one_does_not(ends: tuple[Share
         assert second.result(20)
 
 
-def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
+def test_a_process_that_does_not_see_the_memory_is_refused():
     layout = Layout(Model((Tensor("a", (10,)),)), FLOAT32, FLOAT32, 1)
     segment = Segment(layout.num_bytes)
     request = Lending(layout, segment).attach_request(Sender(), b"t")

@@ -7,7 +7,7 @@ from pyps_wire.errors import RunFinished
 from support import wait_until
 
 
-def test_the_cause_is_raised_and_the_others_are_told_to_end() -> None:
+def test_the_cause_is_raised_and_the_others_are_told_to_end():
     threads = Threads()
 
     def fail(_: threading.Event) -> None:
@@ -22,7 +22,7 @@ def test_the_cause_is_raised_and_the_others_are_told_to_end() -> None:
     threads.close()
 
 
-def test_ctrl_c_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr("pyps_client.transport.threads.END_SECONDS", 0.3)
     threads = Threads()
     waiting = threading.Barrier(2)
@@ -44,7 +44,7 @@ def test_ctrl_c_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     threads.close()
 
 
-def test_a_jobs_result_or_error_is_handed_to_who_asks_and_its_thread_serves_the_next() -> None:
+def test_a_jobs_result_or_error_is_handed_to_who_asks_and_its_thread_serves_the_next():
     threads, release = Threads(), threading.Event()
     ran_on: list[threading.Thread] = []
 
@@ -71,7 +71,7 @@ def test_a_jobs_result_or_error_is_handed_to_who_asks_and_its_thread_serves_the_
     threads.close()
 
 
-def test_what_begins_after_the_end_runs_all_the_same() -> None:
+def test_what_begins_after_the_end_runs_all_the_same():
     """A worker that takes leave makes its last calls when no other begin: they must not wait for threads that ended."""
     threads, release = Threads(), threading.Event()
     under_way = threads.submit(lambda: release.wait(60))

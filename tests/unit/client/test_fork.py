@@ -20,7 +20,7 @@ class Connection:
 PARENT = os.getpid()
 
 
-def test_a_child_collects_nothing_that_its_parent_had_done_with() -> None:
+def test_a_child_collects_nothing_that_its_parent_had_done_with():
     gc.disable()
     try:
         ForkGuard()

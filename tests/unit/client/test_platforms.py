@@ -1,7 +1,5 @@
 """The client where Linux's and Unix's own means are missing, as on Windows and macOS: it trains by gRPC."""
 
-from support import Start, StartPython
-
 WITHOUT = """
 import importlib.abc, mmap, os, signal, socket, sys
 
@@ -53,7 +51,7 @@ except PypsError as refused:
 """
 
 
-def test_it_trains_by_a_lane_where_memory_cannot_be_shared(start_server: Start, start_python: StartPython) -> None:
+def test_it_trains_by_a_lane_where_memory_cannot_be_shared(start_server, start_python):
     process = start_python("-c", WITHOUT, start_server().data, fresh=True)
     assert process.wait() == 0, process.output()
     assert "tcp 3\n" in process.output()

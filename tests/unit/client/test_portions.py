@@ -25,7 +25,7 @@ def train(worker: PortionWorker, batches) -> list[int]:
 
 
 @pytest.mark.parametrize("pace", PACES)
-def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) -> None:
+def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace):
     for shuffle, num_workers in ((True, None), (False, None), (True, 0), (True, 2)):
         work = make_queue()
         worker = PortionWorker(work, **pace)
@@ -44,7 +44,7 @@ def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) 
         assert (epochs[0] != epochs[1]) == shuffle
 
 
-def test_a_loader_ahead_goes_on_with_the_epoch_of_an_ended_loop(caplog) -> None:
+def test_a_loader_ahead_goes_on_with_the_epoch_of_an_ended_loop(caplog):
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(50), worker, batch_size=4, portion_batches=3)
@@ -62,7 +62,7 @@ def test_a_loader_ahead_goes_on_with_the_epoch_of_an_ended_loop(caplog) -> None:
     assert "Write `for batch in portions.epoch(loader)`" in told[0]
 
 
-def test_loops_that_end_with_their_epoch_are_told_nothing(caplog) -> None:
+def test_loops_that_end_with_their_epoch_are_told_nothing(caplog):
     worker = PortionWorker(make_queue())
     portions = Portions(range(50), worker, batch_size=4, portion_batches=3, epochs=3)
     loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=2)
@@ -72,7 +72,7 @@ def test_loops_that_end_with_their_epoch_are_told_nothing(caplog) -> None:
     assert not train(worker, portions) and not train(worker, portions.epoch()), "after the last epoch there is none"
 
 
-def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead() -> None:
+def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead():
     worker = PortionWorker(make_queue())
     portions = Portions(range(22), worker, batch_size=4, portion_batches=2)
     loader = torch.utils.data.DataLoader(torch.arange(22), batch_sampler=portions, num_workers=2)
@@ -81,7 +81,7 @@ def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetch
     assert [pushed.example_count for pushed in worker.session.pushes] == [4, 4, 4, 4, 4, 2]
 
 
-def test_a_portion_is_delivered_only_once_its_pushes_are_answered() -> None:
+def test_a_portion_is_delivered_only_once_its_pushes_are_answered():
     work = make_queue()
     worker = PortionWorker(work, overlap="step")
     portions = Portions(range(16), worker, batch_size=4, portion_batches=2, shuffle=False)
@@ -101,7 +101,7 @@ def test_a_portion_is_delivered_only_once_its_pushes_are_answered() -> None:
     assert counted(work, 0) == list(range(8))
 
 
-def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_push() -> None:
+def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_push():
     """Zhang et al. 2013 (A4): updates per epoch = ceil(N / (K b))."""
     work = make_queue(accumulate=lambda: 4)
     worker = PortionWorker(work, has={"accumulate": 4})
@@ -114,7 +114,7 @@ def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_pus
     assert worker.session.pulls == 1 + 8
 
 
-def test_batches_grow_with_the_epochs_where_the_servers_say_so() -> None:
+def test_batches_grow_with_the_epochs_where_the_servers_say_so():
     for overlap in ("off", "step"):
         work = make_queue(accumulate=lambda: 2, batch_size_of=lambda epoch: 4 * 2**epoch)
         worker = PortionWorker(work, has={"accumulate": 2, "batch_size": 4}, overlap=overlap)
@@ -124,7 +124,7 @@ def test_batches_grow_with_the_epochs_where_the_servers_say_so() -> None:
         assert [pushed.minibatch_count for pushed in worker.session.pushes] == [2] * 5 + [2, 2, 1]
 
 
-def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_one_may_begin_with_any() -> None:
+def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_one_may_begin_with_any():
     work = make_queue()
     first = PortionWorker(work, "a")
     portions = Portions(range(20), first, batch_size=4)
@@ -139,7 +139,7 @@ def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_on
     assert len(train(again, resumed)) == 20
 
 
-def test_portions_made_anew_for_each_epoch_are_refused_as_they_would_begin_with_the_first_again() -> None:
+def test_portions_made_anew_for_each_epoch_are_refused_as_they_would_begin_with_the_first_again():
     worker = PortionWorker(make_queue())
     with pytest.raises(
         InvalidArgument, match=r"Make Portions\(\.\.\.\) and its loader once, before the loop over the epochs"
@@ -150,7 +150,7 @@ def test_portions_made_anew_for_each_epoch_are_refused_as_they_would_begin_with_
 
 
 @pytest.mark.parametrize(("pace", "num_workers"), [*((pace, None) for pace in PACES), ({}, 0), (PACES[3], 2)])
-def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_its_own(pace, num_workers) -> None:
+def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_its_own(pace, num_workers):
     work, epochs = make_queue(epochs_ahead=lambda: 1), 3
     slow, quick = PortionWorker(work, "slow"), PortionWorker(work, "quick", **pace)
     portions = Portions(range(40), slow, batch_size=4, portion_batches=2, epochs=epochs)
@@ -190,7 +190,7 @@ def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_i
     assert (work.pass_, work.progress().ahead) == (epochs - 1, 0)
 
 
-def test_a_worker_alone_never_mixes_epochs() -> None:
+def test_a_worker_alone_never_mixes_epochs():
     for pace in PACES:
         worker = PortionWorker(make_queue(epochs_ahead=lambda: 1), **pace)
         portions = Portions(range(50), worker, batch_size=4, portion_batches=3, epochs=3)
@@ -198,7 +198,7 @@ def test_a_worker_alone_never_mixes_epochs() -> None:
 
 
 @pytest.mark.parametrize("num_batches", [4, 5])
-def test_an_iteration_that_was_broken_off_is_continued_by_the_next(num_batches: int, caplog) -> None:
+def test_an_iteration_that_was_broken_off_is_continued_by_the_next(num_batches, caplog):
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(40), worker, batch_size=4, portion_batches=2, shuffle=False)
@@ -210,7 +210,7 @@ def test_an_iteration_that_was_broken_off_is_continued_by_the_next(num_batches: 
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back() -> None:
+def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back():
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(15), worker, batch_size=4, portion_batches=2, shuffle=False)
@@ -224,7 +224,7 @@ def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back(
     assert [pushed.example_count for pushed in worker.session.pushes] == [4, 4, 3, 4, 4]
 
 
-def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
+def test_a_batch_that_the_loop_passes_over_counts_as_done():
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(24), worker, batch_size=4, portion_batches=2)
@@ -235,7 +235,7 @@ def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
     assert len(worker.session.pushes) == 5
 
 
-def test_several_batches_before_one_step_count_together() -> None:
+def test_several_batches_before_one_step_count_together():
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(24), worker, batch_size=4, portion_batches=3, shuffle=False)
@@ -251,7 +251,7 @@ def test_several_batches_before_one_step_count_together() -> None:
     assert counted(work, 0) == list(range(24))
 
 
-def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
+def test_a_finished_run_ends_the_epoch_and_then_the_loop():
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(40), worker, batch_size=4, portion_batches=2)
@@ -265,7 +265,7 @@ def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
         next(iter(portions.epoch()))
 
 
-def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) -> None:
+def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch):
     monkeypatch.setattr("pyps_client.data.queue.LOOK_SECONDS", 0.05)
     work = make_queue()
     holder, worker = PortionWorker(work, "a"), PortionWorker(work, "b")
@@ -287,7 +287,7 @@ def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) ->
 
 
 @pytest.mark.parametrize("name", ["current_version_only", "ask_to_proceed"])
-def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(name) -> None:
+def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(name):
     """Else a round would wait for the worker, and the worker for the round."""
     work = make_queue()
     holder, idle = PortionWorker(work, "a", has={name: True}), PortionWorker(work, "b", has={name: True})
@@ -308,7 +308,7 @@ def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(n
     assert counted(work, 0) == list(range(16))
 
 
-def test_a_queue_that_came_back_empty_hears_of_the_data_set_again() -> None:
+def test_a_queue_that_came_back_empty_hears_of_the_data_set_again():
     worker = PortionWorker(make_queue())
     portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
     batches = iter(portions)
@@ -345,7 +345,7 @@ DIFFERENT = [
 ]
 
 
-def test_wrong_uses_and_workers_that_differ_are_refused_in_one_sentence() -> None:
+def test_wrong_uses_and_workers_that_differ_are_refused_in_one_sentence():
     for arguments, message in WRONG:
         given = {"dataset": range(10), "optimizer": PortionWorker(make_queue())} | arguments
         with pytest.raises(InvalidArgument, match=message):
@@ -357,14 +357,14 @@ def test_wrong_uses_and_workers_that_differ_are_refused_in_one_sentence() -> Non
             Portions(range(10), PortionWorker(work, "b"), **other)
 
 
-def test_a_loader_of_something_else_is_refused() -> None:
+def test_a_loader_of_something_else_is_refused():
     worker = PortionWorker(make_queue())
     portions = Portions(range(8), worker, batch_size=4)
     with pytest.raises(InvalidArgument, match=r"given to epoch\(\) draws no batches from these portions"):
         train(worker, portions.epoch(torch.utils.data.DataLoader(torch.arange(8), batch_size=4)))
 
 
-def test_all_workers_draw_the_same_permutation() -> None:
+def test_all_workers_draw_the_same_permutation():
     orders = []
     for name in "ab":
         worker = PortionWorker(make_queue(), name)

@@ -27,7 +27,7 @@ def opened(wait_seconds: float = 60.0, *, taken: bool = False):
     return work, session, remote
 
 
-def test_a_lease_whose_answer_was_lost_goes_back_with_the_next_question() -> None:
+def test_a_lease_whose_answer_was_lost_goes_back_with_the_next_question():
     work, session, remote = opened()
     lost = work.lease("a", session.sender.incarnation, pass_=0, now=0.0)
     reply = remote.lease(pass_number=0)
@@ -36,7 +36,7 @@ def test_a_lease_whose_answer_was_lost_goes_back_with_the_next_question() -> Non
     assert work.progress().running == 1
 
 
-def test_what_is_held_stays_and_what_is_given_up_goes_back() -> None:
+def test_what_is_held_stays_and_what_is_given_up_goes_back():
     work, _, remote = opened()
     first = remote.lease(pass_number=0).portion
     second = remote.lease(pass_number=0).portion
@@ -46,7 +46,7 @@ def test_what_is_held_stays_and_what_is_given_up_goes_back() -> None:
     assert (again.start, again.lease_id > second.lease_id) == (first.start, True)
 
 
-def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_nothing() -> None:
+def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_nothing():
     work, _, remote = opened(taken=True)
     assert remote.lease(pass_number=0, wait=False).outcome == LeaseReply.OUTCOME_NOTHING_NOW
     timer = threading.Timer(0.1, lambda: work.release("b", lost=True))
@@ -55,7 +55,7 @@ def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_no
     timer.join()
 
 
-def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeypatch) -> None:
+def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeypatch):
     monkeypatch.setattr("pyps_client.data.queue.LOOK_SECONDS", 0.05)
     _, _, remote = opened(wait_seconds=0.1, taken=True)
     with pytest.raises(WaitTimedOut, match="Raise wait_seconds"):
@@ -66,7 +66,7 @@ def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeyp
         remote.lease(pass_number=0)
 
 
-def test_a_server_without_portions_is_named_with_what_to_do() -> None:
+def test_a_server_without_portions_is_named_with_what_to_do():
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -22,7 +22,7 @@ def parse(text: str) -> BatchGrowth:
     return BatchGrowth.parse(text, epoch_examples=EPOCH)
 
 
-def test_the_minibatch_doubles_every_so_many_epochs_up_to_its_maximum() -> None:
+def test_the_minibatch_doubles_every_so_many_epochs_up_to_its_maximum():
     growth = parse("start=8,maximum=64,every=2")
     assert [growth.size(epoch * EPOCH) for epoch in range(10)] == [8, 8, 16, 16, 32, 32, 64, 64, 64, 64]
     assert growth.size(2 * EPOCH - 1) == 8
@@ -30,7 +30,7 @@ def test_the_minibatch_doubles_every_so_many_epochs_up_to_its_maximum() -> None:
     assert [parse("start=10,maximum=25,every=1").size(epoch * EPOCH) for epoch in range(4)] == [10, 20, 25, 25]
 
 
-def test_the_rate_follows_the_growth_as_asked() -> None:
+def test_the_rate_follows_the_growth_as_asked():
     for scaling, factors in {"none": [1, 1], "sqrt": [1, 2], "linear": [1, 4]}.items():
         growth = parse(f"start=4,maximum=16,every=1,lr_scaling={scaling}")
         assert [growth.rate_factor(epoch * EPOCH) for epoch in (0, 2)] == factors, scaling
@@ -38,19 +38,19 @@ def test_the_rate_follows_the_growth_as_asked() -> None:
 
 @settings(max_examples=50)
 @given(growth=growths, examples=st.integers(0, 10**18), more=st.integers(0, 10**18))
-def test_the_minibatch_never_shrinks_and_its_text_is_exact(growth: BatchGrowth, examples: int, more: int) -> None:
+def test_the_minibatch_never_shrinks_and_its_text_is_exact(growth, examples, more):
     """A4: b(e) is non-decreasing."""
     assert growth.start <= growth.size(examples) <= growth.size(examples + more) <= growth.maximum
     assert BatchGrowth.parse(growth.text) == growth
     assert BatchGrowth.parse(growth.text).text == growth.text
 
 
-def test_a_growths_text_leaves_out_defaults_and_has_the_last_word_on_how_long_an_epoch_is() -> None:
+def test_a_growths_text_leaves_out_defaults_and_has_the_last_word_on_how_long_an_epoch_is():
     assert parse("start=8,maximum=64,every=2,lr_scaling=none").text == "start=8,maximum=64,every=2,epoch_examples=1000"
     assert parse("start=8,maximum=64,epoch_examples=7").epoch_examples == 7
 
 
-def test_a_wrong_setting_is_refused_in_one_sentence() -> None:
+def test_a_wrong_setting_is_refused_in_one_sentence():
     for text, words in {
         "": "batch_growth: start is 0; expected a minibatch of at least 1 example",
         "start=8,maximum=99999999999": "batch_growth: maximum is 99999999999; expected at least the start, 8, and",

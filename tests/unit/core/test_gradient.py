@@ -13,12 +13,12 @@ def check(num_values: int, **fields: object) -> None:
     require_fitting(gradient([0.0] * num_values, **fields), shard_id=3, shard_length=8)
 
 
-def test_a_whole_shard_and_ascending_disjoint_extents_fit() -> None:
+def test_a_whole_shard_and_ascending_disjoint_extents_fit():
     check(8)
     check(4, extents=(Extent(0, 1), Extent(1, 2), Extent(7, 1)))
 
 
-def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
+def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers():
     for num_values, fields, words in (
         (2, {"extents": (Extent(2, 1), Extent(0, 1))}, "begins before 3"),
         (2, {"extents": (Extent(0, 3), Extent(2, 1))}, "extent at 2 begins before 3"),
@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
         assert words in refusal(check, num_values, **fields, error=PypsError)
 
 
-def test_an_array_that_fits_is_taken_as_it_is_and_another_copied() -> None:
+def test_an_array_that_fits_is_taken_as_it_is_and_another_copied():
     fitting = aligned_zeros(40)
     assert aligned(fitting) is fitting
     for other in (fitting[1:], fitting[:32:2], read_only(fitting)):

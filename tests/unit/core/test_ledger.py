@@ -29,7 +29,7 @@ def filled(sequences: Iterable[int], **limits: int) -> Ledger:
     return ledger
 
 
-def test_what_it_takes_is_known_well_enough_without_asking_each_object() -> None:
+def test_what_it_takes_is_known_well_enough_without_asking_each_object():
     tracemalloc.start()
     try:
         ledger = Ledger()
@@ -49,7 +49,7 @@ def test_what_it_takes_is_known_well_enough_without_asking_each_object() -> None
     assert taken < 100 * 1800
 
 
-def test_a_receipt_comes_back_whole() -> None:
+def test_a_receipt_comes_back_whole():
     for whole in (
         receipt(2**62)._replace(sequence=2**64 - 1),
         Receipt(
@@ -63,14 +63,14 @@ def test_a_receipt_comes_back_whole() -> None:
         assert [type(value) for value in again] == [type(value) for value in whole]
 
 
-def test_the_last_eight_receipts_of_a_life_are_kept_and_what_is_older_is_forgotten() -> None:
+def test_the_last_eight_receipts_of_a_life_are_kept_and_what_is_older_is_forgotten():
     ledger = filled(range(20))
     assert [ledger.lookup("a", 1, sequence) for sequence in range(12)] == [FORGOTTEN] * 12
     assert [ledger.lookup("a", 1, sequence) for sequence in range(12, 20)] == [receipt(s) for s in range(12, 20)]
     assert ledger.lookup("a", 1, 20) is ledger.lookup("b", 1, 15) is ledger.lookup("a", 2, 15) is None
 
 
-def test_a_push_that_was_overtaken_is_new_unless_by_too_many() -> None:
+def test_a_push_that_was_overtaken_is_new_unless_by_too_many():
     assert filled(range(1, 8)).lookup("a", 1, 0) is None
     assert filled(range(1, 10)).lookup("a", 1, 0) is FORGOTTEN
     # What was let go stays forgotten whatever order the pushes came in.
@@ -79,7 +79,7 @@ def test_a_push_that_was_overtaken_is_new_unless_by_too_many() -> None:
     assert answers == [FORGOTTEN] * 3 + [receipt(3), receipt(4), receipt(5)]
 
 
-def test_the_worker_that_was_silent_longest_is_let_go_and_a_later_life_of_it_is_new() -> None:
+def test_the_worker_that_was_silent_longest_is_let_go_and_a_later_life_of_it_is_new():
     ledger = Ledger(lives_max=2)
     for worker_id, sequence in [("a", 0), ("b", 0), ("a", 1), ("c", 0)]:
         ledger.record(worker_id, 10, receipt(sequence), roster=NOBODY)
@@ -91,7 +91,7 @@ def test_the_worker_that_was_silent_longest_is_let_go_and_a_later_life_of_it_is_
         assert [again.lookup("b", 10, s) for s in (0, 1, 3)] == [FORGOTTEN, None, receipt(3)]
 
 
-def test_a_life_that_began_early_and_pushes_first_after_many_short_ones_is_new() -> None:
+def test_a_life_that_began_early_and_pushes_first_after_many_short_ones_is_new():
     ledger = Ledger(lives_max=2)
     for incarnation in range(100, 200):
         ledger.record(f"short-{incarnation % 3}", incarnation, receipt(0), roster=NOBODY)
@@ -99,7 +99,7 @@ def test_a_life_that_began_early_and_pushes_first_after_many_short_ones_is_new()
     assert ledger.lookup("short-0", 102, 0) is FORGOTTEN
 
 
-def test_of_more_names_than_are_kept_the_earliest_makes_way_and_none_of_its_lives_is_new() -> None:
+def test_of_more_names_than_are_kept_the_earliest_makes_way_and_none_of_its_lives_is_new():
     ledger = Ledger(lives_max=2)
     for incarnation in range(100, 200):
         ledger.record(f"name-{incarnation}", incarnation, receipt(0), roster=NOBODY)
@@ -114,7 +114,7 @@ def test_of_more_names_than_are_kept_the_earliest_makes_way_and_none_of_its_live
         assert [again.lookup("early", i, 0) for i in (189, 190)] == [FORGOTTEN, None]
 
 
-def test_no_crowd_of_names_makes_a_push_of_an_active_worker_look_old() -> None:
+def test_no_crowd_of_names_makes_a_push_of_an_active_worker_look_old():
     """Whatever their incarnations, and however many lives the worker itself has had."""
     shard = make_shard([0.0], ledger=Ledger(lives_max=3))
     active = roster("honest")
@@ -135,7 +135,7 @@ def test_no_crowd_of_names_makes_a_push_of_an_active_worker_look_old() -> None:
     assert [push(shard, [1.0], worker_id=n, incarnation=10**19, workers=three).duplicate for n in "bcd"] == [True] * 3
 
 
-def test_memory_is_bounded_whatever_workers_come() -> None:
+def test_memory_is_bounded_whatever_workers_come():
     ledger = Ledger(receipts_max=2, lives_max=3)
     for number in range(100):
         ledger.record(f"worker-{number % 10}", number, receipt(number), roster=NOBODY)
@@ -148,7 +148,7 @@ def kept(ledger: Ledger) -> Ledger:
     return Ledger(LedgerState.from_plain(json.loads(json.dumps(plain)), receipts))
 
 
-def test_a_ledger_comes_back_from_a_checkpoint_and_answers_as_before() -> None:
+def test_a_ledger_comes_back_from_a_checkpoint_and_answers_as_before():
     ledger = filled(range(20))
     ledger.record(
         "b", 2, receipt(5)._replace(reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"), roster=NOBODY
@@ -184,7 +184,7 @@ def deliver(shard, life: int, sequence: int) -> Receipt:
 
 @given(deliveries, st.integers(0, 120))
 @settings(max_examples=60, deadline=None)
-def test_each_push_is_applied_as_its_first_answer_says(order: list[tuple[int, int]], restore_after: int) -> None:
+def test_each_push_is_applied_as_its_first_answer_says(order, restore_after):
     shard = make_shard(np.zeros(len(LIVES) * PUSHES))
     first: dict[tuple[int, int], Receipt] = {}
     for number, (life, sequence) in enumerate(order):

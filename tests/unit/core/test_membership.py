@@ -28,7 +28,7 @@ def roster(members: Membership) -> tuple[list[str], int]:
     return list(members.roster.workers), members.roster.missing
 
 
-def test_a_worker_that_joins_is_alive(members: Membership) -> None:
+def test_a_worker_that_joins_is_alive(members):
     [told] = members.join("a", 1, now=5.0, info=WorkerInfo(host="box")).told
     member = known(members, "a")
     assert (told.kind, told.facts["host"]) == ("joined", "box")
@@ -36,7 +36,7 @@ def test_a_worker_that_joins_is_alive(members: Membership) -> None:
     assert (ids(members), members.num_alive) == (["a"], 1)
 
 
-def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
+def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_heard_of(members):
     members.join("a", 1, now=0.0)
     members.heard("a", 1, now=0.0)
     members.join("b", 1, now=10.0)
@@ -48,7 +48,7 @@ def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_h
     assert members.num_alive == 2
 
 
-def test_a_sign_of_life_renews_the_lease_and_one_that_was_overtaken_does_not_shorten_it(members: Membership) -> None:
+def test_a_sign_of_life_renews_the_lease_and_one_that_was_overtaken_does_not_shorten_it(members):
     members.join("a", 1, now=0.0)
     members.heard("a", 1, now=20.0)
     members.heard("a", 1, now=1.0)
@@ -56,7 +56,7 @@ def test_a_sign_of_life_renews_the_lease_and_one_that_was_overtaken_does_not_sho
     assert gone(members.expire(50.1)) == ["a"]
 
 
-def test_an_unknown_worker_or_process_is_told_to_say_hello(members: Membership) -> None:
+def test_an_unknown_worker_or_process_is_told_to_say_hello(members):
     with pytest.raises(UnknownWorker, match="say Hello"):
         members.heard("a", 1, now=0.0)
     members.join("a", 1, now=0.0)
@@ -64,7 +64,7 @@ def test_an_unknown_worker_or_process_is_told_to_say_hello(members: Membership) 
         members.heard("a", 2, now=1.0)
 
 
-def test_a_later_process_takes_the_name_over_and_the_earlier_ones_farewell_does_not_end_it(members: Membership) -> None:
+def test_a_later_process_takes_the_name_over_and_the_earlier_ones_farewell_does_not_end_it(members):
     members.join("a", 1, now=0.0)
     taken_over = members.join("a", 2, now=1.0)
     assert (taken_over.gone, taken_over.departed) == ((("a", True),), ("a",))
@@ -74,7 +74,7 @@ def test_a_later_process_takes_the_name_over_and_the_earlier_ones_farewell_does_
     assert members.num_alive == 1
 
 
-def test_an_earlier_process_gets_the_name_of_a_dead_one_and_not_of_a_live_one(members: Membership) -> None:
+def test_an_earlier_process_gets_the_name_of_a_dead_one_and_not_of_a_live_one(members):
     members.join("a", 2, now=0.0)
     with pytest.raises(Superseded, match="incarnation 2, this one is 1"):
         members.join("a", 1, now=1.0)
@@ -83,7 +83,7 @@ def test_an_earlier_process_gets_the_name_of_a_dead_one_and_not_of_a_live_one(me
     assert known(members, "a").incarnation == 1, "its clock may be slow"
 
 
-def test_a_worker_that_leaves_no_longer_counts_and_has_to_say_hello_to_come_back(members: Membership) -> None:
+def test_a_worker_that_leaves_no_longer_counts_and_has_to_say_hello_to_come_back(members):
     members.join("a", 1, now=0.0)
     assert members.leave("a", 1, now=1.0, failed=True, message="out of memory").departed == ("a",)
     left = known(members, "a")
@@ -94,7 +94,7 @@ def test_a_worker_that_leaves_no_longer_counts_and_has_to_say_hello_to_come_back
     assert known(members, "a").alive
 
 
-def test_too_many_workers_are_refused_with_the_setting_to_change(members: Membership) -> None:
+def test_too_many_workers_are_refused_with_the_setting_to_change(members):
     for worker_id in "abc":
         members.join(worker_id, 1, now=0.0)
     with pytest.raises(LimitExceeded, match=r"3 workers are alive and the limit is 3; raise --max-workers"):
@@ -103,7 +103,7 @@ def test_too_many_workers_are_refused_with_the_setting_to_change(members: Member
     assert known(members, "b").incarnation == 2, "its own may say Hello again"
 
 
-def test_names_that_said_no_more_than_hello_make_way_and_are_not_remembered(members: Membership) -> None:
+def test_names_that_said_no_more_than_hello_make_way_and_are_not_remembered(members):
     for worker_id in "abc":
         members.join(worker_id, 1, now=0.0)
     members.heard("b", 1, now=1.0)
@@ -118,7 +118,7 @@ def test_names_that_said_no_more_than_hello_make_way_and_are_not_remembered(memb
         members.heard("d", 1, now=51.0)
 
 
-def test_a_repeated_hello_keeps_the_workers_figures(members: Membership) -> None:
+def test_a_repeated_hello_keeps_the_workers_figures(members):
     members.join("a", 1, now=0.0)
     members.heard("a", 1, now=1.0, clock=7, scalars={"loss": 0.5})
     assert members.join("a", 1, now=2.0) == NONE
@@ -126,7 +126,7 @@ def test_a_repeated_hello_keeps_the_workers_figures(members: Membership) -> None
     assert (member.clock, dict(member.scalars), member.joined_at) == (7, {"loss": 0.5}, 0.0)
 
 
-def test_gone_workers_are_forgotten_in_the_end(members: Membership) -> None:
+def test_gone_workers_are_forgotten_in_the_end(members):
     for number in range(100):
         members.join(f"worker-{number}", 1, now=float(number))
         members.leave(f"worker-{number}", 1, now=float(number), failed=False)
@@ -134,7 +134,7 @@ def test_gone_workers_are_forgotten_in_the_end(members: Membership) -> None:
     assert members.get("worker-99") is not None
 
 
-def test_a_worker_counts_from_its_first_push(members: Membership) -> None:
+def test_a_worker_counts_from_its_first_push(members):
     members.join("b", 1, now=0.0)
     members.join("a", 1, now=0.0)
     assert roster(members) == ([], 0)
@@ -148,7 +148,7 @@ def test_a_worker_counts_from_its_first_push(members: Membership) -> None:
         members.pushed("a", 1, now=3.0)
 
 
-def test_a_worker_that_goes_or_stalls_counts_no_more(members: Membership) -> None:
+def test_a_worker_that_goes_or_stalls_counts_no_more(members):
     for index, name in enumerate(("a", "b", "c")):
         members.join(name, 1, now=0.0)
         members.pushed(name, 1, now=10.0 * index)
@@ -165,7 +165,7 @@ def test_a_worker_that_goes_or_stalls_counts_no_more(members: Membership) -> Non
     assert roster(members) == (["b"], 0)
 
 
-def test_expected_workers_are_missing_until_they_have_pushed_or_gone() -> None:
+def test_expected_workers_are_missing_until_they_have_pushed_or_gone():
     members = Membership(lease_seconds=30.0, workers_max=9, expected_workers=3)
     assert roster(members) == ([], 3)
     for name in ("a", "b", "c"):
@@ -181,7 +181,7 @@ def test_expected_workers_are_missing_until_they_have_pushed_or_gone() -> None:
     assert roster(members) == (["c"], 0), "once all have come nobody is missing again"
 
 
-def test_an_expected_worker_that_starts_anew_is_still_to_come() -> None:
+def test_an_expected_worker_that_starts_anew_is_still_to_come():
     members = Membership(lease_seconds=30.0, workers_max=9, expected_workers=2)
     members.join("a", 1, now=0.0)
     members.pushed("a", 1, now=0.0)
@@ -206,13 +206,13 @@ def look(members: Membership, *in_rounds: str, now: float, **held: Any) -> list[
     return [*effects.departed, *effects.set_aside, *["expected"] * effects.opens_gate]
 
 
-def test_a_worker_that_others_wait_for_stalls_and_long_steps_do_not(pair: Membership) -> None:
+def test_a_worker_that_others_wait_for_stalls_and_long_steps_do_not(pair):
     assert [look(pair, *names, now=now) for names, now in (("", 500.0), ("b", 500.0), ("b", 509.0))] == [[]] * 3
     assert look(pair, "b", now=510.0) == ["b"]
     assert pair.roster.workers == ("a",)
 
 
-def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(pair: Membership) -> None:
+def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(pair):
     look(pair, "a", "b", now=100.0)
     pair.taken("b", 1, now=105.0)
     look(pair, "b", now=106.0)
@@ -220,14 +220,14 @@ def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(pair: Membership)
     assert look(pair, "a", "b", now=115.0) == ["b"]
 
 
-def test_a_step_is_timed_until_the_next_whatever_is_pushed(pair: Membership) -> None:
+def test_a_step_is_timed_until_the_next_whatever_is_pushed(pair):
     assert [look(pair, now=now, at_steps={"a": step}) for now, step in ((0.0, 1), (9.0, 2))] == [[], []]
     pair.taken("a", 1, now=15.0)
     assert look(pair, now=18.0, at_steps={"a": 2}) == []
     assert look(pair, now=19.0, at_steps={"a": 2}) == ["a"]
 
 
-def test_a_gate_that_holds_nobody_up_for_a_while_is_timed_anew(pair: Membership) -> None:
+def test_a_gate_that_holds_nobody_up_for_a_while_is_timed_anew(pair):
     for now, at_gate in ((100.0, ["c"]), (109.0, ["c"]), (109.5, []), (110.0, ["c"]), (119.0, ["c"])):
         assert look(pair, now=now, at_gate=at_gate) == []
     assert look(pair, now=120.0, at_gate=["c"]) == ["expected"]

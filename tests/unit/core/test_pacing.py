@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -90,7 +89,7 @@ def arrive_all(pacer: Pacer, workers: str, clock: int = 0) -> list[str]:
     return [let_go for worker_id in workers for let_go in pacer.arrive(worker_id, clock)]
 
 
-def test_turns_go_round_in_order_of_joining() -> None:
+def test_turns_go_round_in_order_of_joining():
     pacer = TurnTaking()
     turns = arrive_all(pacer, "bca")
     assert (pacer.waiting_for("c"), pacer.waiting_for("b"), pacer.waiting_for("unheard of")) == (("b",), (), ())
@@ -100,13 +99,13 @@ def test_turns_go_round_in_order_of_joining() -> None:
     assert "".join(turns) == "bcabcab"
 
 
-def test_one_that_joins_late_goes_after_those_that_wait_and_before_the_one_that_computes() -> None:
+def test_one_that_joins_late_goes_after_those_that_wait_and_before_the_one_that_computes():
     pacer = TurnTaking()
     assert arrive_all(pacer, "abcd") == ["a"]
     assert [*pacer.arrive("a", 1), *pacer.arrive("b", 1), *pacer.arrive("c", 1), *pacer.arrive("d", 1)] == list("bcda")
 
 
-def test_one_that_departs_out_of_turn_lets_nobody_go_and_comes_again_last() -> None:
+def test_one_that_departs_out_of_turn_lets_nobody_go_and_comes_again_last():
     pacer = TurnTaking()
     arrive_all(pacer, "abc")
     assert pacer.depart("b") == pacer.depart("unheard of") == []
@@ -115,7 +114,7 @@ def test_one_that_departs_out_of_turn_lets_nobody_go_and_comes_again_last() -> N
     assert pacer.depart("a") == ["c"], "the turn goes on when the one that has it departs"
 
 
-def test_asking_again_because_the_answer_was_lost_or_while_waiting_changes_nothing() -> None:
+def test_asking_again_because_the_answer_was_lost_or_while_waiting_changes_nothing():
     pacer = TurnTaking()
     arrive_all(pacer, "abc")
     assert pacer.arrive("a", 0) == ["a"]
@@ -126,7 +125,7 @@ def test_asking_again_because_the_answer_was_lost_or_while_waiting_changes_nothi
 
 @settings(max_examples=60)
 @given(happenings)
-def test_turns_are_exclusive_and_fair(happenings: list[tuple[str, str]]) -> None:
+def test_turns_are_exclusive_and_fair(happenings):
     """Nobody gets a second turn while another, present all the time, waits for one."""
     world = World(TurnTaking())
     overtaken: dict[str, Counter[str]] = {}
@@ -142,7 +141,7 @@ def test_turns_are_exclusive_and_fair(happenings: list[tuple[str, str]]) -> None
             assert max(overtaken[worker_id].values(), default=0) <= 1
 
 
-def test_a_worker_proceeds_until_it_is_s_clocks_ahead_of_the_slowest() -> None:
+def test_a_worker_proceeds_until_it_is_s_clocks_ahead_of_the_slowest():
     """Ho et al. 2013: it may proceed iff c - min_q c_q <= s."""
     for s in (0, 1, 3):
         pacer = ClockBound(s)
@@ -154,7 +153,7 @@ def test_a_worker_proceeds_until_it_is_s_clocks_ahead_of_the_slowest() -> None:
         assert pacer.arrive("b", 1) == ["a", "b"], s
 
 
-def test_one_waits_for_all_that_are_too_far_behind() -> None:
+def test_one_waits_for_all_that_are_too_far_behind():
     pacer = ClockBound(1)
     arrive_all(pacer, "abcd")
     pacer.arrive("c", 1)
@@ -162,7 +161,7 @@ def test_one_waits_for_all_that_are_too_far_behind() -> None:
     assert pacer.waiting_for("a") == ("b", "d")
 
 
-def test_one_that_joins_late_begins_at_the_present_minimum() -> None:
+def test_one_that_joins_late_begins_at_the_present_minimum():
     """Whatever its own count: 0, or that of a life before."""
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
@@ -177,7 +176,7 @@ def test_one_that_joins_late_begins_at_the_present_minimum() -> None:
     assert pacer.arrive("later", 701) == ["a", "b", "later"]
 
 
-def test_a_clock_that_goes_backwards_is_refused() -> None:
+def test_a_clock_that_goes_backwards_is_refused():
     """It would join at the slowest each time, and so run ahead without bound."""
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
@@ -187,7 +186,7 @@ def test_a_clock_that_goes_backwards_is_refused() -> None:
     assert pacer.arrive("a", 2) == []
 
 
-def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next() -> None:
+def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next():
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
     pacer.arrive("b", 1)
@@ -200,7 +199,7 @@ def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next() -> 
     assert pacer.waiting_for("b") == ("a",)
 
 
-def test_one_that_began_anew_after_it_was_set_aside_joins_with_any_count() -> None:
+def test_one_that_began_anew_after_it_was_set_aside_joins_with_any_count():
     pacer = TurnTaking()
     arrive_all(pacer, "ab", clock=5)
     assert pacer.set_aside("a") == ["b"]
@@ -209,7 +208,7 @@ def test_one_that_began_anew_after_it_was_set_aside_joins_with_any_count() -> No
     assert pacer.arrive("b", 6) == ["a"]
 
 
-def test_a_question_taken_back_gives_up_the_turn_and_comes_last_when_asked_again() -> None:
+def test_a_question_taken_back_gives_up_the_turn_and_comes_last_when_asked_again():
     pacer = TurnTaking()
     arrive_all(pacer, "abcd")
     assert pacer.withdraw("b") == []
@@ -218,7 +217,7 @@ def test_a_question_taken_back_gives_up_the_turn_and_comes_last_when_asked_again
     assert [pacer.arrive("c", 1), pacer.arrive("d", 1)] == [["d"], ["b"]]
 
 
-def test_a_question_taken_back_leaves_the_clock_where_it_was() -> None:
+def test_a_question_taken_back_leaves_the_clock_where_it_was():
     """Else a worker could run ahead by asking and taking back."""
     pacer = ClockBound(0)
     arrive_all(pacer, "ab")
@@ -230,7 +229,7 @@ def test_a_question_taken_back_leaves_the_clock_where_it_was() -> None:
 
 @settings(max_examples=60)
 @given(happenings, st.integers(0, 4))
-def test_nobody_is_ever_more_than_s_clocks_ahead(happenings: list[tuple[str, str]], s: int) -> None:
+def test_nobody_is_ever_more_than_s_clocks_ahead(happenings, s):
     """R1: max clock - min clock <= s among those let go, s + 1 when such a step has ended."""
     world = World(ClockBound(s))
     # By a second account: clocks relative to where each worker came in.
@@ -251,7 +250,7 @@ def test_nobody_is_ever_more_than_s_clocks_ahead(happenings: list[tuple[str, str
 # Release one by one, the quorum at the start, and the stages of a warm-up.
 
 
-def test_workers_are_released_one_after_the_other_in_order_of_joining() -> None:
+def test_workers_are_released_one_after_the_other_in_order_of_joining():
     """replicas(t) = min(L, 1 + floor((t - t_w) / dt)) of the algorithm notes, 2.3."""
     pacer = Release(10, 4)
     released = arrive_all(pacer, "bca")
@@ -263,20 +262,20 @@ def test_workers_are_released_one_after_the_other_in_order_of_joining() -> None:
     assert released == list("bca")
 
 
-def test_one_not_yet_released_moves_up_when_one_before_it_departs() -> None:
+def test_one_not_yet_released_moves_up_when_one_before_it_departs():
     pacer = Release(10, 4)
     arrive_all(pacer, "abc")
     assert pacer.depart("a") == ["b"]
     assert pacer.waiting_for("c") == ("b",)
 
 
-def test_nobody_needs_to_ask_once_all_are_released_and_one_more_would_be() -> None:
+def test_nobody_needs_to_ask_once_all_are_released_and_one_more_would_be():
     pacer = Release(10, 4)
     arrive_all(pacer, "abc")
     assert [pacer.asks(version) for version in (9, 18, 21, 22)] == [True, True, True, False]
 
 
-def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_once() -> None:
+def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_once():
     bound = together(ClockBound(0), 2)
     bound.arrive("a", 0)
     bound.depart("a")
@@ -287,14 +286,14 @@ def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_on
     assert pacer.excuse(["c"]) == ["a"]
 
 
-def test_those_that_wait_go_on_when_the_quorum_is_lowered_and_anything_happens() -> None:
+def test_those_that_wait_go_on_when_the_quorum_is_lowered_and_anything_happens():
     pacer = together(ClockBound(0), 5)
     arrive_all(pacer, "ab")
     pacer.quorum = 0
     assert pacer.advanced(1) == ["a", "b"]
 
 
-def test_a_warm_up_goes_from_turns_over_release_to_freedom() -> None:
+def test_a_warm_up_goes_from_turns_over_release_to_freedom():
     world = World(StagedPacer(TurnTaking(), None, updates=4, release_every=2))
     for worker_id in "abc":
         world.ask(worker_id)
@@ -309,7 +308,7 @@ def test_a_warm_up_goes_from_turns_over_release_to_freedom() -> None:
     assert not world.pacer.asks(world.version)
 
 
-def test_clocks_are_counted_from_the_end_of_the_warm_up() -> None:
+def test_clocks_are_counted_from_the_end_of_the_warm_up():
     pacer = StagedPacer(None, ClockBound(0), updates=10)
     arrive_all(pacer, "ab")
     arrive_all(pacer, "a", clock=7)
@@ -319,19 +318,19 @@ def test_clocks_are_counted_from_the_end_of_the_warm_up() -> None:
     assert pacer.arrive("b", 1) == ["a", "b"]
 
 
-def test_a_free_warm_up_asks_where_a_later_stage_must_know_who_is_there() -> None:
+def test_a_free_warm_up_asks_where_a_later_stage_must_know_who_is_there():
     assert StagedPacer(None, ClockBound(0), updates=10).asks(0)
     assert StagedPacer(None, None, updates=10, release_every=5).asks(0)
     assert not StagedPacer(None, None, updates=10).asks(0)
 
 
-def test_a_run_that_is_past_its_warm_up_is_in_its_main_stage_at_once() -> None:
+def test_a_run_that_is_past_its_warm_up_is_in_its_main_stage_at_once():
     pacer = StagedPacer(TurnTaking(), ClockBound(1), updates=10)
     pacer.advanced(10)
     assert arrive_all(pacer, "ab") == ["a", "b"]
 
 
-def test_another_pacer_takes_over_who_waits_and_who_computes() -> None:
+def test_another_pacer_takes_over_who_waits_and_who_computes():
     turns, bound = TurnTaking(), ClockBound(0)
     arrive_all(turns, "abc")
     turns.arrive("a", 40)
@@ -341,7 +340,7 @@ def test_another_pacer_takes_over_who_waits_and_who_computes() -> None:
     assert bound.waiting_for("a") == ("b", "c")
 
 
-def test_turns_begin_when_those_that_compute_together_have_asked_again() -> None:
+def test_turns_begin_when_those_that_compute_together_have_asked_again():
     bound, turns = ClockBound(5), TurnTaking()
     arrive_all(bound, "ab")
     assert turns.take_over(bound) == []
@@ -364,15 +363,13 @@ def steps_together(make: Callable[[], Pacer], num_workers: int) -> int:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_an_arrival_costs_no_more_than_in_proportion_to_the_workers(make: Callable[[], Pacer]) -> None:
+def test_an_arrival_costs_no_more_than_in_proportion_to_the_workers(make):
     assert steps_together(make, 64) <= 16 * steps_together(make, 16)
 
 
 @settings(max_examples=150)
 @given(st.sampled_from(MAKERS), happenings, st.randoms(use_true_random=False))
-def test_whatever_happens_somebody_may_go_on_and_in_the_end_everybody_has(
-    make: Callable[[], Pacer], happenings: list[tuple[str, str]], random: Random
-) -> None:
+def test_whatever_happens_somebody_may_go_on_and_in_the_end_everybody_has(make, happenings, random):
     world = World(make())
     for happening in happenings:
         world.play([happening])
@@ -395,7 +392,7 @@ def test_whatever_happens_somebody_may_go_on_and_in_the_end_everybody_has(
 
 @settings(max_examples=50)
 @given(happenings=happenings, quorum=st.integers(1, len(WORKERS)))
-def test_nobody_computes_before_the_quorum(happenings: list[tuple[str, str]], quorum: int) -> None:
+def test_nobody_computes_before_the_quorum(happenings, quorum):
     pacer = together(ClockBound(2), quorum)
     world = World(pacer)
     seen = set()

@@ -46,19 +46,19 @@ REFUSALS = {
 }
 
 
-def test_a_protocols_text_makes_an_equal_protocol_and_others_words_are_understood() -> None:
+def test_a_protocols_text_makes_an_equal_protocol_and_others_words_are_understood():
     assert {name: kind.name for name, kind in PROTOCOLS.items()} == {name: name for name in PROTOCOLS}
     assert [parse(text).text for text in TEXTS] == list(TEXTS)
     assert {parse(text).name for text in TEXTS} == {*PROTOCOLS} - {"sandblaster"}
     assert {text: parse(text) for text in WORDS} == WORDS
 
 
-def test_what_cannot_be_is_refused_with_what_can() -> None:
+def test_what_cannot_be_is_refused_with_what_can():
     for text, words in REFUSALS.items():
         assert words in refusal(parse, text)
 
 
-def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mutex_and_sums() -> None:
+def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mutex_and_sums():
     for text in TEXTS:
         protocol = parse(text)
         assert protocol.barrier is (text.startswith(("hardsync", "backup")) or "strict_bsp" in text), text
@@ -66,7 +66,7 @@ def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mut
         assert (protocol.whole_model, protocol.accumulate) == wishes.get(text, (False, 0)), text
 
 
-def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old() -> None:
+def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old():
     for text in EAGER:
         protocol, arrived = parse(text), arrival("a", workers=roster_of(4), version=9, base_version=2)
         assert protocol.decide(arrived) == Apply((Part(arrived.contribution, share=1.0),)), text
@@ -79,20 +79,20 @@ def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old(
         protocol.check(1)
 
 
-def test_the_papers_n_is_l_with_those_still_expected_and_1_where_one_computes_at_a_time() -> None:
+def test_the_papers_n_is_l_with_those_still_expected_and_1_where_one_computes_at_a_time():
     splits = {text: parse(text).split(roster("a", "b", missing=2)) for text in EAGER}
     assert splits == {text: 1.0 if text == "serial" else 4.0 for text in EAGER}
     assert [protocol.split(roster("a", "b", "c")) for protocol in BARRIERS] == [1.0] * len(BARRIERS)
 
 
-def test_who_may_compute_is_judged_under_serial_and_ssp_alone_by_a_pacer_of_each_run() -> None:
+def test_who_may_compute_is_judged_under_serial_and_ssp_alone_by_a_pacer_of_each_run():
     pacers = {text: type(parse(text).pacer()) for text in (*EAGER, "ssp:s=0,strict_bsp=true")}
     judged = {"serial": TurnTaking, "ssp:s=0": ClockBound, "ssp:s=3": ClockBound}
     assert pacers == dict.fromkeys(pacers, type(None)) | judged
     assert parse("serial").pacer() is not parse("serial").pacer()
 
 
-def test_c_is_the_floor_of_l_over_n_and_at_least_one() -> None:
+def test_c_is_the_floor_of_l_over_n_and_at_least_one():
     cases = {(30, 1): 30, (30, 4): 7, (30, 30): 1, (4, 3): 1, (2, 5): 1, (0, 1): 1}
     assert {(num_workers, n): Softsync(n).gradients_per_update(num_workers) for num_workers, n in cases} == cases
     assert [Softsync(n).split(roster_of(30)) for n in (1, 4, 30)] == [1.0, 30 / 7, 30.0]
@@ -103,7 +103,7 @@ def test_c_is_the_floor_of_l_over_n_and_at_least_one() -> None:
     assert parse("softsync:n=5").warnings(30) == parse("softsync:n=4").warnings(0) == ()
 
 
-def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them() -> None:
+def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them():
     first, second = contribution("b"), contribution("b", sequence=1)
     arrived = arrival("a", first, second, workers=roster_of(3))
     parts = tuple(Part(each, 1 / 3) for each in (first, second, arrived.contribution))
@@ -116,7 +116,7 @@ def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them() -> Non
     assert Softsync(1).decide(arrival("a", workers=roster_of(1), kind=PayloadKind.NOTHING)) == Acknowledge()
 
 
-def test_when_workers_go_exactly_c_of_those_that_wait_are_applied() -> None:
+def test_when_workers_go_exactly_c_of_those_that_wait_are_applied():
     waiting = tuple(contribution("a", sequence=sequence) for sequence in range(3))
     due = Softsync(1).complete(Pending(waiting), version=0, roster=roster_of(2))
     assert due == Apply((Part(waiting[0], 0.5), Part(waiting[1], 0.5)))
@@ -139,14 +139,14 @@ def shares(decision: object) -> list[float]:
     return [part.share for part in decision.parts]
 
 
-def test_the_first_of_two_waits_for_the_next_version_and_the_last_completes_the_round_in_worker_order() -> None:
+def test_the_first_of_two_waits_for_the_next_version_and_the_last_completes_the_round_in_worker_order():
     for protocol in BARRIERS:
         assert protocol.decide(arrival("a", workers=roster("a", "b"), version=5)) == Park(6, ("b",)), protocol
         arrived = arrival("b", contribution("c"), contribution("a"), workers=roster("a", "b", "c"))
         assert workers_of(protocol.decide(arrived)) == ["a", "b", "c"], protocol
 
 
-def test_a_gradient_of_another_version_is_refused_or_dropped_and_told_what_to_pull() -> None:
+def test_a_gradient_of_another_version_is_refused_or_dropped_and_told_what_to_pull():
     late = arrival("a", workers=roster("a", "b"), version=5, base_version=4)
     for protocol in (Hardsync(), StrictBsp()):
         decision = protocol.decide(late)
@@ -157,7 +157,7 @@ def test_a_gradient_of_another_version_is_refused_or_dropped_and_told_what_to_pu
     assert isinstance(dropped, Drop) and dropped.min_version == 5
 
 
-def test_a_second_gradient_of_one_worker_in_a_round_is_refused() -> None:
+def test_a_second_gradient_of_one_worker_in_a_round_is_refused():
     for protocol in BARRIERS:
         decision = protocol.decide(arrival("a", contribution("a"), workers=roster("a", "b"), sequence=1))
         assert isinstance(decision, Refuse), protocol
@@ -165,7 +165,7 @@ def test_a_second_gradient_of_one_worker_in_a_round_is_refused() -> None:
         assert "'a'" in decision.message, protocol
 
 
-def test_a_round_waits_for_the_live_and_keeps_the_gradients_of_the_dead() -> None:
+def test_a_round_waits_for_the_live_and_keeps_the_gradients_of_the_dead():
     died_since = Hardsync().decide(arrival("b", contribution("a"), workers=roster("b")))
     assert (workers_of(died_since), shares(died_since)) == (["a", "b"], [0.5, 0.5])
     # Two gradients and two live workers, but one of the gradients is of a third.
@@ -175,7 +175,7 @@ def test_a_round_waits_for_the_live_and_keeps_the_gradients_of_the_dead() -> Non
     assert Hardsync().waiting_for(Pending(), roster("c", "a", "b")) == ()
 
 
-def test_a_round_is_complete_when_the_one_it_waited_for_goes() -> None:
+def test_a_round_is_complete_when_the_one_it_waited_for_goes():
     waiting = Pending([contribution("b"), contribution("a")])
     for protocol in BARRIERS:
         assert protocol.complete(waiting, version=0, roster=roster("a", "b", "c")) is None, protocol
@@ -183,7 +183,7 @@ def test_a_round_is_complete_when_the_one_it_waited_for_goes() -> None:
         assert workers_of(protocol.complete(waiting, version=0, roster=roster("a", "b"))) == ["a", "b"], protocol
 
 
-def test_the_first_update_waits_for_all_expected_workers() -> None:
+def test_the_first_update_waits_for_all_expected_workers():
     """Backup too: its L is not known before, and an update of the first few would be another algorithm."""
     waiting = Pending([contribution("a")])
     early = Roster(("a", "b"), 2, coming=("c",))
@@ -196,7 +196,7 @@ def test_the_first_update_waits_for_all_expected_workers() -> None:
         assert workers_of(protocol.decide(arrival("b", *waiting, workers=roster("a", "b")))) == ["a", "b"], protocol
 
 
-def test_whose_gradients_are_there_is_known_through_all_that_come_and_all_changes_of_the_roster() -> None:
+def test_whose_gradients_are_there_is_known_through_all_that_come_and_all_changes_of_the_roster():
     pending, rosters = Pending(), (roster("a", "b", "c"), roster("a", "b", "c"), roster("b", "d"), Roster())
     for count, name in enumerate("bdab", start=1):
         pending.add(contribution(name))
@@ -206,7 +206,7 @@ def test_whose_gradients_are_there_is_known_through_all_that_come_and_all_change
             assert list(pending.late(each)) == [worker for worker in each.workers if worker not in there], each
 
 
-def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_over_examples() -> None:
+def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_over_examples():
     def weighed(protocol: Hardsync, *counts: int) -> list[float]:
         first = contribution("a", example_count=counts[0])
         return shares(protocol.decide(arrival("b", first, workers=roster("a", "b"), example_count=counts[1])))
@@ -218,7 +218,7 @@ def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_o
     assert shares(StrictBsp().decide(arrival("b", contribution("a"), workers=roster("a", "b")))) == [1.0, 1.0]
 
 
-def test_nothing_counts_as_a_contribution_and_without_a_count_weighs_nothing() -> None:
+def test_nothing_counts_as_a_contribution_and_without_a_count_weighs_nothing():
     arrived = arrival("b", contribution("a"), workers=roster("a", "b"), kind=PayloadKind.NOTHING)
     assert shares(Hardsync().decide(arrived)) == [0.5, 0.5]
     idle = contribution("a", example_count=0, kind=PayloadKind.NOTHING, values=[])
@@ -226,14 +226,14 @@ def test_nothing_counts_as_a_contribution_and_without_a_count_weighs_nothing() -
     assert shares(Hardsync().decide(arrived)) == [0.0, 0.25, 0.75]
 
 
-def test_backup_applies_the_first_l_minus_b_and_one_at_least() -> None:
+def test_backup_applies_the_first_l_minus_b_and_one_at_least():
     workers, first = roster("a", "b", "c", "d"), contribution("d")
     assert isinstance(Backup(1).decide(arrival("b", first, workers=workers)), Park)
     assert shares(Backup(1).decide(arrival("a", first, contribution("b"), workers=workers))) == [1 / 3] * 3
     assert isinstance(Backup(5).decide(arrival("a", workers=roster("a", "b"))), Apply)
 
 
-def test_a_backup_that_leaves_nobody_is_refused_and_warned_of_while_workers_are_few() -> None:
+def test_a_backup_that_leaves_nobody_is_refused_and_warned_of_while_workers_are_few():
     backup = parse("backup:b=2")
     words = "backup:b=2 waits for none of 2 workers; expected b below 2"
     assert words in refusal(backup.check, 2)

@@ -86,7 +86,7 @@ def trained_here(rule: str, settings: dict[str, float], bowl: Bowl) -> Floats:
     return pull(shard)[1]
 
 
-def test_every_rule_follows_torch() -> None:
+def test_every_rule_follows_torch():
     assert {rule for rule, _, _ in CASES} == set(RULES)
     bowl = Bowl()
     for (rule, kind, others), rate in itertools.product(CASES, (0.1, 0.003)):
@@ -97,7 +97,7 @@ def test_every_rule_follows_torch() -> None:
         assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected), (rule, settings)
 
 
-def test_settings_default_to_those_of_torch() -> None:
+def test_settings_default_to_those_of_torch():
     """Of the rules that torch has under their own names."""
     for rule, kind, others in CASES:
         if others:
@@ -107,7 +107,7 @@ def test_settings_default_to_those_of_torch() -> None:
         assert validate(rule, {}) == {name: defaults[TORCHS.get(name, name)] for name in RULES[rule].settings}
 
 
-def test_settings_that_a_rule_does_not_have_or_that_cannot_be_are_refused_with_those_there_are() -> None:
+def test_settings_that_a_rule_does_not_have_or_that_cannot_be_are_refused_with_those_there_are():
     def refused(*arguments: Any) -> str:
         return refusal(validate, *arguments, error=UnsupportedOptimizer)
 
@@ -121,7 +121,7 @@ def test_settings_that_a_rule_does_not_have_or_that_cannot_be_are_refused_with_t
         make_shard([0.0], settings={"eps": 1.0})
 
 
-def test_each_rule_makes_the_slots_that_it_names_at_their_first_values() -> None:
+def test_each_rule_makes_the_slots_that_it_names_at_their_first_values():
     for rule in RULES.values():
         slots = rule.make_slots(3, validate(rule, {}))
         assert tuple(slots) == rule.slot_names

@@ -15,7 +15,7 @@ def factors(text: str, *versions: int) -> list[float]:
     return [schedule.factor(version, 0) for version in versions]
 
 
-def test_a_curve_follows_its_formula() -> None:
+def test_a_curve_follows_its_formula():
     for text, versions, expected in (
         ("constant", (0, 10**9), [1, 1]),
         ("step:every=10,factor=0.5", (0, 9, 10, 19, 20), [1, 1, 0.5, 0.5, 0.25]),
@@ -32,7 +32,7 @@ def test_a_curve_follows_its_formula() -> None:
         assert factors(text, *versions) == pytest.approx(expected, rel=1e-12, abs=1e-15), text
 
 
-def test_a_curve_is_the_one_that_torch_calls_by_that_name() -> None:
+def test_a_curve_is_the_one_that_torch_calls_by_that_name():
     for text, scheduler_of in (
         ("step:every=7,factor=0.5", lambda optimizer: lr_scheduler.StepLR(optimizer, 7, 0.5)),
         ("exponential:decay=0.95", lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.95)),
@@ -48,19 +48,19 @@ def test_a_curve_is_the_one_that_torch_calls_by_that_name() -> None:
         assert factors(text, *range(41)) == pytest.approx(rates, rel=1e-9), text
 
 
-def test_the_constant_schedule_is_the_empty_product() -> None:
+def test_the_constant_schedule_is_the_empty_product():
     for text in ("constant", "constant+constant"):
         assert (parse(text), parse(text).text) == (Schedule(), "constant")
 
 
-def test_epochs_are_counted_in_examples_and_updates_in_updates_also_in_one_product() -> None:
+def test_epochs_are_counted_in_examples_and_updates_in_updates_also_in_one_product():
     schedule = parse("step:every=2,factor=0.5,unit=epochs", epoch_examples=100)
     assert [schedule.factor(10**6, examples) for examples in (0, 199, 200, 400)] == [1, 1, 0.5, 0.25]
     both = parse("warmup:length=10,start=0+step:every=1,factor=0.5,unit=epochs", epoch_examples=100)
     assert both.factor(5, 100) == pytest.approx(0.25)
 
 
-def test_a_schedules_text_is_canonical_and_complete() -> None:
+def test_a_schedules_text_is_canonical_and_complete():
     """It says how long an epoch is, so a log needs no other setting to be replayed."""
     for text, canonical in {
         "step:every=10,factor=0.1": "step:every=10",
@@ -89,13 +89,13 @@ curves = st.one_of(
 
 @settings(max_examples=60)
 @given(st.lists(curves, min_size=1, max_size=3), st.integers(0, 10**12))
-def test_a_schedules_text_names_exactly_that_schedule(texts: list[str], version: int) -> None:
+def test_a_schedules_text_names_exactly_that_schedule(texts, version):
     schedule = parse("+".join(texts), epoch_examples=1437)
     assert parse(schedule.text) == schedule
     assert schedule.factor(version, version) >= 0
 
 
-def test_a_wrong_setting_is_refused_in_one_sentence() -> None:
+def test_a_wrong_setting_is_refused_in_one_sentence():
     for text in ("", " ", "cosin", "step:every=3+linear:length=4", "warmup:length=3+"):
         assert f"is unknown; expected one of {', '.join(sorted(CURVES))}" in refusal(parse, text)
     for text, words in {

@@ -42,7 +42,7 @@ def everything(shard: Shard) -> tuple[object, ...]:
     return state.version, state.parameters.tobytes(), slots, state.ledger, state.pending, configured
 
 
-def test_a_receipt_tells_all_of_an_applied_push() -> None:
+def test_a_receipt_tells_all_of_an_applied_push():
     shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
     receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=roster_of(2)).receipt
     assert receipt == Receipt(
@@ -60,7 +60,7 @@ def test_a_receipt_tells_all_of_an_applied_push() -> None:
     )
 
 
-def test_nobody_else_can_change_the_parameters() -> None:
+def test_nobody_else_can_change_the_parameters():
     first = floats(1.0, 2.0)
     shard = make_shard(first)
     first[:] = 9.0
@@ -75,7 +75,7 @@ def test_nobody_else_can_change_the_parameters() -> None:
     assert push(shard, [1.0, 1.0]).outcome == Outcome.APPLIED, "a failing reader leaves the shard usable"
 
 
-def test_a_partial_push_changes_only_its_ranges() -> None:
+def test_a_partial_push_changes_only_its_ranges():
     shard = make_shard([0.0] * 6, rule="adagrad", settings={"learning_rate": 1.0, "eps": 0.0})
     push(shard, [3.0, 4.0, 5.0], extents=(Extent(1, 2), Extent(5, 1)))
     state = shard.state()
@@ -83,7 +83,7 @@ def test_a_partial_push_changes_only_its_ranges() -> None:
     assert state.slots["accumulator"].tolist() == [0.0, 9.0, 16.0, 0.0, 0.0, 25.0]
 
 
-def test_a_payload_is_read_in_its_own_codec_wherever_it_lies_in_a_message_and_clipped_by_what_it_says() -> None:
+def test_a_payload_is_read_in_its_own_codec_wherever_it_lies_in_a_message_and_clipped_by_what_it_says():
     payloads = {
         FLOAT32: floats(3.0, 4.0).tobytes(),
         FLOAT16: np.array([3.0, 4.0], np.float16).tobytes(),
@@ -98,7 +98,7 @@ def test_a_payload_is_read_in_its_own_codec_wherever_it_lies_in_a_message_and_cl
             assert pull(shard)[1].tolist() == expected, (codec, clip_norm)
 
 
-def test_a_push_that_cannot_be_is_an_error_that_names_the_numbers_and_changes_nothing() -> None:
+def test_a_push_that_cannot_be_is_an_error_that_names_the_numbers_and_changes_nothing():
     shard = make_shard([0.0] * 4, version=2)
     before = everything(shard)
     for fields, words in (
@@ -117,7 +117,7 @@ def test_a_push_that_cannot_be_is_an_error_that_names_the_numbers_and_changes_no
         assert everything(shard) == before, words
 
 
-def test_a_gradient_that_is_not_finite_is_refused_by_name_and_judged_anew_when_it_comes_again() -> None:
+def test_a_gradient_that_is_not_finite_is_refused_by_name_and_judged_anew_when_it_comes_again():
     shard = make_shard([0.0] * 8, rule="adagrad", shard_id=5)
     push(shard, [1.0] * 8)
     before = everything(shard)
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name_and_judged_anew_when_i
     assert push(shard, [1.0] * 8, sequence=1, worker_id="rack-3").outcome == Outcome.APPLIED
 
 
-def test_a_gradient_of_another_epoch_is_refused_told_to_pull_and_may_come_again() -> None:
+def test_a_gradient_of_another_epoch_is_refused_told_to_pull_and_may_come_again():
     shard = make_shard([0.0], epoch=2, version=10)
     before = everything(shard)
     receipt = push(shard, [1.0], epoch=1, base_version=99)
@@ -139,7 +139,7 @@ def test_a_gradient_of_another_epoch_is_refused_told_to_pull_and_may_come_again(
     assert push(shard, [1.0], epoch=2).outcome == Outcome.APPLIED
 
 
-def test_a_finished_shard_refuses_pushes_and_still_answers_what_it_answered_before() -> None:
+def test_a_finished_shard_refuses_pushes_and_still_answers_what_it_answered_before():
     shard = make_shard([0.0])
     push(shard, [1.0])
     shard.finish()
@@ -147,7 +147,7 @@ def test_a_finished_shard_refuses_pushes_and_still_answers_what_it_answered_befo
     assert push(shard, [1.0], base_version=0).duplicate
 
 
-def test_a_repeated_push_gets_the_original_receipt_and_is_not_applied_again() -> None:
+def test_a_repeated_push_gets_the_original_receipt_and_is_not_applied_again():
     for kind in (PayloadKind.GRADIENT, PayloadKind.DELTA):
         shard = make_shard([0.0], kind=kind)
         first = push(shard, [1.0], kind=kind)
@@ -158,14 +158,14 @@ def test_a_repeated_push_gets_the_original_receipt_and_is_not_applied_again() ->
         assert everything(shard) == before, kind
 
 
-def test_a_repeated_push_is_known_before_its_epoch_is_looked_at() -> None:
+def test_a_repeated_push_is_known_before_its_epoch_is_looked_at():
     shard = make_shard([0.0])
     push(shard, [1.0])
     later = restored(shard, shard.state(), epoch=1)
     assert push(later, [1.0], epoch=0, base_version=0).duplicate
 
 
-def test_a_push_older_than_the_kept_receipts_is_refused_as_forgotten() -> None:
+def test_a_push_older_than_the_kept_receipts_is_refused_as_forgotten():
     shard = make_shard([0.0])
     for sequence in range(9):
         push(shard, [1.0], sequence=sequence)
@@ -174,7 +174,7 @@ def test_a_push_older_than_the_kept_receipts_is_refused_as_forgotten() -> None:
     assert everything(shard) == before
 
 
-def test_a_delta_is_a_gradient_of_the_runs_own_rule_with_the_other_sign() -> None:
+def test_a_delta_is_a_gradient_of_the_runs_own_rule_with_the_other_sign():
     behaviour = make_behaviour("hardsync", rate_schedule="step:every=1,factor=0.5", clip_norm=0.4)
     for rule in RULES:
         both = {kind: make_shard([1.0, 2.0], rule=rule, behaviour=behaviour, kind=kind) for kind in KINDS}
@@ -189,7 +189,7 @@ def test_a_delta_is_a_gradient_of_the_runs_own_rule_with_the_other_sign() -> Non
             assert deltas.slots[name].tolist() == slot.tolist() and slot.any(), (rule, name)
 
 
-def test_a_push_of_another_kind_than_the_runs_is_refused() -> None:
+def test_a_push_of_another_kind_than_the_runs_is_refused():
     for kind, others in ((PayloadKind.GRADIENT, "DELTA BUFFER"), (PayloadKind.DELTA, "GRADIENT BUFFER")):
         shard = make_shard([0.0], kind=kind)
         for other in (*map(PayloadKind.__getitem__, others.split()), 9):
@@ -200,7 +200,7 @@ def test_a_push_of_another_kind_than_the_runs_is_refused() -> None:
         assert shard.push(nothing(), roster=roster("a")).receipt.outcome is Outcome.APPLIED
 
 
-def test_a_buffers_move_is_added_whatever_rule_rate_schedule_and_clipping() -> None:
+def test_a_buffers_move_is_added_whatever_rule_rate_schedule_and_clipping():
     behaviour = make_behaviour(rate_schedule="step:every=1,factor=0.5", clip_norm=0.1)
     settings = {"learning_rate": 0.05}
     shard = make_shard([1.0, 1.0], rule="adagrad", settings=settings, behaviour=behaviour, kind=BUFFER, version=3)
@@ -211,14 +211,14 @@ def test_a_buffers_move_is_added_whatever_rule_rate_schedule_and_clipping() -> N
     assert (receipt.rate, receipt.version_after) == (1.0, 4)
 
 
-def test_a_stale_move_of_a_buffer_is_scaled_by_the_policy() -> None:
+def test_a_stale_move_of_a_buffer_is_scaled_by_the_policy():
     shard = make_shard([0.0], policy="divide", version=4, kind=BUFFER)
     receipt = push(shard, [1.0], kind=BUFFER, base_version=0)
     assert pull(shard)[1].tolist() == [0.25]
     assert receipt.rate == 0.25
 
 
-def test_the_recorder_hears_what_was_decided_and_nothing_else() -> None:
+def test_the_recorder_hears_what_was_decided_and_nothing_else():
     log = Log()
     shard = make_shard([0.0], recorder=log)
     push(shard, [1.0])
@@ -238,7 +238,7 @@ class FullDisk(Log):
         super().record(event)
 
 
-def test_what_cannot_be_recorded_is_not_done() -> None:
+def test_what_cannot_be_recorded_is_not_done():
     two = roster("a", "b")
     for what in (
         lambda shard: push(shard, [3.0], sequence=1, worker_id="b", workers=two),
@@ -253,7 +253,7 @@ def test_what_cannot_be_recorded_is_not_done() -> None:
         assert everything(shard) == before
 
 
-def test_a_restored_shard_goes_on_bit_for_bit_with_its_base_rate_and_examples() -> None:
+def test_a_restored_shard_goes_on_bit_for_bit_with_its_base_rate_and_examples():
     values = np.random.default_rng(0).standard_normal((20, 33)).astype(np.float32)
     whole, half = (make_shard(np.ones(33), rule="adam", settings={"learning_rate": 0.1}) for _ in range(2))
     for sequence in range(20):
@@ -266,7 +266,7 @@ def test_a_restored_shard_goes_on_bit_for_bit_with_its_base_rate_and_examples() 
     assert (half.learning_rate, half.state().momentum, half.examples) == (0.3, 0.5, 640)
 
 
-def test_slots_of_another_rule_or_length_are_refused() -> None:
+def test_slots_of_another_rule_or_length_are_refused():
     with pytest.raises(InvalidArgument, match=r"\['momentum'\].*\['accumulator'\]"):
         make_shard([0.0], rule="adagrad", slots={"momentum": floats(0.0)})
     with pytest.raises(WrongSize, match="2 values for 1 parameters"):
@@ -276,7 +276,7 @@ def test_slots_of_another_rule_or_length_are_refused() -> None:
 # Who waits for a version is called once, and never under the lock.
 
 
-def test_a_waiter_is_called_once_when_the_version_is_reached_or_at_once_where_it_is_there() -> None:
+def test_a_waiter_is_called_once_when_the_version_is_reached_or_at_once_where_it_is_there():
     shard = make_shard([0.0])
     calls: list[int] = []
     shard.when_version(2, lambda: calls.append(shard.version))
@@ -287,7 +287,7 @@ def test_a_waiter_is_called_once_when_the_version_is_reached_or_at_once_where_it
     assert (calls, cancel()) == ([2, 9], False)
 
 
-def test_a_cancelled_waiter_is_never_called_and_another_goes_on_waiting() -> None:
+def test_a_cancelled_waiter_is_never_called_and_another_goes_on_waiting():
     shard = make_shard([0.0])
     calls: list[int] = []
     shard.when_version(1, lambda: calls.append(1))
@@ -297,7 +297,7 @@ def test_a_cancelled_waiter_is_never_called_and_another_goes_on_waiting() -> Non
     assert calls == [1]
 
 
-def test_a_waiter_may_read_the_shard() -> None:
+def test_a_waiter_may_read_the_shard():
     shard = make_shard([0.0])
     seen: list[int] = []
     shard.when_version(1, lambda: seen.append(pull(shard)[0]))
@@ -307,7 +307,7 @@ def test_a_waiter_may_read_the_shard() -> None:
     assert seen == [1]
 
 
-def test_finishing_calls_those_who_wait_for_what_never_comes() -> None:
+def test_finishing_calls_those_who_wait_for_what_never_comes():
     shard = make_shard([0.0])
     calls: list[bool] = []
     shard.when_version(100, lambda: calls.append(shard.finished))
@@ -315,7 +315,7 @@ def test_finishing_calls_those_who_wait_for_what_never_comes() -> None:
     assert calls == [True]
 
 
-def test_each_of_many_waiters_is_called_once_while_many_push() -> None:
+def test_each_of_many_waiters_is_called_once_while_many_push():
     shard = make_shard([0.0])
     workers, pushes = 4, 50
     calls = [0] * (workers * pushes)

@@ -14,7 +14,7 @@ from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal
 TWO = roster("a", "b")
 
 
-def test_the_owners_rate_holds_from_its_push_on() -> None:
+def test_the_owners_rate_holds_from_its_push_on():
     shard = make_shard([0.0])
     first = push(shard, [1.0], learning_rate=0.5)
     second = push(shard, [1.0], worker_id="b")
@@ -22,7 +22,7 @@ def test_the_owners_rate_holds_from_its_push_on() -> None:
     assert pull(shard)[1].tolist() == [-1.0]
 
 
-def test_the_owners_rate_holds_though_its_gradient_is_not_needed_or_is_nothing() -> None:
+def test_the_owners_rate_holds_though_its_gradient_is_not_needed_or_is_nothing():
     shard = make_shard([0.0], protocol="backup:b=1", version=2)
     late = push(shard, [1.0], base_version=1, learning_rate=0.5, workers=TWO)
     assert (late.reason, late.rate, shard.learning_rate) == (Reason.DROPPED, 0.0, 0.5)
@@ -50,7 +50,7 @@ class FullDisk:
         ({"recorder": FullDisk(), "version": 1}, OSError),
     ],
 )
-def test_a_push_that_is_refused_or_fails_sets_neither_rate_nor_momentum(setting, error, provisional) -> None:
+def test_a_push_that_is_refused_or_fails_sets_neither_rate_nor_momentum(setting, error, provisional):
     """Nor does it set a rate on this shard alone, where provisional ones of others then hold no more."""
     settings = {"learning_rate": 1.0, "momentum": 0.5}
     shard = make_shard([0.0], rule="momentum", settings=settings, **setting)
@@ -63,7 +63,7 @@ def test_a_push_that_is_refused_or_fails_sets_neither_rate_nor_momentum(setting,
     assert (shard.learning_rate, shard.state().momentum, shard.rate_is_set) == (1.0, 0.5, False)
 
 
-def test_a_push_that_leaves_no_trace_or_is_retried_brings_no_rate() -> None:
+def test_a_push_that_leaves_no_trace_or_is_retried_brings_no_rate():
     shard = make_shard([0.0])
     push(shard, [np.nan], learning_rate=0.5)
     push(shard, [1.0], epoch=1, learning_rate=0.5)
@@ -74,7 +74,7 @@ def test_a_push_that_leaves_no_trace_or_is_retried_brings_no_rate() -> None:
     assert shard.learning_rate == 0.25
 
 
-def test_a_provisional_rate_holds_for_its_push_until_a_rate_is_set_and_is_logged_as_what_it_came_to() -> None:
+def test_a_provisional_rate_holds_for_its_push_until_a_rate_is_set_and_is_logged_as_what_it_came_to():
     log = Log()
     shard = make_shard([0.0], rule="momentum", momentum=0.5, recorder=log)
     theirs = {"worker_id": "b", "provisional": True}
@@ -92,7 +92,7 @@ def test_a_provisional_rate_holds_for_its_push_until_a_rate_is_set_and_is_logged
     assert logged[3].momentum is None and not any(gradient.provisional for gradient in logged)
 
 
-def test_a_provisional_rate_leaves_alone_what_the_servers_are_told_to_go_by() -> None:
+def test_a_provisional_rate_leaves_alone_what_the_servers_are_told_to_go_by():
     shard = make_shard([0.0])
     shard.configure(learning_rate=0.25, roster=roster())
     scheduled = make_shard([0.0], behaviour=make_behaviour(rate_schedule="step:every=9,factor=0.5"))
@@ -100,7 +100,7 @@ def test_a_provisional_rate_leaves_alone_what_the_servers_are_told_to_go_by() ->
     assert rates == [0.25, 1.0]
 
 
-def test_a_schedule_is_evaluated_by_the_shards_version_when_the_update_is_made() -> None:
+def test_a_schedule_is_evaluated_by_the_shards_version_when_the_update_is_made():
     shard = make_shard([0.0], behaviour=make_behaviour(rate_schedule="step:every=2,factor=0.5"))
     rates = [push(shard, [1.0], sequence=sequence).rate for sequence in range(5)]
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
@@ -113,7 +113,7 @@ def test_a_schedule_is_evaluated_by_the_shards_version_when_the_update_is_made()
     assert pull(shard)[1].tolist() == [-0.5]
 
 
-def test_a_schedule_in_epochs_counts_the_examples_behind_applied_gradients() -> None:
+def test_a_schedule_in_epochs_counts_the_examples_behind_applied_gradients():
     text = "step:every=1,factor=0.5,unit=epochs,epoch_examples=20"
     shard = make_shard([0.0], behaviour=make_behaviour("softsync:n=1", rate_schedule=text))
     receipts = [push(shard, [1.0], sequence=place, example_count=10, workers=TWO) for place in range(6)]
@@ -121,14 +121,14 @@ def test_a_schedule_in_epochs_counts_the_examples_behind_applied_gradients() -> 
     assert shard.examples == 60
 
 
-def test_a_growing_minibatch_may_raise_the_rate() -> None:
+def test_a_growing_minibatch_may_raise_the_rate():
     growth = BatchGrowth.parse("start=8,maximum=32,every=1,lr_scaling=linear", epoch_examples=10)
     shard = make_shard([0.0], behaviour=make_behaviour(batch_growth=growth))
     rates = [push(shard, [1.0], sequence=sequence, example_count=10).rate for sequence in range(4)]
     assert rates == [1.0, 2.0, 4.0, 4.0]
 
 
-def test_schedule_base_rate_and_staleness_multiply() -> None:
+def test_schedule_base_rate_and_staleness_multiply():
     behaviour = make_behaviour(policy="divide", rate_schedule="step:every=1,factor=0.5")
     shard = make_shard([0.0], behaviour=behaviour, version=2)
     receipt = push(shard, [1.0], base_version=0, learning_rate=8.0)
@@ -136,7 +136,7 @@ def test_schedule_base_rate_and_staleness_multiply() -> None:
     assert pull(shard)[1].tolist() == [-1.0]
 
 
-def test_a_policy_that_scales_the_whole_update_shows_in_receipt_and_parameters() -> None:
+def test_a_policy_that_scales_the_whole_update_shows_in_receipt_and_parameters():
     shard = make_shard([0.0], protocol="softsync:n=1", policy="per_update", version=6)
     push(shard, [1.0], base_version=0, workers=TWO)
     receipt = push(shard, [1.0], sequence=1, base_version=4, workers=TWO)
@@ -144,7 +144,7 @@ def test_a_policy_that_scales_the_whole_update_shows_in_receipt_and_parameters()
     assert pull(shard)[1].tolist() == [-0.25]
 
 
-def test_a_push_is_clipped_to_the_norm_that_it_has_or_to_a_larger_one_that_its_worker_tells() -> None:
+def test_a_push_is_clipped_to_the_norm_that_it_has_or_to_a_larger_one_that_its_worker_tells():
     """The norm of all shards of a push is its worker's to tell; too small a one does not evade the clipping."""
     shard = make_shard([0.0, 0.0])
     for place, (clip_norm, told, weight) in enumerate(
@@ -157,7 +157,7 @@ def test_a_push_is_clipped_to_the_norm_that_it_has_or_to_a_larger_one_that_its_w
         assert (before - pull(shard)[1]).tolist() == pytest.approx([3.0 * weight, 4.0 * weight], rel=1e-6)
 
 
-def test_what_is_clipped_enters_the_slots_clipped() -> None:
+def test_what_is_clipped_enters_the_slots_clipped():
     """Unlike staleness, which scales the step: clipping is about the gradient itself, as on a worker."""
     shard = make_shard([0.0], rule="adagrad", behaviour=make_behaviour(clip_norm=2.0))
     push(shard, [4.0])
@@ -167,14 +167,14 @@ def test_what_is_clipped_enters_the_slots_clipped() -> None:
 # A behaviour and a base rate may be replaced while the shard runs; what waits for a protocol that goes is settled.
 
 
-def test_another_protocol_decides_from_the_next_push_on() -> None:
+def test_another_protocol_decides_from_the_next_push_on():
     shard = make_shard([0.0], protocol="hardsync")
     assert len(shard.configure(behaviour=make_behaviour("async"), roster=TWO)) == 0
     assert push(shard, [1.0], workers=TWO).outcome == Outcome.APPLIED
     assert shard.behaviour == make_behaviour("async")
 
 
-def test_what_waits_becomes_one_update_of_the_old_protocols_kind() -> None:
+def test_what_waits_becomes_one_update_of_the_old_protocols_kind():
     for protocol, moved in {
         "softsync:n=1": -2.0,
         "hardsync:weighting=equal": -2.0,
@@ -190,7 +190,7 @@ def test_what_waits_becomes_one_update_of_the_old_protocols_kind() -> None:
         assert pull(shard)[1].tolist() == [moved], protocol
 
 
-def test_what_waits_is_settled_at_the_old_rate_and_schedule_and_its_workers_go_on() -> None:
+def test_what_waits_is_settled_at_the_old_rate_and_schedule_and_its_workers_go_on():
     old = make_behaviour("hardsync", rate_schedule="step:every=1000,factor=0.5")
     shard = make_shard([0.0], behaviour=old, version=1000)
     calls: list[int] = []
@@ -200,7 +200,7 @@ def test_what_waits_is_settled_at_the_old_rate_and_schedule_and_its_workers_go_o
     assert (pull(shard)[1].tolist(), calls) == ([-0.5], [1001])
 
 
-def test_without_another_protocol_gradients_go_on_waiting_as_they_were_weighed() -> None:
+def test_without_another_protocol_gradients_go_on_waiting_as_they_were_weighed():
     shard = make_shard([0.0], protocol="softsync:n=1", policy="divide", version=4)
     push(shard, [1.0], base_version=0, workers=TWO)
     assert len(shard.configure(behaviour=make_behaviour("softsync:n=1", "none"), roster=TWO)) == 0
@@ -208,7 +208,7 @@ def test_without_another_protocol_gradients_go_on_waiting_as_they_were_weighed()
     assert pull(shard)[1].tolist() == [-0.625]
 
 
-def test_another_base_rate_holds_from_the_next_update_on() -> None:
+def test_another_base_rate_holds_from_the_next_update_on():
     shard = make_shard([0.0], protocol="hardsync")
     push(shard, [1.0], workers=TWO)
     shard.configure(learning_rate=10.0, roster=TWO)
@@ -216,7 +216,7 @@ def test_another_base_rate_holds_from_the_next_update_on() -> None:
     assert (shard.learning_rate, pull(shard)[1].tolist()) == (10.0, [-10.0])
 
 
-def test_a_rate_or_protocol_that_cannot_be_changes_nothing() -> None:
+def test_a_rate_or_protocol_that_cannot_be_changes_nothing():
     log = Log()
     shard = make_shard([0.0], recorder=log)
     wrong = {"expected a finite float32 of at least 0": [("hardsync", rate) for rate in (-1.0, np.nan, np.inf, 1e39)]}
@@ -227,7 +227,7 @@ def test_a_rate_or_protocol_that_cannot_be_changes_nothing() -> None:
             assert (shard.learning_rate, shard.behaviour.aggregation.name, log.events) == (1.0, "async", {}), rate
 
 
-def test_the_recorder_hears_of_a_change_with_all_that_makes_it_again() -> None:
+def test_the_recorder_hears_of_a_change_with_all_that_makes_it_again():
     log, behaviour = Log(), make_behaviour("softsync:n=2")
     shard = make_shard([0.0], recorder=log, version=3)
     shard.configure(behaviour=behaviour, learning_rate=0.5, roster=TWO)
@@ -238,7 +238,7 @@ def test_the_recorder_hears_of_a_change_with_all_that_makes_it_again() -> None:
     ]
 
 
-def test_a_finished_shard_settles_nothing() -> None:
+def test_a_finished_shard_settles_nothing():
     shard = make_shard([0.0], protocol="hardsync")
     push(shard, [1.0], workers=TWO)
     shard.finish()

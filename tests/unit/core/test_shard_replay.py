@@ -102,7 +102,7 @@ def slots(shard: Shard) -> dict[str, str]:
     return {name: digest(slot) for name, slot in shard.state().slots.items()}
 
 
-def test_a_mixed_log_of_all_that_can_happen_gives_the_same_bits() -> None:
+def test_a_mixed_log_of_all_that_can_happen_gives_the_same_bits():
     kinds: set[type] = set()
     outcomes: set[tuple[str, str]] = set()
     for rule in sorted(RULES):
@@ -130,7 +130,7 @@ def test_a_mixed_log_of_all_that_can_happen_gives_the_same_bits() -> None:
     }
 
 
-def test_the_log_of_racing_threads_gives_the_same_bits() -> None:
+def test_the_log_of_racing_threads_gives_the_same_bits():
     """Pushes, rosters, behaviours and rates come from several threads at once: the log's order is that of the lock."""
     kinds: set[type] = set()
     for first in sorted(BEHAVIOURS):

@@ -79,7 +79,7 @@ class Meddling(Log):
         super().record(event)
 
 
-def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer() -> None:
+def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer():
     for rule, codec in itertools.product(("sgd", "adagrad", "adam"), NATIVE):
         alone, shard = (make_shard(np.linspace(-1, 1, 777), rule=rule) for _ in range(2))
         for sequence in range(2):
@@ -94,7 +94,7 @@ def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_wou
             np.testing.assert_array_equal(parameters, pull(alone)[1])
 
 
-def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet() -> None:
+def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet():
     shard = make_shard([1, 2])
     assert not exchange(shard, nothing(), held_version=0).came
     push(shard, [1, 1], worker_id="b")
@@ -103,7 +103,7 @@ def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet() 
     np.testing.assert_array_equal(answer.parameters, floats(0, 1))
 
 
-def test_of_a_round_the_last_contributor_gets_its_end_and_the_others_wait_for_it() -> None:
+def test_of_a_round_the_last_contributor_gets_its_end_and_the_others_wait_for_it():
     shard = make_shard([8, 8], protocol="hardsync")
     waits = exchange(shard, gradient([2, 2]), "a", "b", held_version=0)
     assert (waits.receipt.outcome, waits.receipt.min_version, waits.came) == (Outcome.PENDING, 1, False)
@@ -112,7 +112,7 @@ def test_of_a_round_the_last_contributor_gets_its_end_and_the_others_wait_for_it
     np.testing.assert_array_equal(answer.parameters, floats(5, 5))
 
 
-def test_a_softsync_push_that_waits_brings_what_others_made() -> None:
+def test_a_softsync_push_that_waits_brings_what_others_made():
     shard = make_shard([8, 8], protocol="softsync:n=1")
     for worker_id in "bc":
         push(shard, [2, 2], worker_id=worker_id, workers=roster("b", "c"))
@@ -121,7 +121,7 @@ def test_a_softsync_push_that_waits_brings_what_others_made() -> None:
     np.testing.assert_array_equal(answer.parameters, floats(6, 6))
 
 
-def test_a_duplicate_brings_what_there_is_by_now() -> None:
+def test_a_duplicate_brings_what_there_is_by_now():
     shard = make_shard([8, 8])
     first = exchange(shard, gradient([1, 1])).receipt
     push(shard, [2, 2], sequence=1)
@@ -131,7 +131,7 @@ def test_a_duplicate_brings_what_there_is_by_now() -> None:
     np.testing.assert_array_equal(answer.parameters, floats(5, 5))
 
 
-def test_a_refused_push_changes_nothing_and_brings_what_there_is() -> None:
+def test_a_refused_push_changes_nothing_and_brings_what_there_is():
     for pushed, reason in (
         (gradient([1, np.nan]), Reason.NOT_FINITE),
         (gradient([1, 1], epoch=7), Reason.EPOCH),
@@ -144,7 +144,7 @@ def test_a_refused_push_changes_nothing_and_brings_what_there_is() -> None:
         np.testing.assert_array_equal(answer.parameters, floats(7, 7))
 
 
-def test_a_log_that_fails_leaves_the_push_undone() -> None:
+def test_a_log_that_fails_leaves_the_push_undone():
     def full() -> None:
         raise OSError("no space left")
 
@@ -157,7 +157,7 @@ def test_a_log_that_fails_leaves_the_push_undone() -> None:
         assert log.events == {}
 
 
-def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_update() -> None:
+def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_update():
     log = Log()
     shard = make_shard([8, 8], recorder=log)
     exchange(shard, gradient([1, 1]))
@@ -167,7 +167,7 @@ def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_
     assert kinds == [(Pushed, None), (Pulled, 1), (Pulled, 1), (Pushed, None)]
 
 
-def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -> None:
+def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit():
     found = scan(gradient([1, np.nan], extents=(Extent(0, 1), Extent(3, 1))), shard_id=2, shard_length=4)
     assert found == Finding(2, 3)
     assert scan(nothing(), shard_id=2, shard_length=4).finite
@@ -175,7 +175,7 @@ def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -
         scan(gradient([1]), shard_id=2, shard_length=4)
 
 
-def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_parameters_finite() -> None:
+def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_parameters_finite():
     pushed, memory = volatile(np.ones(3000))
     shard = make_shard(np.ones(3000), recorder=Meddling(lambda: memory.__setitem__(1500, np.nan)))
     answer = exchange(shard, pushed)
@@ -192,7 +192,7 @@ def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_paramet
     assert shard.push(pushed, roster=roster()).receipt == receipt._replace(duplicate=True)
 
 
-def test_a_volatile_gradient_that_waits_is_kept_as_it_was() -> None:
+def test_a_volatile_gradient_that_waits_is_kept_as_it_was():
     log = Log()
     shard = make_shard([8, 8], protocol="hardsync", recorder=log)
     pushed, memory = volatile([2, 2])
@@ -203,7 +203,7 @@ def test_a_volatile_gradient_that_waits_is_kept_as_it_was() -> None:
     np.testing.assert_array_equal(pull(shard)[1], floats(5, 5))
 
 
-def test_a_volatile_gradient_that_changed_before_it_could_be_kept_is_refused() -> None:
+def test_a_volatile_gradient_that_changed_before_it_could_be_kept_is_refused():
     log = Log()
     shard = make_shard([8, 8], protocol="hardsync", recorder=log)
     pushed, memory = volatile([2, 2])
@@ -217,7 +217,7 @@ def test_a_volatile_gradient_that_changed_before_it_could_be_kept_is_refused() -
     assert shard.push(pushed, roster=roster("a", "b")).receipt.outcome is Outcome.PENDING
 
 
-def test_a_volatile_gradient_that_waits_is_clipped_by_its_copys_norm() -> None:
+def test_a_volatile_gradient_that_waits_is_clipped_by_its_copys_norm():
     shard = make_shard([0, 0], behaviour=make_behaviour("hardsync", clip_norm=5.0))
     pushed, _ = volatile([6, 8])
     receipt = shard.push(pushed, roster=roster("a", "b")).receipt

@@ -13,7 +13,7 @@ def hardsync(**fields: object) -> Shard:
     return make_shard([0.0], protocol="hardsync", **fields)  # type: ignore[arg-type]
 
 
-def test_hardsync_applies_the_mean_of_all_workers_as_one_update() -> None:
+def test_hardsync_applies_the_mean_of_all_workers_as_one_update():
     shard = hardsync()
     first = push(shard, [1.0], workers=TWO)
     assert (first.outcome, first.min_version, first.waiting_for) == (Outcome.PENDING, 1, ("b",))
@@ -23,14 +23,14 @@ def test_hardsync_applies_the_mean_of_all_workers_as_one_update() -> None:
     assert pull(shard)[1].tolist() == [-2.0]
 
 
-def test_a_receipt_names_eight_of_those_waited_for_at_most() -> None:
+def test_a_receipt_names_eight_of_those_waited_for_at_most():
     shard = hardsync()
     receipt = push(shard, [1.0], worker_id="w00", workers=roster_of(20))
     assert receipt.waiting_for == tuple(f"w{index:02d}" for index in range(1, 9))
     assert shard.waiting_for(roster_of(20)) == tuple(f"w{index:02d}" for index in range(1, 20))
 
 
-def test_a_late_gradient_is_refused_for_good_and_its_worker_told_to_pull() -> None:
+def test_a_late_gradient_is_refused_for_good_and_its_worker_told_to_pull():
     for protocol, policy, reason, words in (
         ("hardsync", "none", Reason.STALE, "present version 3"),
         ("backup:b=1", "none", Reason.DROPPED, ""),
@@ -45,7 +45,7 @@ def test_a_late_gradient_is_refused_for_good_and_its_worker_told_to_pull() -> No
         assert (shard.version, shard.state().pending, pull(shard)[1].tolist()) == (3, (), [0.0]), protocol
 
 
-def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known() -> None:
+def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known():
     shard = hardsync()
     push(shard, [1.0], workers=TWO)
     again = push(shard, [1.0], workers=TWO)
@@ -56,7 +56,7 @@ def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known
     assert (shard.num_pending, pull(shard)[1].tolist()) == (0, [-2.0])
 
 
-def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it() -> None:
+def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it():
     shard = hardsync()
     calls: list[int] = []
     push(shard, [1.0], workers=THREE)
@@ -70,7 +70,7 @@ def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it() -> Non
     assert len(shard.complete(Roster())) == 1
 
 
-def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
+def test_softsync_makes_several_updates_at_once_when_many_workers_go():
     shard = make_shard([0.0], protocol="softsync:n=1")
     for sequence in range(5):
         push(shard, [float(2**sequence)], sequence=sequence, workers=roster_of(6))
@@ -79,7 +79,7 @@ def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
     assert [waiting.gradient.sequence for waiting in shard.state().pending] == [4]
 
 
-def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier() -> None:
+def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier():
     shard = hardsync()
     calls: list[int] = []
     push(shard, [1.0], workers=TWO)
@@ -88,7 +88,7 @@ def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier() ->
     assert (calls, shard.complete(roster("a")), shard.num_pending) == ([0], [], 1)
 
 
-def test_a_round_of_nothing_is_an_update_that_touches_no_number() -> None:
+def test_a_round_of_nothing_is_an_update_that_touches_no_number():
     for rule in ("sgd", "momentum", "adam"):
         shard = make_shard([1.0, 2.0], rule=rule, settings={"learning_rate": 0.1}, protocol="hardsync")
         push(shard, [1.0, 1.0])
@@ -101,7 +101,7 @@ def test_a_round_of_nothing_is_an_update_that_touches_no_number() -> None:
         assert all((slot == before.slots[name]).all() for name, slot in after.slots.items()), rule
 
 
-def test_without_a_barrier_nothing_is_answered_and_makes_no_update() -> None:
+def test_without_a_barrier_nothing_is_answered_and_makes_no_update():
     for protocol in ("async", "softsync:n=1", "serial", "ssp:s=1", "asgd"):
         shard = make_shard([1.0], protocol=protocol)
         receipt = shard.push(nothing(example_count=8), roster=TWO).receipt
@@ -110,7 +110,7 @@ def test_without_a_barrier_nothing_is_answered_and_makes_no_update() -> None:
         assert shard.push(nothing(example_count=8), roster=TWO).receipt.duplicate, protocol
 
 
-def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already() -> None:
+def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already():
     shard = hardsync()
     push(shard, [1.0], workers=TWO)
     later = restored(shard, shard.state(), epoch=1)
@@ -119,7 +119,7 @@ def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already(
     assert pull(later)[1].tolist() == [-2.0]
 
 
-def test_the_recorder_hears_of_a_completion_only_where_there_is_one() -> None:
+def test_the_recorder_hears_of_a_completion_only_where_there_is_one():
     log = Log()
     shard = hardsync(recorder=log)
     shard.complete(roster("a"))

@@ -28,7 +28,7 @@ def brewed(text: str) -> Tea:
     return spec.make(text, REGISTRY, what="drink")
 
 
-def test_a_text_makes_a_thing_that_spells_it() -> None:
+def test_a_text_makes_a_thing_that_spells_it():
     for text, thing in {
         "tea": Tea(),
         "tea:leaves=3,sugar=1e-05,milk=true,cup=red": Tea(3, 1e-5, True, "red"),
@@ -43,7 +43,7 @@ def test_a_text_makes_a_thing_that_spells_it() -> None:
     assert spec.build(Tea, "leaves=3", what="drink") == Tea(3)
 
 
-def test_what_cannot_be_read_is_refused_with_what_can() -> None:
+def test_what_cannot_be_read_is_refused_with_what_can():
     for text, words in {
         "coffee": "drink 'coffee' is unknown; expected one of tea",
         "tea:lemon=1": "drink 'tea' has no setting 'lemon=1'; it has leaves=, sugar=, milk=, cup=",
@@ -57,7 +57,7 @@ def test_what_cannot_be_read_is_refused_with_what_can() -> None:
         assert words in refusal(brewed, text)
 
 
-def test_an_example_shows_every_setting_and_can_be_read() -> None:
+def test_an_example_shows_every_setting_and_can_be_read():
     for registry in (protocols.PROTOCOLS, staleness.POLICIES):
         for kind in registry.values():
             assert isinstance(spec.make(spec.example(kind), registry, what="behaviour"), kind)
@@ -66,7 +66,7 @@ def test_an_example_shows_every_setting_and_can_be_read() -> None:
     assert spec.example(staleness.Hinge) == "hinge:a=10,b=4"
 
 
-def test_its_texts_make_an_equal_behaviour_that_cannot_be_changed() -> None:
+def test_its_texts_make_an_equal_behaviour_that_cannot_be_changed():
     for texts in (
         {},
         {"protocol": "softsync:n=4", "staleness": "exponential:beta=0.25"},
@@ -84,7 +84,7 @@ def test_its_texts_make_an_equal_behaviour_that_cannot_be_changed() -> None:
     assert Behaviour.parse(protocol="hybrid") == Behaviour.parse(protocol="bsp")
 
 
-def test_a_warm_up_is_a_stage_of_the_protocol() -> None:
+def test_a_warm_up_is_a_stage_of_the_protocol():
     behaviour = Behaviour.parse(protocol="async", warmup="updates=20,protocol=hardsync", staleness="divide")
     staged = behaviour.aggregation
     assert isinstance(staged, Staged)
@@ -92,7 +92,7 @@ def test_a_warm_up_is_a_stage_of_the_protocol() -> None:
     assert staged.text == "async after updates=20,protocol=hardsync"
 
 
-def test_a_wrong_text_of_a_behaviour_is_refused_by_name() -> None:
+def test_a_wrong_text_of_a_behaviour_is_refused_by_name():
     for name, text, words in (
         ("clip_norm", -1.0, "clip_norm is -1.0; expected the norm that pushes are clipped to, or 0 to clip none"),
         ("clip_norm", float("nan"), "clip_norm is nan"),

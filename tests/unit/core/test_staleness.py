@@ -19,7 +19,7 @@ def context(split: float = 1.0) -> WeighingContext:
     return WeighingContext(worker_id="a", num_workers=4, version=100, split=split)
 
 
-def test_a_policy_scales_the_rate_by_its_formula() -> None:
+def test_a_policy_scales_the_rate_by_its_formula():
     for text, expected in {
         "none": [1.0, 1.0, 1.0],
         "divide": [1.0, 1.0, 1 / 10],
@@ -35,7 +35,7 @@ def test_a_policy_scales_the_rate_by_its_formula() -> None:
         assert scales == pytest.approx(expected, rel=1e-15), text
 
 
-def test_no_policy_but_drop_touches_the_gradient_itself_and_none_but_per_update_the_update_as_a_whole() -> None:
+def test_no_policy_but_drop_touches_the_gradient_itself_and_none_but_per_update_the_update_as_a_whole():
     for text in ACCEPTING:
         weighing = parse(text).weigh(1000, context(split=4))
         assert (weighing.accept, weighing.weight) == (True, 1.0), text
@@ -43,27 +43,27 @@ def test_no_policy_but_drop_touches_the_gradient_itself_and_none_but_per_update_
         assert parse(text).update_scale((3, 5)) == 1.0, text
 
 
-def test_constant_divides_by_the_protocols_split_alone() -> None:
+def test_constant_divides_by_the_protocols_split_alone():
     splits = {1.0: 1.0, 4.0: 0.25, 7.5: 1 / 7.5, 0.0: 1.0}
     for (split, scale), staleness in product(splits.items(), (0, 1, 1000)):
         assert parse("constant").weigh(staleness, context(split)).rate_scale == scale, (split, staleness)
 
 
-def test_constant_follows_what_the_protocol_makes_of_thirty_workers() -> None:
+def test_constant_follows_what_the_protocol_makes_of_thirty_workers():
     """With n = 7, c = floor(30 / 7) = 4 and the n in effect is 30 / 4."""
     for protocol, scale in {"async": 1 / 30, "softsync:n=5": 1 / 5, "softsync:n=7": 4 / 30, "hardsync": 1.0}.items():
         split = parse_protocol(protocol).split(roster_of(30))
         assert parse("constant").weigh(3, context(split)).rate_scale == pytest.approx(scale, rel=1e-15), protocol
 
 
-def test_per_update_divides_the_update_by_the_mean_staleness_of_its_gradients() -> None:
+def test_per_update_divides_the_update_by_the_mean_staleness_of_its_gradients():
     policy = parse("per_update")
     scales = [policy.update_scale(stalenesses) for stalenesses in ((0,), (0, 1), (4,), (2, 4, 9), ())]
     assert scales == [1.0, 1.0, 1 / 4, 1 / 5, 1.0]
     assert policy.weigh(9, context()).rate_scale == 1.0
 
 
-def test_drop_takes_what_is_at_most_its_spread_old_and_whole() -> None:
+def test_drop_takes_what_is_at_most_its_spread_old_and_whole():
     """With a spread beyond every staleness it is no penalty (algorithm notes, 2.10)."""
     for text, staleness, accept in (("drop", 0, True), ("drop", 10, True), ("drop", 11, False)):
         assert parse(text).weigh(staleness, context()) == Weighing(accept=accept, weight=1.0, rate_scale=1.0), staleness
@@ -72,13 +72,13 @@ def test_drop_takes_what_is_at_most_its_spread_old_and_whole() -> None:
 
 @settings(max_examples=50)
 @given(text=st.sampled_from(ACCEPTING), staleness=st.integers(0, 10**9), split=st.floats(0, 1e6))
-def test_a_scale_is_a_share_that_does_not_grow_with_the_staleness(text: str, staleness: int, split: float) -> None:
+def test_a_scale_is_a_share_that_does_not_grow_with_the_staleness(text, staleness, split):
     policy = parse(text)
     younger, older = (policy.weigh(age, context(split)).rate_scale for age in (staleness, staleness + 1))
     assert 0.0 <= older <= younger <= 1.0
 
 
-def test_a_policys_text_leaves_out_what_is_at_its_default_and_the_papers_short_names_are_understood() -> None:
+def test_a_policys_text_leaves_out_what_is_at_its_default_and_the_papers_short_names_are_understood():
     canonical = {
         "hinge:a=10,b=4": "hinge",
         "hinge: b=3.0 , a=1e1": "hinge:b=3",
@@ -91,13 +91,13 @@ def test_a_policys_text_leaves_out_what_is_at_its_default_and_the_papers_short_n
     assert {alias: parse(alias).name for alias in ALIASES} == ALIASES
 
 
-def test_no_policy_takes_a_negative_setting() -> None:
+def test_no_policy_takes_a_negative_setting():
     for name, kind in POLICIES.items():
         for setting in fields(kind):  # type: ignore[arg-type]
             assert f"{setting.name} is -1; expected a finite number" in refusal(parse, f"{name}:{setting.name}=-1")
 
 
-def test_a_wrong_setting_is_refused_in_one_sentence() -> None:
+def test_a_wrong_setting_is_refused_in_one_sentence():
     there_are = ", ".join(sorted(POLICIES))
     for text, words in {
         "inverse": f"staleness policy 'inverse' is unknown; expected one of {there_are}",

@@ -36,7 +36,7 @@ def updated(
     return parameters, slots
 
 
-def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_staleness() -> None:
+def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_staleness():
     parameters, _ = updated("sgd", 1, part([1.0]), part([3.0]))
     assert parameters.tolist() == [-2.0]
     parameters, _ = updated("sgd", 1, part([8.0], rate_scale=1.0), part([8.0], rate_scale=0.25))
@@ -45,18 +45,18 @@ def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_stalene
     assert parameters.tolist() == [0.0]
 
 
-def test_an_adaptive_rule_shortens_the_step_and_keeps_its_slots_clean() -> None:
+def test_an_adaptive_rule_shortens_the_step_and_keeps_its_slots_clean():
     # Equal staleness: the accumulator sees the plain mean, the step alone is a quarter.
     parameters, slots = updated("adagrad", 1, part([2.0], rate_scale=0.25), part([4.0], rate_scale=0.25))
     assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
 
 
-def test_a_weight_multiplies_the_gradient_itself() -> None:
+def test_a_weight_multiplies_the_gradient_itself():
     parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
     assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)
 
 
-def test_what_no_gradient_covers_is_left_alone() -> None:
+def test_what_no_gradient_covers_is_left_alone():
     parameters, slots = updated(
         "adagrad", 5, part([2.0, 2.0], extents=(Extent(0, 2),)), part([4.0, 4.0], extents=(Extent(1, 1), Extent(4, 1)))
     )
@@ -64,21 +64,21 @@ def test_what_no_gradient_covers_is_left_alone() -> None:
     assert parameters.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]
 
 
-def test_gradients_are_added_in_the_order_of_the_parts() -> None:
+def test_gradients_are_added_in_the_order_of_the_parts():
     large, small = [2.0**25], [1.0]
     forward, _ = updated("sgd", 1, *(part(v, share=1.0) for v in (large, small, [-(2.0**25)])))
     backward, _ = updated("sgd", 1, *(part(v, share=1.0) for v in (large, [-(2.0**25)], small)))
     assert (forward.tolist(), backward.tolist()) == ([0.0], floats(-1.0).tolist())
 
 
-def test_the_scale_of_an_update_shrinks_its_gradients_where_they_are_the_step() -> None:
+def test_the_scale_of_an_update_shrinks_its_gradients_where_they_are_the_step():
     for rule in ("sgd", "momentum", "heavy_ball", "nesterov"):
         scaled, scaled_slots = updated(rule, 1, part([2.0]), part([4.0]), update_scale=0.25)
         smaller, smaller_slots = updated(rule, 1, part([0.5]), part([1.0]))
         assert (scaled.tolist(), scaled_slots) == (smaller.tolist(), smaller_slots), rule
 
 
-def test_the_scale_of_an_update_or_gradient_shrinks_the_step_alone_under_an_adaptive_rule() -> None:
+def test_the_scale_of_an_update_or_gradient_shrinks_the_step_alone_under_an_adaptive_rule():
     for rule in ("adagrad", "rmsprop", "adam", "adamw"):
         whole, slots = updated(rule, 1, part([2.0]), part([4.0]))
         scaled, scaled_slots = updated(rule, 1, part([2.0]), part([4.0]), update_scale=0.25)
@@ -89,7 +89,7 @@ def test_the_scale_of_an_update_or_gradient_shrinks_the_step_alone_under_an_adap
         assert stale[0] == pytest.approx(fresh[0] / 10, rel=1e-6), rule
 
 
-def test_an_update_of_nothing_leaves_no_trace() -> None:
+def test_an_update_of_nothing_leaves_no_trace():
     nothing = part([], kind=PayloadKind.NOTHING)
     parameters, slots = updated("momentum", 2, nothing, nothing)
     assert (parameters.tolist(), slots["velocity"].tolist()) == ([0.0, 0.0], [0.0, 0.0])
@@ -97,7 +97,7 @@ def test_an_update_of_nothing_leaves_no_trace() -> None:
     assert parameters.tolist() == [-1.0, -2.0]
 
 
-def test_gradients_are_cut_at_each_others_borders() -> None:
+def test_gradients_are_cut_at_each_others_borders():
     random = np.random.default_rng(0)
     for _ in range(50):
         parts, expected = [], np.zeros(40)
@@ -114,7 +114,7 @@ def test_gradients_are_cut_at_each_others_borders() -> None:
         assert parameters.tolist() == (expected - np.arange(40)).tolist()
 
 
-def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is() -> None:
+def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is():
     settled = validate("sgd", {"learning_rate": 1.0, "weight_decay": 0.5})
     parameters = floats(4.0, 4.0)
     first, second = part([1.0], extents=(Extent(0, 1),)), part([3.0], extents=(Extent(0, 1),))
@@ -125,7 +125,7 @@ def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is() -> N
 FRONT = (Extent(0, 2),)
 
 
-def test_a_reply_holds_what_the_whole_update_made() -> None:
+def test_a_reply_holds_what_the_whole_update_made():
     cases = {
         "one": [part([1.0, 2.0, 3.0])],
         "two": [part([1.0, 2.0, 3.0]), part([4.0, 5.0, 6.0], volatile=True)],

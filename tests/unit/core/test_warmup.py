@@ -21,7 +21,7 @@ def staged(warmup: str, protocol: str = "async", staleness: str = "none") -> Beh
     return Behaviour.parse(protocol=protocol, warmup=warmup, staleness=staleness)
 
 
-def test_every_protocol_may_follow_on_a_warm_up_and_those_without_a_barrier_be_entered_one_after_the_other() -> None:
+def test_every_protocol_may_follow_on_a_warm_up_and_those_without_a_barrier_be_entered_one_after_the_other():
     cases = [*product([*MAINS, *BARRIERS], ("",)), *product(MAINS, (",release_every=3",))]
     for (main, release), warmup in product(cases, ("serial", "hardsync")):
         text = f"updates=5,protocol={warmup}{release}"
@@ -29,14 +29,14 @@ def test_every_protocol_may_follow_on_a_warm_up_and_those_without_a_barrier_be_e
         assert [run.steps(worker_id) for worker_id in "abc"] == [15, 15, 15], (main, text)
 
 
-def test_a_barrier_cannot_be_entered_one_after_the_other() -> None:
+def test_a_barrier_cannot_be_entered_one_after_the_other():
     """Those let in would wait for those that are not, and these for their updates."""
     for main in BARRIERS:
         words = f"lets the workers in one after the other, and {main} waits for the gradients of the others"
         assert words in refusal(Behaviour.parse, protocol=main, warmup="updates=5,release_every=3")
 
 
-def test_a_warm_ups_text_is_that_of_an_equal_one_and_a_wrong_one_is_refused_in_one_sentence() -> None:
+def test_a_warm_ups_text_is_that_of_an_equal_one_and_a_wrong_one_is_refused_in_one_sentence():
     for text in ("updates=200", "updates=1,protocol=hardsync:weighting=equal,release_every=5"):
         assert WarmUp.parse(text).text == text
     for text, words in {
@@ -48,7 +48,7 @@ def test_a_warm_ups_text_is_that_of_an_equal_one_and_a_wrong_one_is_refused_in_o
         assert words in refusal(WarmUp.parse, text)
 
 
-def test_the_main_protocol_decides_from_the_named_version_on_also_after_a_restore() -> None:
+def test_the_main_protocol_decides_from_the_named_version_on_also_after_a_restore():
     behaviour = staged("updates=2,protocol=hardsync")
     shard = make_shard([0.0], behaviour=behaviour)
     outcomes = []
@@ -63,7 +63,7 @@ def test_the_main_protocol_decides_from_the_named_version_on_also_after_a_restor
     assert [push(shard, [1.0], workers=TWO).outcome for shard in later] == [pending, applied]
 
 
-def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_it_ends() -> None:
+def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_it_ends():
     shard = make_shard([0.0], behaviour=staged("updates=5,protocol=hardsync"))
     push(shard, [1.0], example_count=3, workers=roster_of(3))
     push(shard, [5.0], worker_id="b", example_count=1, workers=roster_of(3))
@@ -75,13 +75,13 @@ def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_i
     assert push(shard, [1.0], sequence=1, workers=TWO).min_version == 0
 
 
-def test_the_split_is_that_of_the_stage() -> None:
+def test_the_split_is_that_of_the_stage():
     shard = make_shard(np.zeros(1), behaviour=staged("updates=1,protocol=serial", "async", "constant"))
     rates = [push(shard, [1.0], sequence=sequence, workers=roster_of(4)).rate for sequence in range(2)]
     assert rates == [1.0, 0.25]
 
 
-def test_steps_are_granted_where_a_stage_or_the_release_asks_for_it_and_a_barrier_in_either_is_one() -> None:
+def test_steps_are_granted_where_a_stage_or_the_release_asks_for_it_and_a_barrier_in_either_is_one():
     for warmup, protocol, paced, barrier in (
         ("protocol=serial", "async", True, False),
         ("protocol=serial", "hardsync", True, True),
@@ -94,7 +94,7 @@ def test_steps_are_granted_where_a_stage_or_the_release_asks_for_it_and_a_barrie
         assert paced or aggregation.pacer() is None
 
 
-def test_the_main_protocol_says_the_rest() -> None:
+def test_the_main_protocol_says_the_rest():
     aggregation = staged("updates=5", "asgd:accumulate=4").aggregation
     assert (aggregation.whole_model, aggregation.accumulate, aggregation.barrier) == (True, 4, False)
     assert staged("updates=5", "softsync:n=3").aggregation.warnings(4) == (

@@ -13,14 +13,14 @@ def settled(told: str, asked: str) -> RuleSettings:
     return settle(told_settings, asked_settings, num_groups=2, source="--optimizer")
 
 
-def test_torchs_momentum_joins_a_heavy_ball_of_the_same_settings() -> None:
+def test_torchs_momentum_joins_a_heavy_ball_of_the_same_settings():
     rule = settled("heavy_ball:learning_rate=0.1,momentum=0.9", "momentum:learning_rate=0.1,momentum=0.9")
 
     expected = RuleSettings.parse("heavy_ball:learning_rate=0.1,momentum=0.9").for_groups(2)
     assert rule == replace(expected, kinds=(PayloadKind.GRADIENT,) * 2)
 
 
-def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference() -> None:
+def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference():
     told = "heavy_ball:learning_rate=0.1,momentum=0.9"
     for asked, difference in {
         "momentum:learning_rate=0.1,momentum=0.8": "momentum of group 0: 0.9 here, 0.8 there",
@@ -32,7 +32,7 @@ def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference() -
     refusal(settled, "momentum:learning_rate=0.1,momentum=0.9", told, error=OptimizerMismatch)
 
 
-def test_what_is_pushed_is_settled_by_the_first_worker_and_the_same_for_all() -> None:
+def test_what_is_pushed_is_settled_by_the_first_worker_and_the_same_for_all():
     server = RuleSettings.parse("sgd:learning_rate=1")
     deltas = replace(server.for_groups(2), kinds=(PayloadKind.DELTA, PayloadKind.BUFFER))
     gradients = replace(server.for_groups(2), kinds=(PayloadKind.GRADIENT, PayloadKind.BUFFER))
@@ -42,7 +42,7 @@ def test_what_is_pushed_is_settled_by_the_first_worker_and_the_same_for_all() ->
     assert said.endswith("(here: the server, there: the worker):\n  pushes of group 0: DELTA here, GRADIENT there")
 
 
-def test_an_unknown_setting_is_said_before_its_value_is_read() -> None:
+def test_an_unknown_setting_is_said_before_its_value_is_read():
     with pytest.raises(UnsupportedOptimizer, match="adam has no setting 'amsgrad'"):
         RuleSettings.parse("adam:amsgrad=true")
     with pytest.raises(ValueError, match="learning_rate is 'fast', but must be a number"):

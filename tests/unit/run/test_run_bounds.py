@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_nor
         ({"example_count": 101}, "example_count is 101, above examples_max=100"),
     ],
 )
-def test_a_push_beyond_the_bounds_changes_nothing(whole: bool, fields: dict[str, Any], words: str) -> None:
+def test_a_push_beyond_the_bounds_changes_nothing(whole, fields, words):
     driver = RunDriver("a", bounds=BOUNDS, optimizer="momentum:learning_rate=0.5,momentum=0.9")
     if whole:
         driver.run.push = lambda plan, **run: driver.run.push_whole([plan], **run)[0]
@@ -40,7 +39,7 @@ def test_a_push_beyond_the_bounds_changes_nothing(whole: bool, fields: dict[str,
     assert driver.push("a", **within).rate == 0.1
 
 
-def test_deltas_and_buffers_keep_to_their_norm() -> None:
+def test_deltas_and_buffers_keep_to_their_norm():
     bounds = Bounds.parse(BOUNDS)
     for kind in (PayloadKind.DELTA, PayloadKind.BUFFER):
         with pytest.raises(InvalidArgument, match="the delta's norm is 5, above delta_norm_max=3"):
@@ -49,7 +48,7 @@ def test_deltas_and_buffers_keep_to_their_norm() -> None:
     bounds.require_push(gradient([3.0, 4.0]), 2)
 
 
-def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:
+def test_the_first_workers_optimizer_keeps_to_the_bounds():
     run = make_run(bounds=BOUNDS, optimizer="")
     greeting = Greeting(
         "r", "a", 1, 1, "test", False, 0, 1, MODEL, RuleSettings.parse("sgd:learning_rate=0.5"), "", "", 0, ""
@@ -66,7 +65,7 @@ def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:
             run.begin_initialize(Opening("r", "a", 1, term, partition(MODEL, num_servers=1), settings, 0))
 
 
-def test_a_command_keeps_to_the_bounds() -> None:
+def test_a_command_keeps_to_the_bounds():
     driver = RunDriver("a", bounds="learning_rate_max=1")
     with pytest.raises(InvalidArgument, match="learning_rate is 2, above learning_rate_max=1"):
         driver.run.configure(learning_rate=2.0)

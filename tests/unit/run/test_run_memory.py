@@ -1,6 +1,5 @@
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 from pyps.config import resolve
 from pyps.run.run import Run
@@ -33,12 +32,12 @@ def peak_bytes(work: Callable[[], Run]) -> int:
         tracemalloc.stop()
 
 
-def test_first_parameters_are_held_once_and_the_message_at_hand_beside_them() -> None:
+def test_first_parameters_are_held_once_and_the_message_at_hand_beside_them():
     # Adagrad's accumulator makes the second model.
     assert peak_bytes(serving) < 2 * MODEL_BYTES + 2 * SHARD_BYTES + MARGIN_BYTES
 
 
-def test_a_restored_model_is_held_once(tmp_path: Path) -> None:
+def test_a_restored_model_is_held_once(tmp_path):
     run = serving()
     write(tmp_path, run.snapshot(), disk=Disk())
 

@@ -71,7 +71,7 @@ class Replicas(RunDriver):
 PROCESSES = ("a/0", "a/1", "b/0", "b/1")
 
 
-def test_rounds_of_one_part_do_not_wait_for_the_pushes_to_another() -> None:
+def test_rounds_of_one_part_do_not_wait_for_the_pushes_to_another():
     replicas = Replicas("a", "b", expected_workers="2")
     for version in range(3):
         replicas.push("a", 0, version)
@@ -79,7 +79,7 @@ def test_rounds_of_one_part_do_not_wait_for_the_pushes_to_another() -> None:
     assert replicas.versions() == [3, 0]
 
 
-def test_a_lost_process_completes_the_rounds_of_all_parts_without_its_replica() -> None:
+def test_a_lost_process_completes_the_rounds_of_all_parts_without_its_replica():
     replicas = Replicas("a", "b", expected_workers="2")
     replicas.round("a", "b")
     replicas.round("a", version=1)
@@ -96,7 +96,7 @@ def test_a_lost_process_completes_the_rounds_of_all_parts_without_its_replica() 
         replicas.push("b", 0, 1)
 
 
-def test_a_process_that_holds_others_up_stalls_with_its_replica_and_comes_back_by_its_pushes() -> None:
+def test_a_process_that_holds_others_up_stalls_with_its_replica_and_comes_back_by_its_pushes():
     replicas = Replicas("a", "b", expected_workers="2", stall_seconds="10")
     replicas.round("a", "b")
     replicas.round("a", version=1)
@@ -113,7 +113,7 @@ def test_a_process_that_holds_others_up_stalls_with_its_replica_and_comes_back_b
     assert replicas.run.membership.roster.workers == ("a", "b")
 
 
-def test_the_gate_counts_replicas_part_by_part() -> None:
+def test_the_gate_counts_replicas_part_by_part():
     replicas = Replicas("a", "b", expected_workers="2", stall_seconds="10")
     replicas.round("a")
     replicas.push("b", 0)
@@ -126,7 +126,7 @@ def test_the_gate_counts_replicas_part_by_part() -> None:
     assert "waited for b/1" in replicas.events("stalled")[0]
 
 
-def test_a_replica_takes_its_turn_as_one_worker() -> None:
+def test_a_replica_takes_its_turn_as_one_worker():
     replicas = Replicas("a", "b", expected_workers="2", protocol="serial")
 
     def asks(name: str, clock: int) -> bool:
@@ -144,7 +144,7 @@ def test_a_replica_takes_its_turn_as_one_worker() -> None:
     assert asks("b", 0)
 
 
-def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
+def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed():
     replicas = Replicas("a", "b", expected_workers="2")
     replicas.round("a", "b")
     replicas.round("a", version=1)
@@ -162,7 +162,7 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
         assert again.run.membership.roster.missing == 0, told
 
 
-def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_changes() -> None:
+def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_changes():
     replicas = Replicas("a", "b", protocol="async")
     for name, part in (("a", 0), ("b", 0), ("a", 1)):
         replicas.push(name, part)
@@ -173,7 +173,7 @@ def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_chang
     assert replicas.run.rounds.behaviour.aggregation.text == "async"
 
 
-def test_a_replica_that_falls_silent_before_there_are_parameters_is_lost_and_its_turn_over() -> None:
+def test_a_replica_that_falls_silent_before_there_are_parameters_is_lost_and_its_turn_over():
     replicas = Replicas(lease_seconds="8")
     term = replicas.hello("a", 0)
     replicas.hello("a", 1)
@@ -198,7 +198,7 @@ def test_a_replica_that_falls_silent_before_there_are_parameters_is_lost_and_its
     assert len(replicas.run.content.shards) == 5
 
 
-def test_a_server_that_stood_still_loses_no_replica() -> None:
+def test_a_server_that_stood_still_loses_no_replica():
     replicas = Replicas("a", "b")
     replicas.round("a", "b")
     replicas.clock.now += 36.0
@@ -214,7 +214,7 @@ def test_a_server_that_stood_still_loses_no_replica() -> None:
     ]
 
 
-def test_parts_are_named_once_in_ascending_order_and_a_replica_as_none_of_its_processes_could_be() -> None:
+def test_parts_are_named_once_in_ascending_order_and_a_replica_as_none_of_its_processes_could_be():
     replicas = Replicas()
     for parts in ((1, 0), (0, 0)):
         with pytest.raises(
@@ -228,7 +228,7 @@ def test_parts_are_named_once_in_ascending_order_and_a_replica_as_none_of_its_pr
             replicas.initialize(name, 0, 1)
 
 
-def test_under_sandblaster_no_replica_joins_and_nobody_brings_a_run_there() -> None:
+def test_under_sandblaster_no_replica_joins_and_nobody_brings_a_run_there():
     with pytest.raises(InvalidArgument, match=r"'a/0' is a process of a replica .* under sandblaster workers of one"):
         Replicas("a", protocol="sandblaster")
     replicas = Replicas("a", "b", protocol="async")
@@ -237,7 +237,7 @@ def test_under_sandblaster_no_replica_joins_and_nobody_brings_a_run_there() -> N
     assert set(replicas.push("a", 0)) == {Outcome.APPLIED}
 
 
-def test_what_an_earlier_term_left_is_thrown_away() -> None:
+def test_what_an_earlier_term_left_is_thrown_away():
     replicas = Replicas()
     [term] = {replicas.hello("a", part) for part in (0, 1)}
     replicas.initialize("a", 0, term)

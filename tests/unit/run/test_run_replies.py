@@ -1,7 +1,5 @@
 """Pushes that bring parameters back through a run: what is counted, logged and refused together."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -34,7 +32,7 @@ def ones() -> Floats:
     return np.ones(SHARD_SIZE, np.float32)
 
 
-def test_parameters_that_came_with_receipts_are_counted_as_pulled() -> None:
+def test_parameters_that_came_with_receipts_are_counted_as_pulled():
     run, wish = serving(), Wish()
     run.push(PushPlan(0, gradient(ones()), wish.reply))
     run.push(PushPlan(1, gradient(ones())))
@@ -43,7 +41,7 @@ def test_parameters_that_came_with_receipts_are_counted_as_pulled() -> None:
     np.testing.assert_array_equal(wish.parameters, -ones())
 
 
-def test_a_whole_push_brings_its_parameters_back_and_counts_them() -> None:
+def test_a_whole_push_brings_its_parameters_back_and_counts_them():
     run, answers = serving(protocol="asgd"), {0: Wish(), 1: Wish()}
     pushed = run.push_whole([PushPlan(index, gradient(ones()), answers[index].reply) for index in (0, 1)])
     assert [each.receipt.outcome for each in pushed] == [Outcome.APPLIED] * 2
@@ -51,7 +49,7 @@ def test_a_whole_push_brings_its_parameters_back_and_counts_them() -> None:
     np.testing.assert_array_equal(answers[1].parameters, -ones())
 
 
-def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole() -> None:
+def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole():
     for protocol in ("async", "asgd"):
         run = serving(protocol=protocol)
         bad = ones()
@@ -68,7 +66,7 @@ def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole() ->
         assert run.statistics.total().reasons == {Reason.NOT_FINITE: 2}, protocol
 
 
-def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
+def test_a_scan_asks_what_a_push_asks_and_changes_nothing():
     run = serving()
     with pytest.raises(RunMismatch):
         run.scan(gradient(ones()), 0, run_id="another")
@@ -87,7 +85,7 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
     assert (whole.content.version_max, whole.membership.roster.num_workers) == (0, 0)
 
 
-def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path: Path) -> None:
+def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path):
     log = UpdateLog(tmp_path, log_gradients=True)
     run = serving(recorder=log)
     memory = ones()

@@ -120,7 +120,7 @@ def test_fewer_expected_workers_open_the_gate_of_a_round_and_of_a_pacer():
 # Whether the server itself stood still; and what people are told.
 
 
-def test_only_a_look_that_comes_much_too_late_tells_of_a_standstill() -> None:
+def test_only_a_look_that_comes_much_too_late_tells_of_a_standstill():
     now = [100.0]
     standstill = Standstill(0.2, clock=lambda: now[0])
     told = []

@@ -8,7 +8,7 @@ from experiments.protocol_pictures import PROTOCOLS, WORKERS, tell
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_story_has_the_waits_and_the_staleness_of_its_protocol(protocol: str) -> None:
+def test_a_story_has_the_waits_and_the_staleness_of_its_protocol(protocol):
     story = tell(protocol)
 
     assert story.steps.keys() == WORKERS.keys()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from pyps.simulation.event import Kind, Scheduler
-from pyps.simulation.worker import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal, normal, scripted
+from pyps.simulation.worker import Computed, Step, WorkerPlan, exponential, fixed, lognormal, normal, scripted
 from simulated import cluster, noisy, ones, worker_plans
 
 
 @pytest.mark.parametrize("protocol", ["async", "hardsync", "ssp:s=1", "serial"])
-def test_equal_seeds_give_equal_events_and_equal_bits(protocol: str) -> None:
+def test_equal_seeds_give_equal_events_and_equal_bits(protocol):
     runs = [
         cluster(protocol, parameters=[np.zeros(5)], workers=worker_plans(4, exponential()), compute=noisy, seed=seed)
         for seed in (7, 7, 8)
@@ -22,7 +22,7 @@ def test_equal_seeds_give_equal_events_and_equal_bits(protocol: str) -> None:
     assert one.simulation.trace() != other.simulation.trace()
 
 
-def test_another_workers_coming_does_not_change_a_workers_dice() -> None:
+def test_another_workers_coming_does_not_change_a_workers_dice():
     def times_of_a(workers: int) -> list[float]:
         run = cluster("async", workers=worker_plans(workers, exponential(), steps=5)).run()
         return [event.time for event in run.events(Kind.PUSH, "a")]
@@ -35,7 +35,7 @@ ROUNDS = 20
 
 @pytest.mark.parametrize("workers", [4, 8, 30])
 @pytest.mark.parametrize("timing", [exponential(), lognormal(sigma=0.5)], ids=["exponential", "lognormal"])
-def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Timing) -> None:
+def test_a_hardsync_round_takes_the_largest_of_l_times(workers, timing):
     run = cluster("hardsync", workers=worker_plans(workers, timing, steps=ROUNDS), seed=3).run()
     assert run.shards[0].version == ROUNDS
     # Each worker draws from random numbers of its own.
@@ -44,14 +44,14 @@ def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Tim
     assert run.simulation.now == pytest.approx(sum(largest))
 
 
-def test_times_have_the_mean_that_was_asked_for() -> None:
+def test_times_have_the_mean_that_was_asked_for():
     random = np.random.default_rng(3)
     for timing in (normal(2.0, variation=0.1), lognormal(2.0, sigma=0.5), exponential(2.0)):
         assert np.mean([timing(step, random) for step in range(20_000)]) == pytest.approx(2.0, rel=0.03)
     assert [scripted([3.0, 1.0])(step, random) for step in range(4)] == [3.0, 1.0, 1.0, 1.0]
 
 
-def test_a_worker_that_has_no_gradient_for_a_shard_pushes_nothing_to_it() -> None:
+def test_a_worker_that_has_no_gradient_for_a_shard_pushes_nothing_to_it():
     def first_shard_only(step: Step) -> Computed:
         return Computed({0: np.ones(1, np.float32)})
 
@@ -61,7 +61,7 @@ def test_a_worker_that_has_no_gradient_for_a_shard_pushes_nothing_to_it() -> Non
     assert [run.parameters(shard_id).tolist() for shard_id in range(2)] == [[-2.0], [0.0]]
 
 
-def test_the_run_ends_where_it_is_told_to() -> None:
+def test_the_run_ends_where_it_is_told_to():
     run = cluster("async", workers=2).run(seconds=3.5)
     assert (run.simulation.now, run.shards[0].version) == (3.0, 6)
     run.run(pushes=9)
@@ -69,7 +69,7 @@ def test_the_run_ends_where_it_is_told_to() -> None:
     assert math.isclose(run.simulation.now, 5.0)
 
 
-def test_workers_that_are_told_that_the_run_is_finished_leave() -> None:
+def test_workers_that_are_told_that_the_run_is_finished_leave():
     run = cluster("async", workers=3)
     run.simulation.at(2.5, run.simulation.server.run.finish)
     run.run()
@@ -77,14 +77,14 @@ def test_workers_that_are_told_that_the_run_is_finished_leave() -> None:
     assert run.shards[0].version == 6
 
 
-def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished() -> None:
+def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished():
     run = cluster("hardsync", workers=[WorkerPlan("a"), WorkerPlan("slow", fixed(100.0))], compute=ones)
     run.simulation.at(50.0, run.simulation.server.run.finish)
     run.run()
     assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "slow"}
 
 
-def test_at_equal_times_the_worker_whose_name_is_first_goes_first_then_what_was_asked_first() -> None:
+def test_at_equal_times_the_worker_whose_name_is_first_goes_first_then_what_was_asked_first():
     scheduler, called = Scheduler(), []
     for worker_id, what in (("b", "b1"), ("a", "a1"), ("b", "b2"), ("a", "a2"), ("", "operator")):
         scheduler.at(1.0, lambda what=what: called.append(what), worker_id=worker_id)  # type: ignore[misc]
@@ -93,7 +93,7 @@ def test_at_equal_times_the_worker_whose_name_is_first_goes_first_then_what_was_
     assert called == ["operator", "a1", "a2", "b1", "b2"]
 
 
-def test_what_is_asked_for_in_the_past_is_done_now() -> None:
+def test_what_is_asked_for_in_the_past_is_done_now():
     scheduler, called = Scheduler(), []
     scheduler.at(5.0, lambda: scheduler.at(1.0, lambda: called.append(scheduler.now)))
     while scheduler.step():
@@ -101,7 +101,7 @@ def test_what_is_asked_for_in_the_past_is_done_now() -> None:
     assert called == [5.0]
 
 
-def test_an_empty_shard_is_refused_and_a_large_one_is_one() -> None:
+def test_an_empty_shard_is_refused_and_a_large_one_is_one():
     with pytest.raises(ValueError, match=r"parameters\[1\] holds no numbers; a simulated shard holds 1 or more"):
         cluster(parameters=[np.ones(2), np.zeros(0)])
     [shard] = cluster(parameters=[np.zeros(300_000)], workers=1).simulation.shards

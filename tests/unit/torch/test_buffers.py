@@ -59,7 +59,7 @@ def statistics_alone(values: list[torch.Tensor]) -> torch.nn.BatchNorm1d:
     return module
 
 
-def test_buffers_are_a_group_of_their_own_whose_moves_are_pushed() -> None:
+def test_buffers_are_a_group_of_their_own_whose_moves_are_pushed():
     worker = Worker(mode="average")
     worker.train(minibatches(1)[0])
     (pushed,) = worker.session.pushes
@@ -70,7 +70,7 @@ def test_buffers_are_a_group_of_their_own_whose_moves_are_pushed() -> None:
 
 
 @pytest.mark.parametrize("mode", ["average", "first"])
-def test_a_worker_alone_has_the_statistics_that_it_would_have_by_itself(mode) -> None:
+def test_a_worker_alone_has_the_statistics_that_it_would_have_by_itself(mode):
     expected = statistics_alone(minibatches(12)).running_mean.numpy()
     for pace in ({}, {"push_every": 2}, {"push_every": 3, "pull_every": 3}):
         worker = Worker(mode=mode, **pace)
@@ -82,7 +82,7 @@ def test_a_worker_alone_has_the_statistics_that_it_would_have_by_itself(mode) ->
 
 
 @pytest.mark.parametrize("mode", ["average", "first"])
-def test_with_overlap_statistics_settle_where_they_would_alone_though_each_pull_lacks_the_newest_move(mode) -> None:
+def test_with_overlap_statistics_settle_where_they_would_alone_though_each_pull_lacks_the_newest_move(mode):
     worker = Worker(mode=mode, overlap="step")
     # Else a push brings the parameters that hold it.
     worker.session.pull_needed = True
@@ -100,7 +100,7 @@ def test_with_overlap_statistics_settle_where_they_would_alone_though_each_pull_
     worker.steps.close()
 
 
-def test_the_average_follows_what_the_servers_serve() -> None:
+def test_the_average_follows_what_the_servers_serve():
     worker = Worker(mode="average")
     worker.session.parameters[1][:SIZE] = 100
     worker.session.version += 1
@@ -111,7 +111,7 @@ def test_the_average_follows_what_the_servers_serve() -> None:
     assert worker.mean.max() < 100
 
 
-def test_the_first_keeps_its_own_and_makes_up_for_pushes_that_were_weighed_down() -> None:
+def test_the_first_keeps_its_own_and_makes_up_for_pushes_that_were_weighed_down():
     worker = Worker(mode="first")
     values = minibatches(30)
     for minibatch in values:
@@ -127,7 +127,7 @@ def test_the_first_keeps_its_own_and_makes_up_for_pushes_that_were_weighed_down(
     np.testing.assert_allclose(worker.served_mean, worker.mean, rtol=1e-4)
 
 
-def test_others_follow_the_first_and_push_nothing_of_their_own() -> None:
+def test_others_follow_the_first_and_push_nothing_of_their_own():
     worker = Worker(mode="first", is_first=False)
     worker.session.parameters[1][:SIZE] = 7
     worker.train(minibatches(1)[0])
@@ -135,7 +135,7 @@ def test_others_follow_the_first_and_push_nothing_of_their_own() -> None:
     np.testing.assert_array_equal(worker.mean, np.full(SIZE, 7, np.float32))
 
 
-def test_a_skipped_minibatch_leaves_no_trace_in_the_statistics() -> None:
+def test_a_skipped_minibatch_leaves_no_trace_in_the_statistics():
     worker = Worker(mode="average", pull_every=10)
     good, other = minibatches(2)
     worker.train(good)
@@ -146,7 +146,7 @@ def test_a_skipped_minibatch_leaves_no_trace_in_the_statistics() -> None:
     assert len(worker.session.pushes) == 2
 
 
-def test_a_buffer_that_was_replaced_is_refused_by_name() -> None:
+def test_a_buffer_that_was_replaced_is_refused_by_name():
     worker = Worker(mode="average")
     worker.module.running_mean = torch.zeros(SIZE)
     with pytest.raises(InvalidArgument, match=r"buffer 'running_mean' was replaced .* change it in place"):

@@ -45,7 +45,7 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
-def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread) -> None:
+def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread):
     model = network(spread=spread)
     layout = layout_of(model)
     buffer = Gradients(layout, lent_for(layout, codec=codec).gradients[0])
@@ -60,7 +60,7 @@ def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread) 
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_parameters_go_to_the_device_and_back(spread) -> None:
+def test_parameters_go_to_the_device_and_back(spread):
     model = network(spread=spread)
     places = [parameter.data_ptr() for parameter in model.parameters()]
     layout = layout_of(model)
@@ -75,7 +75,7 @@ def test_parameters_go_to_the_device_and_back(spread) -> None:
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(spread) -> None:
+def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(spread):
     model = network(spread=spread)
     layout = layout_of(model)
     buffer = Parameters(layout, lent_for(layout).parameters)
@@ -90,7 +90,7 @@ def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(s
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
+def test_a_gpu_worker_pushes_all_it_computes(overlap):
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
     worker = worker_of(session, model, overlap=overlap)
@@ -107,7 +107,7 @@ def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
     np.testing.assert_allclose(pushed, total.numpy(), atol=1e-5)
 
 
-def test_a_nan_on_the_device_is_not_sent() -> None:
+def test_a_nan_on_the_device_is_not_sent():
     model = network()
     session = RecordingSession(values_of(layout_of(model)))
     worker = worker_of(session, model)
@@ -117,7 +117,7 @@ def test_a_nan_on_the_device_is_not_sent() -> None:
     assert session.pushes == []
 
 
-def test_what_the_session_lends_is_pinned_while_the_worker_is_open() -> None:
+def test_what_the_session_lends_is_pinned_while_the_worker_is_open():
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
     worker = worker_of(session, model)
@@ -131,7 +131,7 @@ def test_what_the_session_lends_is_pinned_while_the_worker_is_open() -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
-def test_parameters_cross_the_bus_as_they_travelled_and_are_converted_on_the_device(codec, spread) -> None:
+def test_parameters_cross_the_bus_as_they_travelled_and_are_converted_on_the_device(codec, spread):
     model = network(spread=spread)
     session = RecordingSession(values_of(layout_of(model)), rate=0.01, pull_codec=codec)
     worker = worker_of(session, model)
@@ -142,7 +142,7 @@ def test_parameters_cross_the_bus_as_they_travelled_and_are_converted_on_the_dev
     worker.close()
 
 
-def test_gradients_stay_on_the_device_when_made_zero_in_place() -> None:
+def test_gradients_stay_on_the_device_when_made_zero_in_place():
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
     worker = worker_of(session, model)

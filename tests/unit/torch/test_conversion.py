@@ -29,7 +29,7 @@ def awkward_values() -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def test_it_rounds_as_numpy_does_and_nan_stays_nan() -> None:
+def test_it_rounds_as_numpy_does_and_nan_stays_nan():
     values, nothing = awkward_values(), np.zeros(0, np.float32)
     nans = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF], np.uint32).view(np.float32)
     for codec in HALVES:
@@ -39,7 +39,7 @@ def test_it_rounds_as_numpy_does_and_nan_stays_nan() -> None:
         CONVERTER.decode(memoryview(b""), codec, nothing)
 
 
-def test_what_came_is_read_at_any_alignment() -> None:
+def test_what_came_is_read_at_any_alignment():
     values = np.random.default_rng(1).standard_normal(1003).astype(np.float32)
     for codec, offset in product([FLOAT32, *HALVES], range(5)):
         message = bytes(offset) + bytes(codec.encode(values))

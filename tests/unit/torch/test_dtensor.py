@@ -22,7 +22,7 @@ def world_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_without_a_replica_all_is_held_as_a_whole() -> None:
+def test_without_a_replica_all_is_held_as_a_whole():
     linear = torch.nn.Linear(3, 2)
     claimed = claims_of([[("weight", linear.weight)], [("bias", linear.bias)]], ALONE)
     assert [(c.name, c.param_group, c.shape, c.whole_shape, c.offset, c.holders) for c in claimed.claims] == [
@@ -36,7 +36,7 @@ def test_without_a_replica_all_is_held_as_a_whole() -> None:
     assert bias is linear.bias.grad
 
 
-def test_a_replica_of_one_process_is_a_plain_worker(world_of_one: None) -> None:
+def test_a_replica_of_one_process_is_a_plain_worker(world_of_one):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -50,7 +50,7 @@ def test_a_replica_of_one_process_is_a_plain_worker(world_of_one: None) -> None:
     assert (replica.index, replica.count, replica.broadcast("word"), replica.all_reduce([0.5])) == (0, 1, "word", [0.5])
 
 
-def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: None) -> None:
+def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -60,7 +60,7 @@ def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: No
         plan(torch.nn.ModuleDict({"up": up}), [{"params": [up.weight]}])
 
 
-def test_a_replica_that_cannot_be_is_refused(world_of_one: None) -> None:
+def test_a_replica_that_cannot_be_is_refused(world_of_one):
     with pytest.raises(
         InvalidArgument, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"
     ):
@@ -71,6 +71,6 @@ def test_a_replica_that_cannot_be_is_refused(world_of_one: None) -> None:
         Replica(replicated="norm")
 
 
-def test_a_replica_needs_a_process_group() -> None:
+def test_a_replica_needs_a_process_group():
     with pytest.raises(InvalidArgument, match=r"call torch\.distributed\.init_process_group\(\) before it"):
         Replica()

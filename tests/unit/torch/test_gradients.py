@@ -35,7 +35,7 @@ class Interrupted(list[torch.Tensor]):
         return super().__getitem__(index)
 
 
-def test_what_was_half_added_does_not_come_back_with_the_next_minibatch() -> None:
+def test_what_was_half_added_does_not_come_back_with_the_next_minibatch():
     buffer = gradient_buffer(linear())
     buffer.add([torch.full((2, 3), 5.0), torch.full((2,), 5.0)], versions={0: 2})
     buffer.clear()
@@ -47,7 +47,7 @@ def test_what_was_half_added_does_not_come_back_with_the_next_minibatch() -> Non
     assert (buffer.minibatch_count, buffer.base_versions) == (1, {0: 4})
 
 
-def test_a_tensor_is_present_when_one_minibatch_had_its_gradient_until_the_buffer_is_cleared() -> None:
+def test_a_tensor_is_present_when_one_minibatch_had_its_gradient_until_the_buffer_is_cleared():
     buffer = gradient_buffer(linear())
     buffer.add([torch.ones(2, 3), None], versions=VERSIONS, example_count=8)
     buffer.add([torch.ones(2, 3), torch.ones(2)], versions=VERSIONS)
@@ -63,7 +63,7 @@ def test_a_tensor_is_present_when_one_minibatch_had_its_gradient_until_the_buffe
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
-def test_the_wire_type_is_rounded_to_from_the_float32_sum(codec, dtype) -> None:
+def test_the_wire_type_is_rounded_to_from_the_float32_sum(codec, dtype):
     gradients = [torch.randn(2, 3), torch.randn(2)]
     buffer = gradient_buffer(linear(), codec)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_the_wire_type_is_rounded_to_from_the_float32_sum(codec, dtype) -> None:
     assert buffer.vectors[0].view(np.uint16).tolist() == expected.view(torch.int16).numpy().view(np.uint16).tolist()
 
 
-def test_bfloat16_parameters_gather_their_gradients_in_float32() -> None:
+def test_bfloat16_parameters_gather_their_gradients_in_float32():
     buffer = gradient_buffer(linear().to(torch.bfloat16))
     for value in (256.0, 1.0):
         ones = torch.full((2, 3), value, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def test_bfloat16_parameters_gather_their_gradients_in_float32() -> None:
     assert buffer.vectors[0][:6].tolist() == [257] * 6
 
 
-def test_a_gradient_that_was_replaced_since_is_copied_and_none_is_handed_out_where_there_was_none() -> None:
+def test_a_gradient_that_was_replaced_since_is_copied_and_none_is_handed_out_where_there_was_none():
     model = torch.nn.Linear(2, 2)
     buffer = gradient_buffer(model)
     model.weight.grad = torch.zeros(2, 2)
@@ -101,7 +101,7 @@ def test_a_gradient_that_was_replaced_since_is_copied_and_none_is_handed_out_whe
         model.weight.grad.copy_(torch.arange(4.0).view(2, 2))
 
 
-def test_other_views_of_handed_out_memory_are_sent_with_their_own_numbers() -> None:
+def test_other_views_of_handed_out_memory_are_sent_with_their_own_numbers():
     model = torch.nn.ParameterList([torch.zeros(2, 2), torch.zeros(2, 2)])
     for name, view in {
         "exchanged": lambda a, b: (b, a),
@@ -122,7 +122,7 @@ def test_other_views_of_handed_out_memory_are_sent_with_their_own_numbers() -> N
         assert buffer.vectors[0].tolist()[:8] == expected, name
 
 
-def test_gradients_of_another_type_or_format_stay_where_they_are() -> None:
+def test_gradients_of_another_type_or_format_stay_where_they_are():
     for model, codec in (
         (torch.nn.Linear(3, 2).to(torch.bfloat16), "float32"),
         (torch.nn.Linear(3, 2).double(), "float32"),
@@ -138,7 +138,7 @@ def test_gradients_of_another_type_or_format_stay_where_they_are() -> None:
         assert model.weight.grad is before
 
 
-def test_a_gradient_saves_without_the_others_memory(tmp_path) -> None:
+def test_a_gradient_saves_without_the_others_memory(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(2, 2))
     buffer = gradient_buffer(model)
     for parameter in model.parameters():
@@ -149,7 +149,7 @@ def test_a_gradient_saves_without_the_others_memory(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
-def test_one_look_answers_both_questions_and_the_next_minibatch_asks_anew(codec, monkeypatch) -> None:
+def test_one_look_answers_both_questions_and_the_next_minibatch_asks_anew(codec, monkeypatch):
     looked = []
     dot = torch.dot
     monkeypatch.setattr(torch, "dot", lambda *pair: looked.append(pair[0].numel()) or dot(*pair))
@@ -169,7 +169,7 @@ def test_one_look_answers_both_questions_and_the_next_minibatch_asks_anew(codec,
 
 
 @pytest.mark.parametrize(("codec", "large"), [(FLOAT16, 65520.0), (BFLOAT16, 3.3961776e38)])
-def test_what_is_converted_on_its_way_gathers_in_place_and_must_fit_all_the_same(codec, large) -> None:
+def test_what_is_converted_on_its_way_gathers_in_place_and_must_fit_all_the_same(codec, large):
     model = linear()
     layout = layout_of(model)
     buffer = Gradients(layout, lent_for(layout).gradients[0], codec=codec)
@@ -187,7 +187,7 @@ def test_what_is_converted_on_its_way_gathers_in_place_and_must_fit_all_the_same
     assert buffer.are_finite() and not buffer.seal()
 
 
-def test_memory_of_large_gradients_is_given_back_once_and_that_of_small_ones_never(monkeypatch) -> None:
+def test_memory_of_large_gradients_is_given_back_once_and_that_of_small_ones_never(monkeypatch):
     calls = []
     monkeypatch.setattr("pyps_client.torch.gradients.give_back_free_memory", lambda: calls.append(1) or True)
     for size, expected in ((1000, 0), (LARGE_BYTES // 4 + 1, 1)):

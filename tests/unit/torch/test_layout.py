@@ -17,7 +17,7 @@ class Holder(torch.nn.Module):
             self.register_parameter(f"p{index}", parameter)
 
 
-def test_tensors_lie_end_to_end_in_the_optimizers_order_by_group() -> None:
+def test_tensors_lie_end_to_end_in_the_optimizers_order_by_group():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     layout = plan(model, [{"params": list(model[1].parameters())}, {"params": list(model[0].parameters())}])
     assert [(t.name, t.shape, t.group) for t in layout.model.tensors] == [
@@ -30,7 +30,7 @@ def test_tensors_lie_end_to_end_in_the_optimizers_order_by_group() -> None:
     assert layout.model.group_sizes == (3, 8)
 
 
-def test_one_block_a_group_and_device_with_a_batch_a_dtype() -> None:
+def test_one_block_a_group_and_device_with_a_batch_a_dtype():
     model = Holder(
         torch.nn.Parameter(torch.zeros(2)),
         torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
@@ -41,14 +41,14 @@ def test_one_block_a_group_and_device_with_a_batch_a_dtype() -> None:
     assert block.ranges == (Range(0, 0, 9),)
 
 
-def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
+def test_parameters_that_share_memory_are_refused_with_both_names():
     storage = torch.zeros(8)
     model = Holder(torch.nn.Parameter(storage[:5]), torch.nn.Parameter(storage[4:]))
     with pytest.raises(InvalidArgument, match=r"'p0' and 'p1' are different Parameter objects that share memory"):
         plan(model, groups(*model.parameters()))
 
 
-def test_what_cannot_live_on_a_server_is_refused_with_its_name() -> None:
+def test_what_cannot_live_on_a_server_is_refused_with_its_name():
     for tensor, words in (
         (torch.zeros(2, device="meta"), "meta device"),
         (torch.zeros(2, dtype=torch.complex64), "complex"),
@@ -66,7 +66,7 @@ def test_what_cannot_live_on_a_server_is_refused_with_its_name() -> None:
         plan(model, groups(*model.parameters()))
 
 
-def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -> None:
+def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused():
     model, lazy = torch.nn.Linear(2, 2), torch.nn.LazyLinear(2)
     strange = torch.nn.Parameter(torch.zeros(7))
     for module, param_groups, words in (
@@ -78,7 +78,7 @@ def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -
             plan(module, param_groups)
 
 
-def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_ranges() -> None:
+def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_ranges():
     devices = ["cpu", "meta", "meta", "cpu", "meta"]
     parameters = [torch.zeros(size, device=device) for size, device in enumerate(devices, start=1)]
     tensors = [Tensor(f"p{index}", (size,)) for index, size in enumerate(range(1, 6))]

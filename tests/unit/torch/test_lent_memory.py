@@ -59,7 +59,7 @@ class Worker:
         return self.session.parameters[0].tolist()
 
 
-def test_a_push_and_a_pull_of_one_step_are_one_exchange() -> None:
+def test_a_push_and_a_pull_of_one_step_are_one_exchange():
     for setting, events in (
         ({}, ["exchange"] * 6),
         ({"push_every": 2, "pull_every": 3}, ["push", "pull", "push", "exchange"]),
@@ -75,7 +75,7 @@ def test_a_push_and_a_pull_of_one_step_are_one_exchange() -> None:
             assert [pushed.base_version for pushed in worker.session.pushes] == list(range(6))
 
 
-def test_a_grant_that_an_exchange_first_asks_for_is_followed_by_a_pull() -> None:
+def test_a_grant_that_an_exchange_first_asks_for_is_followed_by_a_pull():
     worker = Worker()
     exchange = worker.session.exchange
 
@@ -88,7 +88,7 @@ def test_a_grant_that_an_exchange_first_asks_for_is_followed_by_a_pull() -> None
     assert worker.session.events == ["pull", "exchange", "proceed", "pull"]
 
 
-def test_an_exchange_that_fails_leaves_no_gradient_behind() -> None:
+def test_an_exchange_that_fails_leaves_no_gradient_behind():
     worker = Worker()
     worker.session.failure = ServerUnavailable("gone")
     with pytest.raises(ServerUnavailable):
@@ -98,7 +98,7 @@ def test_an_exchange_that_fails_leaves_no_gradient_behind() -> None:
     assert worker.pushed == [[2, 2, 2]]
 
 
-def test_gradients_are_computed_where_they_are_pushed_from_once_made_zero_in_place() -> None:
+def test_gradients_are_computed_where_they_are_pushed_from_once_made_zero_in_place():
     worker = Worker()
     # There is none to be made zero; two that are; one that goes on adding up; one set to None, and so copied.
     ways = ((1.0, True, False), (2.0, True, True), (3.0, True, True), (4.0, None, True), (5.0, False, False))
@@ -109,7 +109,7 @@ def test_gradients_are_computed_where_they_are_pushed_from_once_made_zero_in_pla
 
 
 @pytest.mark.parametrize("zeros", [[True, None] * 4, [False, True, None, True] * 2])
-def test_several_minibatches_of_a_push_add_up_whatever_becomes_of_gradients_between(zeros) -> None:
+def test_several_minibatches_of_a_push_add_up_whatever_becomes_of_gradients_between(zeros):
     worker = Worker(push_every=2, pull_every=1)
     expected, gradient = [], 0.0
     for number, zero in enumerate(zeros):
@@ -121,7 +121,7 @@ def test_several_minibatches_of_a_push_add_up_whatever_becomes_of_gradients_betw
     assert worker.pushed == [[a + b] * 3 for a, b in zip(expected[::2], expected[1::2], strict=True)]
 
 
-def test_a_protocol_that_wants_sums_in_between_spoils_none() -> None:
+def test_a_protocol_that_wants_sums_in_between_spoils_none():
     for overlap in ("off", "step"):
         worker = Worker(overlap=overlap)
         worker.step(1.0)
@@ -133,7 +133,7 @@ def test_a_protocol_that_wants_sums_in_between_spoils_none() -> None:
         assert sum(pushed[0] for pushed in worker.pushed) == 1 + sum(range(12)), overlap
 
 
-def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> None:
+def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step():
     worker = Worker(local=0.5, session_has={"accumulate": 1})
     vector = worker.steps.parameters.vectors[0]
     worker.step(1.0)
@@ -148,7 +148,7 @@ def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> No
     assert worker.weight == worker.served
 
 
-def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> None:
+def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull():
     """As where pulled parameters are copied into the model, though no newer ones came."""
     worker = Worker()
     worker.step(1.0)
@@ -163,7 +163,7 @@ def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> No
     assert worker.session.events.count("snapshot") == 1
 
 
-def test_who_looks_first_makes_no_difference_to_what_is_learned() -> None:
+def test_who_looks_first_makes_no_difference_to_what_is_learned():
     for codec, skipped in (("float32", 2), ("float16", 3)):
         workers = [Worker(session_has={"checks_first": first, "codec": codec}) for first in (False, True)]
         for worker in workers:
@@ -173,7 +173,7 @@ def test_who_looks_first_makes_no_difference_to_what_is_learned() -> None:
         assert [worker.steps.skipped for worker in workers] == [skipped] * 2
 
 
-def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push() -> None:
+def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push():
     for setting in ({"push_every": 2}, {"pull_every": 2, "local": 1.0}, {"overlap": "step"}):
         worker = Worker(session_has={"checks_first": True}, **setting)
         for skipped, value in enumerate((float("nan"), 1.0, float("nan")), start=1):
@@ -186,7 +186,7 @@ def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push() 
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_closed_worker_leaves_the_model_as_it_is(private) -> None:
+def test_a_closed_worker_leaves_the_model_as_it_is(private):
     worker = Worker(session_has={"private": private})
     worker.step(1.0)
     worker.step(1.0, zero=True)
@@ -199,7 +199,7 @@ def test_a_closed_worker_leaves_the_model_as_it_is(private) -> None:
     assert worker.lies_in_place == private
 
 
-def test_a_gradient_beyond_float32_is_skipped() -> None:
+def test_a_gradient_beyond_float32_is_skipped():
     worker = Worker()
     worker.model.double()
     worker.steps.step([torch.full((1, 3), 1e300, dtype=torch.float64)])

@@ -71,7 +71,7 @@ def lies_in(vector: np.ndarray, tensor: torch.Tensor) -> bool:
     return 0 <= tensor.data_ptr() - vector.ctypes.data < vector.nbytes
 
 
-def test_writing_keeps_the_parameters_memory_format_place_and_requires_grad() -> None:
+def test_writing_keeps_the_parameters_memory_format_place_and_requires_grad():
     model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     model.bias.requires_grad_(False)
     places = [parameter.data_ptr() for parameter in model.parameters()]
@@ -87,7 +87,7 @@ def test_writing_keeps_the_parameters_memory_format_place_and_requires_grad() ->
     assert model.weight.is_leaf
 
 
-def test_what_travels_in_half_precision_is_converted_exactly() -> None:
+def test_what_travels_in_half_precision_is_converted_exactly():
     for codec, dtype in product(["float16", "bfloat16"], [torch.float32, torch.bfloat16, torch.float64]):
         model = linear().to(dtype)
         buffer = parameter_buffer(model, codec, alias=True)
@@ -98,7 +98,7 @@ def test_what_travels_in_half_precision_is_converted_exactly() -> None:
         assert not lies_in(buffer.vectors[0], model.weight)
 
 
-def test_parameters_lie_in_the_vectors_so_that_a_pull_moves_nothing() -> None:
+def test_parameters_lie_in_the_vectors_so_that_a_pull_moves_nothing():
     model = linear()
     model.bias.requires_grad_(False)
     buffer = aliased(model)
@@ -111,7 +111,7 @@ def test_parameters_lie_in_the_vectors_so_that_a_pull_moves_nothing() -> None:
     assert model.weight.data_ptr() == before
 
 
-def test_parameters_of_another_type_or_format_are_copied() -> None:
+def test_parameters_of_another_type_or_format_are_copied():
     for model in (
         torch.nn.Linear(3, 2).to(torch.bfloat16),
         torch.nn.Linear(3, 2).to(torch.float16),
@@ -125,7 +125,7 @@ def test_parameters_of_another_type_or_format_are_copied() -> None:
         assert model.weight.flatten()[:4].tolist() == [2, 3, 4, 5]
 
 
-def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_others_follow() -> None:
+def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_others_follow():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).to(torch.bfloat16))
     buffer = aliased(model)
     fill(buffer, start=1)
@@ -133,7 +133,7 @@ def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_othe
     assert values(model) == list(range(1, 15))
 
 
-def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follow() -> None:
+def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follow():
     model = linear()
     theirs = model.weight.detach()
     array = model.bias.detach().numpy()
@@ -143,7 +143,7 @@ def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follo
     assert array.tolist() == [11, 12]
 
 
-def test_parameters_side_by_side_in_one_storage_stay_there() -> None:
+def test_parameters_side_by_side_in_one_storage_stay_there():
     flat = torch.zeros(8)
     model = linear()
     model.weight.data, model.bias.data = flat[:6].view(2, 3), flat[6:]
@@ -154,7 +154,7 @@ def test_parameters_side_by_side_in_one_storage_stay_there() -> None:
     assert model.bias.data_ptr() == place + 24
 
 
-def test_a_model_that_is_moved_later_still_gets_what_is_pulled() -> None:
+def test_a_model_that_is_moved_later_still_gets_what_is_pulled():
     moves = (
         lambda model: model.share_memory(),
         lambda model: model.to(torch.float64),
@@ -169,7 +169,7 @@ def test_a_model_that_is_moved_later_still_gets_what_is_pulled() -> None:
         assert values(model) == list(range(4, 12))
 
 
-def test_a_parameter_that_was_moved_before_a_fork_still_gets_what_is_pulled() -> None:
+def test_a_parameter_that_was_moved_before_a_fork_still_gets_what_is_pulled():
     model = linear()
     buffer = aliased(model, private=False)
     model.weight.data = torch.zeros(2, 3)
@@ -182,7 +182,7 @@ def test_a_parameter_that_was_moved_before_a_fork_still_gets_what_is_pulled() ->
 
 
 @pytest.mark.parametrize("alias", [False, True])
-def test_a_pull_between_forward_and_backward_is_noticed_by_autograd(alias) -> None:
+def test_a_pull_between_forward_and_backward_is_noticed_by_autograd(alias):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     buffer = parameter_buffer(model, alias=alias)
     fill(buffer)
@@ -192,7 +192,7 @@ def test_a_pull_between_forward_and_backward_is_noticed_by_autograd(alias) -> No
         loss.backward()
 
 
-def test_a_copied_model_has_memory_of_its_own() -> None:
+def test_a_copied_model_has_memory_of_its_own():
     model = linear()
     buffer = aliased(model)
     twin = copy.deepcopy(model)
@@ -202,7 +202,7 @@ def test_a_copied_model_has_memory_of_its_own() -> None:
     assert buffer.vectors[0].tolist() == list(range(5, 13))
 
 
-def test_a_layer_saves_without_the_others_memory_and_loads_as_ever(tmp_path) -> None:
+def test_a_layer_saves_without_the_others_memory_and_loads_as_ever(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(3, 2))
     aliased(model)
     torch.save(model[1].state_dict(), tmp_path / "layer.pt")
@@ -212,7 +212,7 @@ def test_a_layer_saves_without_the_others_memory_and_loads_as_ever(tmp_path) -> 
     assert torch.equal(layer.weight, model[1].weight)
 
 
-def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() -> None:
+def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last),
@@ -231,7 +231,7 @@ def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() 
 
 
 @pytest.mark.parametrize("landed", [(), (1,), (2, 0), (0, 1, 2, 3)])
-def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed) -> None:
+def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed):
     layout = layout_elsewhere(torch.nn.Linear(9, 10))
     shards = [ShardRange(number, 0, 30 * number, length) for number, length in enumerate((30, 30, 30, 10))]
     buffer = Parameters(layout, lent_for(layout).parameters)
@@ -247,7 +247,7 @@ def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed) ->
         assert sorted(covered) == list(range(100))
 
 
-def test_a_vector_that_was_read_anew_goes_to_the_device_whole() -> None:
+def test_a_vector_that_was_read_anew_goes_to_the_device_whole():
     layout = layout_elsewhere(torch.nn.Linear(9, 10))
     buffer = Parameters(layout, lent_for(layout).parameters)
     buffer.land(ShardRange(1, 0, 30, 30))

@@ -9,7 +9,7 @@ from pyps_client.torch.memory import PinnedPages, whole_pages
 PAGE = mmap.PAGESIZE
 
 
-def test_pages_of_neighbouring_arrays_are_one_range_and_of_distant_ones_two() -> None:
+def test_pages_of_neighbouring_arrays_are_one_range_and_of_distant_ones_two():
     memory = np.frombuffer(mmap.mmap(-1, 10 * PAGE), np.uint8)
     start = memory.ctypes.data
     arrays = [memory[10:20], memory[PAGE - 1 : PAGE + 1], memory[2 * PAGE : 3 * PAGE], memory[5 * PAGE + 7 : 6 * PAGE]]
@@ -18,7 +18,7 @@ def test_pages_of_neighbouring_arrays_are_one_range_and_of_distant_ones_two() ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_lent_memory_is_pinned_until_it_is_released() -> None:
+def test_lent_memory_is_pinned_until_it_is_released():
     memory = np.frombuffer(mmap.mmap(-1, 16 * PAGE), np.float32)
     pages = PinnedPages([memory[:100], memory[3 * PAGE // 4 :]], [torch.device("cuda:0")])
     on_host = torch.from_numpy(memory)
@@ -32,7 +32,7 @@ def test_lent_memory_is_pinned_until_it_is_released() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_memory_that_cannot_be_pinned_is_said_and_leaves_no_error_for_others(caplog) -> None:
+def test_memory_that_cannot_be_pinned_is_said_and_leaves_no_error_for_others(caplog):
     caplog.set_level("INFO")
     memory = np.frombuffer(mmap.mmap(-1, PAGE), np.float32)
     first = PinnedPages([memory], [torch.device("cuda:0")])

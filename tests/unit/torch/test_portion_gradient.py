@@ -72,7 +72,7 @@ def reference(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
     return torch.cat([p.grad.reshape(-1) for p in twin.parameters() if p.grad is not None]).numpy()
 
 
-def test_it_is_the_gradient_of_the_loss_summed_over_examples_whatever_the_sizes_of_batches() -> None:
+def test_it_is_the_gradient_of_the_loss_summed_over_examples_whatever_the_sizes_of_batches():
     worker = Worker(make_model())
     inputs, targets = examples(50)
     expected = reference(worker.model, inputs, targets)
@@ -84,7 +84,7 @@ def test_it_is_the_gradient_of_the_loss_summed_over_examples_whatever_the_sizes_
     assert loss_sum == pytest.approx(summed, rel=1e-6)
 
 
-def test_a_portions_loss_has_the_same_bits_in_every_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_portions_loss_has_the_same_bits_in_every_version_of_python(monkeypatch):
     # Sums of a few losses of float32 would be exact.
     worker = Worker(make_model(), lambda model, batch: functional.cross_entropy(model(batch[0]).double(), batch[1]))
     portions = [batches(*examples(200, seed=seed), 1) for seed in range(4)]
@@ -93,7 +93,7 @@ def test_a_portions_loss_has_the_same_bits_in_every_version_of_python(monkeypatc
     assert [worker.gradient.compute_batches(portion) for portion in portions] == before
 
 
-def test_a_portion_has_the_same_bits_whoever_computes_it_and_after_whatever() -> None:
+def test_a_portion_has_the_same_bits_whoever_computes_it_and_after_whatever():
     first, other = (batches(*examples(40, seed=seed), 16) for seed in (1, 2))
     expected = Worker(make_model()).portion(first)
     for keep_apart in (False, True):
@@ -103,7 +103,7 @@ def test_a_portion_has_the_same_bits_whoever_computes_it_and_after_whatever() ->
             np.testing.assert_array_equal(worker.portion(first), expected)
 
 
-def test_a_portion_that_another_was_first_with_leaves_no_trace() -> None:
+def test_a_portion_that_another_was_first_with_leaves_no_trace():
     first, second, lost = (batches(*examples(40, seed=seed), 16) for seed in (1, 2, 3))
     worker = Worker(make_model(), keep_apart=True)
     expected = worker.portion(first) + worker.portion(second)
@@ -118,7 +118,7 @@ def test_a_portion_that_another_was_first_with_leaves_no_trace() -> None:
     np.testing.assert_array_equal(sealed[0], expected)
 
 
-def test_a_portion_that_goes_alone_is_computed_right_where_it_is_sent_from() -> None:
+def test_a_portion_that_goes_alone_is_computed_right_where_it_is_sent_from():
     worker = Worker(make_model())
     worker.gradient.compute_batches(batches(*examples(40), 16))
     begin, end = worker.vectors[0].ctypes.data, worker.vectors[0].ctypes.data + worker.vectors[0].nbytes
@@ -126,7 +126,7 @@ def test_a_portion_that_goes_alone_is_computed_right_where_it_is_sent_from() -> 
     assert len(places) == 4 and all(begin <= place < end for place in places)
 
 
-def test_from_one_pass_to_the_next_portions_may_be_summed_or_go_alone() -> None:
+def test_from_one_pass_to_the_next_portions_may_be_summed_or_go_alone():
     first, second = (batches(*examples(40, seed=seed), 16) for seed in (1, 2))
     worker = Worker(make_model())
     alone = [worker.portion(first), worker.portion(second)]
@@ -136,7 +136,7 @@ def test_from_one_pass_to_the_next_portions_may_be_summed_or_go_alone() -> None:
     np.testing.assert_array_equal(worker.portion(second), alone[1])
 
 
-def test_batches_of_a_narrow_model_are_summed_in_float32() -> None:
+def test_batches_of_a_narrow_model_are_summed_in_float32():
     worker = Worker(make_model(torch.bfloat16))
     portion = batches(*examples(64, torch.bfloat16), 1)
     expected = np.zeros_like(worker.vectors[0])
@@ -145,7 +145,7 @@ def test_batches_of_a_narrow_model_are_summed_in_float32() -> None:
     np.testing.assert_array_equal(worker.portion(portion), expected)
 
 
-def test_a_tied_weight_counts_once_with_both_its_uses_and_an_unused_one_is_zero() -> None:
+def test_a_tied_weight_counts_once_with_both_its_uses_and_an_unused_one_is_zero():
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ def test_a_tied_weight_counts_once_with_both_its_uses_and_an_unused_one_is_zero(
     assert model.frozen.grad is None
 
 
-def test_a_loss_of_no_use_is_told_in_one_sentence() -> None:
+def test_a_loss_of_no_use_is_told_in_one_sentence():
     portion = batches(*examples(40, torch.bfloat16), 16)
 
     def summed(model: nn.Module, batch: Any, **options: str) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_a_loss_of_no_use_is_told_in_one_sentence() -> None:
             Worker(make_model(torch.bfloat16), loss_of).portion(portion, portion)
 
 
-def test_one_of_two_losses_is_asked_for_and_batches_that_are_no_pairs_need_one_of_their_own() -> None:
+def test_one_of_two_losses_is_asked_for_and_batches_that_are_no_pairs_need_one_of_their_own():
     for loss, loss_of, words in (
         (None, None, "Neither of loss and loss_of were given"),
         (functional.cross_entropy, lambda model, batch: 0, "Both of loss and loss_of were given"),

@@ -46,13 +46,13 @@ def numbers(batches: Iterator[tuple[Any, int]]) -> list[list[int]]:
     return [batch.tolist() for batch, _ in batches]
 
 
-def test_batches_come_in_order_and_the_last_may_be_smaller(loader: PortionLoader) -> None:
+def test_batches_come_in_order_and_the_last_may_be_smaller(loader):
     found = list(loader.batches(Portion(start=2, stop=12)))
     assert [count for _, count in found] == [4, 4, 2]
     assert torch.cat([batch for batch, _ in found]).tolist() == [n * n for n in range(2, 12)]
 
 
-def test_the_next_portion_is_read_during_this_one(dataset: Squares, loader: PortionLoader) -> None:
+def test_the_next_portion_is_read_during_this_one(dataset, loader):
     batches = loader.batches(Portion(start=0, stop=8), Portion(start=20, stop=28))
     next(batches)
     wait_until(lambda: dataset.read == [*range(8), *range(20, 28)], what="reading ahead")
@@ -61,13 +61,13 @@ def test_the_next_portion_is_read_during_this_one(dataset: Squares, loader: Port
     assert len(dataset.read) == 16, "each example was read once"
 
 
-def test_what_was_read_on_a_wrong_hint_is_dropped(dataset: Squares, loader: PortionLoader) -> None:
+def test_what_was_read_on_a_wrong_hint_is_dropped(dataset, loader):
     numbers(loader.batches(Portion(start=0, stop=4), Portion(start=20, stop=28)))
     assert numbers(loader.batches(Portion(start=30, stop=34))) == [[900, 961, 1024, 1089]]
     assert not loader._ahead
 
 
-def test_an_error_of_the_data_set_is_raised_where_the_batch_is_used(loader: PortionLoader) -> None:
+def test_an_error_of_the_data_set_is_raised_where_the_batch_is_used(loader):
     batches = loader.batches(Portion(start=8, stop=20))
     assert next(batches)[0].tolist() == [64, 81, 100, 121]
     with pytest.raises(ValueError, match="example 13 is damaged"):
@@ -75,7 +75,7 @@ def test_an_error_of_the_data_set_is_raised_where_the_batch_is_used(loader: Port
     assert numbers(loader.batches(Portion(start=0, stop=2))) == [[0, 1]]
 
 
-def test_batches_are_those_of_torchs_loader() -> None:
+def test_batches_are_those_of_torchs_loader():
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(10, 3), torch.arange(10))
     loader = PortionLoader(dataset, batch_size=4)
@@ -86,7 +86,7 @@ def test_batches_are_those_of_torchs_loader() -> None:
     loader.close()
 
 
-def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_is_used() -> None:
+def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_is_used():
     class Many:
         def __len__(self) -> int:
             return 6
@@ -110,6 +110,6 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_
         ([], "The data set, a list, is empty; expected at least one example"),
     ],
 )
-def test_a_data_set_that_cannot_be_cut_is_told_in_one_sentence(dataset: Any, words: str) -> None:
+def test_a_data_set_that_cannot_be_cut_is_told_in_one_sentence(dataset, words):
     with pytest.raises(InvalidArgument, match=words):
         checked_length(dataset)

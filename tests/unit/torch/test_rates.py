@@ -23,7 +23,7 @@ def rates_of(optimizer: torch.optim.Optimizer, *, owns_schedule: bool = True, **
     )
 
 
-def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
+def test_only_the_group_that_changed_is_sent_and_only_once():
     optimizer = sgd()
     rates = rates_of(optimizer)
     assert [rates.changes() for _ in range(3)] == [{}, {}, {}]
@@ -35,7 +35,7 @@ def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(before) -> None:
+def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(before):
     optimizer = sgd()
     early = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if before else None
     rates = rates_of(optimizer)
@@ -54,7 +54,7 @@ def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(bef
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before) -> None:
+def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before):
     optimizer = sgd(momentum=0.5)
     early = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=2) if before else None
     settings = translate(optimizer)
@@ -67,7 +67,7 @@ def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before)
         scheduler.step()
 
 
-def test_another_workers_change_is_sent_as_provisional_where_a_scheduler_makes_it_and_said_once(caplog) -> None:
+def test_another_workers_change_is_sent_as_provisional_where_a_scheduler_makes_it_and_said_once(caplog):
     for by_scheduler in (True, False):
         optimizer = sgd(momentum=0.5)
         rates = rates_of(optimizer, owns_schedule=False)
@@ -84,7 +84,7 @@ def test_another_workers_change_is_sent_as_provisional_where_a_scheduler_makes_i
         assert len(said) == (not by_scheduler)
 
 
-def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
+def test_a_rate_that_cannot_be_is_refused_with_its_group():
     for rate in (-0.1, float("nan"), float("inf")):
         optimizer = sgd()
         rates = rates_of(optimizer)
@@ -103,7 +103,7 @@ def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
             rates.changes()
 
 
-def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it() -> None:
+def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it():
     cases = (({}, None, [0.125, 0.5]), ({}, 0.75, [0.75, 0.75]), ({"momentum": 0.9}, None, []), ({}, 0.0, []))
     for settings, asked, expected in cases:
         optimizer = sgd(**settings)
@@ -116,7 +116,7 @@ def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it() -> N
         assert list(theirs.sizes({0: 0.25})) == [0.25 if rate == 0.125 else rate for rate in expected]
 
 
-def test_rates_of_a_cut_model_are_told_of_each_vector() -> None:
+def test_rates_of_a_cut_model_are_told_of_each_vector():
     optimizer = sgd()
     rates = rates_of(optimizer)
     rates.groups_of_vectors = [1, 0, 1]
@@ -125,7 +125,7 @@ def test_rates_of_a_cut_model_are_told_of_each_vector() -> None:
     assert rates.changes() == {0: (0.25, None, False), 2: (0.25, None, False)}
 
 
-def test_settings_that_workers_share_are_looked_at_whenever_they_are_others() -> None:
+def test_settings_that_workers_share_are_looked_at_whenever_they_are_others():
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
     rates = rates_of(optimizer)
     group = optimizer.param_groups[0]
@@ -146,7 +146,7 @@ def test_settings_that_workers_share_are_looked_at_whenever_they_are_others() ->
         rates.check([group])
 
 
-def test_groups_that_hold_others_or_no_numbers_are_refused() -> None:
+def test_groups_that_hold_others_or_no_numbers_are_refused():
     def other() -> torch.nn.Parameter:
         return torch.nn.Parameter(torch.zeros(3))
 
@@ -180,7 +180,7 @@ def test_groups_that_hold_others_or_no_numbers_are_refused() -> None:
         rates.changes()
 
 
-def test_rates_are_those_of_the_optimizers_present_list_and_not_of_one_that_is_only_checked() -> None:
+def test_rates_are_those_of_the_optimizers_present_list_and_not_of_one_that_is_only_checked():
     optimizer = sgd()
     rates = rates_of(optimizer)
     others = [dict(group, lr=0.25) for group in optimizer.param_groups]

@@ -40,19 +40,19 @@ ADAM = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01}
         (lambda p: torch.optim.AdamW(p, 0.25, (0.8, 0.99), 1e-6, 0.01), "adamw", ADAM),
     ],
 )
-def test_each_optimizer_says_its_rule_and_all_its_settings(optimizer, rule, settings) -> None:
+def test_each_optimizer_says_its_rule_and_all_its_settings(optimizer, rule, settings):
     said = translate(optimizer(parameters()))
     assert said.rule == rule
     assert dict(said.groups[0].hyperparameters) == {"learning_rate": 0.25, **settings}
 
 
-def test_every_rule_and_setting_that_is_said_is_one_of_the_servers() -> None:
+def test_every_rule_and_setting_that_is_said_is_one_of_the_servers():
     for translation in TRANSLATIONS:
         rule = RULES[translation.rule]
         assert (set(translation.hyperparameters), translation.momentum) == (set(rule.settings), rule.momentum_name)
 
 
-def test_each_group_says_its_own_settings() -> None:
+def test_each_group_says_its_own_settings():
     groups = [{"params": parameters(), "lr": 0.5}, {"params": parameters(), "momentum": 0.5}]
     settings = translate(torch.optim.SGD(groups, lr=0.05, dampening=0.2))
     assert settings.rule == "momentum"
@@ -62,13 +62,13 @@ def test_each_group_says_its_own_settings() -> None:
     ]
 
 
-def test_groups_that_need_two_rules_are_refused() -> None:
+def test_groups_that_need_two_rules_are_refused():
     groups = [{"params": parameters()}, {"params": parameters(), "nesterov": True}]
     with pytest.raises(UnsupportedOptimizer, match="has nesterov=False, True in its parameter groups"):
         translate(torch.optim.SGD(groups, lr=0.05, momentum=0.5))
 
 
-def test_how_the_arithmetic_is_done_does_not_matter_and_a_tensor_learning_rate_is_a_number() -> None:
+def test_how_the_arithmetic_is_done_does_not_matter_and_a_tensor_learning_rate_is_a_number():
     settings = translate(torch.optim.SGD(parameters(), lr=torch.tensor(0.25), foreach=True, dampening=0.5))
     assert (settings.rule, settings.groups[0].hyperparameters["learning_rate"]) == ("sgd", 0.25)
 
@@ -92,14 +92,14 @@ def test_how_the_arithmetic_is_done_does_not_matter_and_a_tensor_learning_rate_i
         (lambda p: torch.optim.RMSprop(p, centered=True), ["centered=True in parameter group 0"]),
     ],
 )
-def test_what_the_servers_lack_is_refused_by_name_and_value(optimizer, words) -> None:
+def test_what_the_servers_lack_is_refused_by_name_and_value(optimizer, words):
     with pytest.raises(UnsupportedOptimizer) as refused:
         translate(optimizer(parameters()))
     for word in words:
         assert word in str(refused.value)
 
 
-def test_a_subclass_is_refused_because_it_may_compute_something_else() -> None:
+def test_a_subclass_is_refused_because_it_may_compute_something_else():
     class MySgd(torch.optim.SGD):
         pass
 
@@ -107,7 +107,7 @@ def test_a_subclass_is_refused_because_it_may_compute_something_else() -> None:
         translate(MySgd(parameters(), lr=0.1))
 
 
-def test_an_optimizer_that_took_steps_is_refused() -> None:
+def test_an_optimizer_that_took_steps_is_refused():
     for optimizer, kept in ((torch.optim.Adam, "step, exp_avg"), (torch.optim.SGD, "momentum_buffer")):
         weight = torch.nn.Parameter(torch.ones(2))
         used = optimizer([weight], lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
@@ -131,7 +131,7 @@ def assert_refused(optimizer: torch.optim.Optimizer, change, words: str) -> None
         refuse_changes(translation, settings, optimizer.param_groups)
 
 
-def test_only_the_learning_rate_and_a_momentum_that_the_rule_has_may_change() -> None:
+def test_only_the_learning_rate_and_a_momentum_that_the_rule_has_may_change():
     schedulers = torch.optim.lr_scheduler
     assert_refused(
         *(torch.optim.Adam(parameters(), lr=0.1), lambda its: its.param_groups[0].update(betas=(0.5, 0.9))),
@@ -152,7 +152,7 @@ def test_only_the_learning_rate_and_a_momentum_that_the_rule_has_may_change() ->
             translate(optimizer)
 
 
-def test_a_run_is_agreed_upon_at_the_rate_where_a_scheduler_began() -> None:
+def test_a_run_is_agreed_upon_at_the_rate_where_a_scheduler_began():
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
     assert optimizer.param_groups[0]["lr"] == 0.05

@@ -76,7 +76,7 @@ BEATS = [(1, 1), (2, 1), (1, 3), (3, 2), (2, 4), (4, 4)]
 
 
 @pytest.mark.parametrize("compat", [None, "paper"])
-def test_the_trajectory_is_the_appendixs(compat) -> None:
+def test_the_trajectory_is_the_appendixs(compat):
     values = [float(value) for value in range(1, 14)]
     for push_every, pull_every in BEATS:
         pace = {"push_every": push_every, "pull_every": pull_every}
@@ -90,7 +90,7 @@ def test_the_trajectory_is_the_appendixs(compat) -> None:
         assert payloads(session) == pushed, pace
 
 
-def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
+def test_a_push_states_its_oldest_and_its_newest_base_version():
     worker, session, _ = make_worker(push_every=3)
     for version_after in (4, 9, 9):
         # Other workers' updates, which the pull within the step brings.
@@ -102,7 +102,7 @@ def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
     assert (pushed.minibatch_count, pushed.example_count) == (3, 24)
 
 
-def test_a_nan_among_gathered_minibatches_spoils_only_its_own() -> None:
+def test_a_nan_among_gathered_minibatches_spoils_only_its_own():
     worker, session, _ = make_worker(push_every=3)
     for value in (1.0, float("inf"), 2.0):
         worker.step(gradient(value))
@@ -110,13 +110,13 @@ def test_a_nan_among_gathered_minibatches_spoils_only_its_own() -> None:
     assert session.pushes[0].minibatch_count == 2
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+def test_a_sparse_gradient_is_refused_by_name():
     worker, _, _ = make_worker()
     with pytest.raises(InvalidArgument, match=r"gradient of 'weight' has layout torch\.sparse_coo"):
         worker.step([torch.ones(1, SIZE).to_sparse()])
 
 
-def test_a_snapshot_leaves_the_model_and_its_base_version_alone() -> None:
+def test_a_snapshot_leaves_the_model_and_its_base_version_alone():
     worker, session, parameter = make_worker(pull_every=10)
     session.parameters[0][:] = 3.0
     session.version = 5
@@ -127,7 +127,7 @@ def test_a_snapshot_leaves_the_model_and_its_base_version_alone() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
-def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None:
+def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap):
     worker, session, parameter = make_worker(overlap=overlap, pull_every=10)
     session.parameters[0][:] = 3.0
     session.version += 1
@@ -141,7 +141,7 @@ def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None
     assert "hurry" in session.events
 
 
-def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> None:
+def test_while_a_push_is_under_way_gradients_gather_and_go_together_after():
     worker, session, _ = make_worker(overlap="step")
     session.gate.clear()
     for value in (1.0, 2.0, 4.0):
@@ -156,7 +156,7 @@ def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> N
     worker.close()
 
 
-def test_a_worker_waits_when_too_much_has_gathered() -> None:
+def test_a_worker_waits_when_too_much_has_gathered():
     worker, session, _ = make_worker(overlap="step", push_every=2, pull_every=100)
     session.gate.clear()
     # One push under way, and one minibatch fewer than are too many: nobody waits, else the gate would never open.
@@ -173,7 +173,7 @@ def test_a_worker_waits_when_too_much_has_gathered() -> None:
     worker.close()
 
 
-def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
+def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch):
     worker, session, parameter = make_worker(overlap="step")
     goes_on, bring = threading.Event(), session._pull
     monkeypatch.setattr(session, "_pull", lambda vectors: goes_on.wait(60) and bring(vectors))
@@ -188,7 +188,7 @@ def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
     worker.close()
 
 
-def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computation() -> None:
+def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computation():
     worker, session, _ = make_worker(overlap="step", pull_every=2)
     for expected in (["push"], ["exchange"], ["push"]):
         del session.events[:]
@@ -204,7 +204,7 @@ def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computatio
     worker.close()
 
 
-def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
+def test_an_error_on_a_thread_comes_out_of_the_next_step():
     worker, session, _ = make_worker(overlap="step")
     session.failure = ServerUnavailable("127.0.0.1:1 did not answer for 600 s")
     session.gate.clear()
@@ -215,7 +215,7 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
     worker.close()
 
 
-def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model() -> None:
+def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model():
     worker, session, parameter = make_worker(overlap="step", pull_every=2)
     session.parameters[0][:] = 3.0
     session.version = 4
@@ -238,7 +238,7 @@ def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model() -> None:
     worker.close()
 
 
-def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
+def test_read_my_writes_takes_steps_that_are_under_way_too():
     worker, session, parameter = make_worker(rate=1.0, local=1.0, overlap="step", pull_every=2, read_my_writes=True)
     # The first push goes alone, and the first pull comes while it is under way.
     session.gate.clear()
@@ -255,7 +255,7 @@ def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
     worker.close()
 
 
-def test_local_steps_of_half_precision_parameters_add_up_in_float32() -> None:
+def test_local_steps_of_half_precision_parameters_add_up_in_float32():
     for dtype in (torch.float16, torch.bfloat16):
         worker, _, parameter = make_worker(first=1.0, dtype=dtype, local=0.0001, pull_every=100)
         # The last 80 of them since the second pull.
@@ -273,7 +273,7 @@ def test_local_steps_of_half_precision_parameters_add_up_in_float32() -> None:
     closed=st.lists(st.booleans(), min_size=40, max_size=40),
     compat=st.sampled_from([None, "paper"]),
 )
-def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, pull_every, closed, compat) -> None:
+def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, pull_every, closed, compat):
     worker, session, _ = make_worker(
         overlap="step", push_every=push_every, pull_every=pull_every, compat=compat, rate=0.5, local=0.5
     )
@@ -291,7 +291,7 @@ def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, 
     assert sum(pushed.minibatch_count for pushed in session.pushes) == len(values)
 
 
-def test_a_wrong_setting_is_refused_with_its_value() -> None:
+def test_a_wrong_setting_is_refused_with_its_value():
     for setting, message in (
         ({"push_every": 0}, "push_every is 0; expected a whole number"),
         ({"pull_every": 1.5}, r"pull_every is 1\.5"),
@@ -302,7 +302,7 @@ def test_a_wrong_setting_is_refused_with_its_value() -> None:
             make_worker(**setting)
 
 
-def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_are() -> None:
+def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_are():
     """The model's parameters lie where a server writes them: the next gradient is computed on them."""
 
     class Cut(RecordingSession):
@@ -326,7 +326,7 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
 # The protocol in force: what it grants, what it wants summed, what it takes.
 
 
-def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull() -> None:
+def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull():
     worker, session, _ = make_worker(push_every=2, session_has={"ask_to_proceed": True})
     for _ in range(4):
         worker.step(gradient(1.0))
@@ -334,7 +334,7 @@ def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull
     assert session.events == ["proceed", "pull", *round_of_two, *round_of_two]
 
 
-def test_where_steps_are_granted_nothing_goes_on_beside_the_computation() -> None:
+def test_where_steps_are_granted_nothing_goes_on_beside_the_computation():
     worker, session, parameter = make_worker(rate=1.0, overlap="step", session_has={"ask_to_proceed": True})
     for count in range(1, 4):
         worker.step(gradient(1.0))
@@ -344,7 +344,7 @@ def test_where_steps_are_granted_nothing_goes_on_beside_the_computation() -> Non
     worker.close()
 
 
-def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are() -> None:
+def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are():
     worker, session, _ = make_worker(pull_every=10)
     worker.step(gradient(1.0))
     assert session.pulls == 1
@@ -353,7 +353,7 @@ def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are() ->
     assert session.pulls == 2
 
 
-def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps() -> None:
+def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps():
     worker, session, _ = make_worker()
     for wanted, count in ((0, 3), (4, 6), (0, 2), (3, 5), (2, 3)):
         session.accumulate = wanted
@@ -366,7 +366,7 @@ def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps() ->
 
 
 @pytest.mark.parametrize("setting", ["push_every", "pull_every"])
-def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(setting, caplog) -> None:
+def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(setting, caplog):
     make_worker(push_every=4, pull_every=4, session_has={"accumulate": 4})
     assert caplog.messages == []
     worker, session, _ = make_worker(**{setting: 2}, session_has={"protocol": "asgd:accumulate=4"})
@@ -380,7 +380,7 @@ def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(settin
     assert payloads(session) == expected
 
 
-def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rests_between_them(caplog) -> None:
+def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rests_between_them(caplog):
     worker, session, _ = make_worker(local_rate_known=False)
     for wanted in (0, 4, 0, 2):
         assert len(caplog.messages) == (worker.steps > 1), wanted
@@ -388,7 +388,7 @@ def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rest
         worker.step(gradient(1.0))
 
 
-def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog) -> None:
+def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog):
     caplog.set_level("INFO")
     worker, session, parameter = make_worker(rate=1.0, overlap="step", session_has={"protocol": "hardsync"})
     session.gate.clear()
@@ -417,7 +417,7 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
     assert sum(payloads(session)) == 6
 
 
-def test_what_was_answered_is_known_by_the_number_of_minibatches() -> None:
+def test_what_was_answered_is_known_by_the_number_of_minibatches():
     worker, session, _ = make_worker(push_every=2, overlap="step")
     worker.step(gradient(1.0))
     assert worker.steps_answered == 0
@@ -436,7 +436,7 @@ def test_what_was_answered_is_known_by_the_number_of_minibatches() -> None:
     assert worker.steps_answered == 5
 
 
-def test_a_portions_end_leaves_the_workers_own_beat_alone() -> None:
+def test_a_portions_end_leaves_the_workers_own_beat_alone():
     worker, session, _ = make_worker(push_every=3)
     worker.end_portion_after(3)
     for _ in range(6):
@@ -444,7 +444,7 @@ def test_a_portions_end_leaves_the_workers_own_beat_alone() -> None:
     assert [pushed.minibatch_count for pushed in session.pushes] == [3, 3]
 
 
-def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it() -> None:
+def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it():
     for name in ("current_version_only", "ask_to_proceed"):
         for overlap in ("off", "step"):
             worker, session, _ = make_worker(session_has={name: True}, overlap=overlap)
@@ -457,7 +457,7 @@ def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it() -> N
             worker.close()
 
 
-def test_an_idle_step_is_none_where_nobody_waits_for_it() -> None:
+def test_an_idle_step_is_none_where_nobody_waits_for_it():
     worker, session, _ = make_worker()
     worker.idle()
     assert (session.pushes, worker.steps) == ([], 0)

@@ -60,7 +60,7 @@ def require_armijo(found: Found | None, start: Start, c1: float = 1e-4) -> Found
     return found
 
 
-def test_the_step_found_holds_its_conditions_and_is_the_last_asked_for() -> None:
+def test_the_step_found_holds_its_conditions_and_is_the_last_asked_for():
     curves = (parabola(1.0), parabola(0.01), parabola(30.0), swing, wiggle)
     for kind, curve, step in product((*SEARCHES, STRICT), curves, (1.0, 1e-3, 1e3)):
         found, line, start = search(kind, curve, step=step)
@@ -71,7 +71,7 @@ def test_the_step_found_holds_its_conditions_and_is_the_last_asked_for() -> None
         assert (found.loss, found.slope) == curve(found.step), (kind, curve, step)
 
 
-def test_a_loss_that_is_not_finite_means_that_the_step_was_too_long() -> None:
+def test_a_loss_that_is_not_finite_means_that_the_step_was_too_long():
     for kind, value in product((*SEARCHES, STRICT), (math.nan, math.inf, -math.inf)):
         found, line, start = search(kind, walled(parabola(1.0), 0.3, value), step=1.0)
         if kind is STRICT:
@@ -82,14 +82,14 @@ def test_a_loss_that_is_not_finite_means_that_the_step_was_too_long() -> None:
         assert line.steps[:3] == [1.0, 0.5, 0.25], (kind, value)
 
 
-def test_armijo_takes_the_first_step_that_is_low_enough_and_folds_nothing_before_it() -> None:
+def test_armijo_takes_the_first_step_that_is_low_enough_and_folds_nothing_before_it():
     found, line, _ = search(Armijo(), parabola(0.2))
     assert found == Found(0.25, *parabola(0.2)(0.25))
     assert line.steps == [1.0, 0.5, 0.25]
     assert line.slopes == 1
 
 
-def test_armijo_halves_on_where_the_loss_is_fine_and_the_gradient_is_not() -> None:
+def test_armijo_halves_on_where_the_loss_is_fine_and_the_gradient_is_not():
     def curve(a: float) -> tuple[float, float]:
         loss, slope = parabola(1.0)(a)
         return loss, slope if a < 0.6 else math.nan
@@ -98,7 +98,7 @@ def test_armijo_halves_on_where_the_loss_is_fine_and_the_gradient_is_not() -> No
     assert found is not None and found.step == 0.5
 
 
-def test_a_direction_along_which_no_trial_is_lower_ends_after_the_trials_allowed() -> None:
+def test_a_direction_along_which_no_trial_is_lower_ends_after_the_trials_allowed():
     def cliff(a: float) -> tuple[float, float]:
         return (0.0, -1.0) if a == 0.0 else (1.0 + a, 1.0)
 
@@ -107,14 +107,14 @@ def test_a_direction_along_which_no_trial_is_lower_ends_after_the_trials_allowed
         assert (found, len(line.steps)) == (None, 20), kind
 
 
-def test_wolfe_finds_the_least_point_of_a_parabola_in_two_trials() -> None:
+def test_wolfe_finds_the_least_point_of_a_parabola_in_two_trials():
     for step in (0.4, 4.0):
         found, line, _ = search(StrongWolfe(c2=0.01), parabola(1.0), step=step)
         assert found is not None and found.step == pytest.approx(1.0)
         assert len(line.steps) == 2
 
 
-def test_wolfe_takes_the_best_step_where_trials_run_out_and_comes_back_to_it_within_those_allowed() -> None:
+def test_wolfe_takes_the_best_step_where_trials_run_out_and_comes_back_to_it_within_those_allowed():
     found, line, start = search(StrongWolfe(c2=0.01, trials_max=3), parabola(1000.0))
     assert require_armijo(found, start).step == line.steps[-1]
     assert len(line.steps) == len(set(line.steps)), "it stands at the best step: no pass is made again"
@@ -125,7 +125,7 @@ def test_wolfe_takes_the_best_step_where_trials_run_out_and_comes_back_to_it_wit
     assert len(line.steps) == 6
 
 
-def test_wolfe_makes_no_more_passes_than_it_may() -> None:
+def test_wolfe_makes_no_more_passes_than_it_may():
     curves = (parabola(1.0), parabola(1000.0), walled(parabola(1000.0), 1.5, math.nan), wiggle)
     for curve, trials_max in product(curves, range(1, 9)):
         found, line, start = search(StrongWolfe(c2=1e-3, trials_max=trials_max), curve)
@@ -135,7 +135,7 @@ def test_wolfe_makes_no_more_passes_than_it_may() -> None:
             require_armijo(found, start)
 
 
-def test_a_setting_out_of_range_is_refused_by_name() -> None:
+def test_a_setting_out_of_range_is_refused_by_name():
     for name, value, expected in (
         ("history", 0, "history is 0; expected at least 1"),
         ("trials_max", 0, "trials_max is 0; expected at least 1"),
@@ -151,6 +151,6 @@ def test_a_setting_out_of_range_is_refused_by_name() -> None:
         assert refusal(LbfgsSettings, **{name: value}) == expected
 
 
-def test_the_line_search_is_the_one_named() -> None:
+def test_the_line_search_is_the_one_named():
     assert LbfgsSettings(c1=0.01, backtrack=0.3).make_line_search() == Armijo(c1=0.01, backtrack=0.3)
     assert LbfgsSettings(line_search="wolfe", trials_max=5).make_line_search() == StrongWolfe(trials_max=5)

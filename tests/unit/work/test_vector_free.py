@@ -1,7 +1,6 @@
 """The recursion on coefficients, apart from any vector."""
 
 import numpy as np
-import pytest
 
 from pyps.core.vectors.program import Instruction, Operation
 from pyps.lbfgs import optimizer as module
@@ -32,7 +31,7 @@ def coefficients() -> tuple[float, ...]:
     return table.coefficients
 
 
-def test_the_coefficients_have_the_same_bits_in_every_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coefficients_have_the_same_bits_in_every_version_of_python(monkeypatch):
     before = coefficients()
     monkeypatch.setattr(module, "sum", compensated_sum, raising=False)
     assert coefficients() == before
