@@ -1,4 +1,4 @@
-"""Calls as gRPC hands them over: their messages in and out, their end when nobody takes them, their errors."""
+"""Calls of gRPC: their messages in and out, their time limits, their errors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ WRITE_SECONDS = 120.0
 CROWDED_WRITE_SECONDS = 20.0
 # The one message of a call, and the parts of one push, come within so long of each other.
 READ_SECONDS = 60.0
-# A message that has not come for so long may be one of which most is here, and its sender will never send the rest.
+# A message that has not come for so long may have come in part, and its sender may never send the rest.
 LATE_SECONDS = 5.0
-# Messages that may be late at once, however few the workers: others call too.
+# Messages that may be late at once, however few the workers: observers and commands call too.
 LATE_MIN = 16
 # A longer message counts among the bytes in flight.
 SHORT_BYTES = 64 * 2**10
-# Who needs no token has little to say, and says it at once.
+# The message of a call that needs no token is short, and comes at once.
 OPEN_READ_SECONDS = 5.0
-# Between the first that fails of a call whose caller has gone and its end.
+# Between the first failure of a call whose caller has gone and its end.
 GONE_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -45,11 +45,11 @@ log = logs.get("pyps.service")
 
 
 class Awaited:
-    """The calls that wait for a message. For the event loop, but for `num_late`.
+    """The calls that wait for a message. For the event loop, except `num_late`.
 
-    Nobody can see how much of a message gRPC has received. So a call that waits for long counts as if it were nearly
-    all, that of a worker between two pushes too; beyond `late_max` of them the one that has waited longest ends, and
-    its caller makes it again. Where messages are to come `at_once`, a call that waits at all is late.
+    gRPC does not report how much of a message it has received. So a call that waits for long counts as if it were
+    nearly all, that of a worker between two pushes too. Beyond `late_max` such calls the one that has waited longest
+    ends, and its caller makes it again. Where messages are to come `at_once`, a call that waits at all is late.
     """
 
     def __init__(self, late_max: int, *, at_once: bool = False):
@@ -58,17 +58,17 @@ class Awaited:
         # Since when each waits, in that order.
         self._since: dict[asyncio.Task[Any], float] = {}
         self._ended: set[asyncio.Task[Any]] = set()
-        # One for all: one a message would cost a small one more than all else here.
+        # One for all: one a message would cost more than the rest of a small message.
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_late(self) -> int:
-        """Messages that have not come for long. May be asked from any thread."""
+        """Return how many messages have not come for long. May be called from any thread."""
         late_since = time.monotonic() - LATE_SECONDS
         return sum(since <= late_since for since in list(self._since.values()))
 
     def begin(self, task: asyncio.Task[Any]) -> None:
-        """Notes that a call's task waits for a message from now on."""
+        """Note that a call's task waits for a message from now on."""
         self._since[task] = time.monotonic()
         if self._at_once:
             self._end_longest(len(self._since))
@@ -76,12 +76,11 @@ class Awaited:
             self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look)
 
     def end(self, task: asyncio.Task[Any]) -> None:
-        """Notes that it waits no longer."""
         self._since.pop(task, None)
         self._ended.discard(task)
 
     def require_wanted(self, task: asyncio.Task[Any]) -> None:
-        """Raises LimitExceeded where a task was cancelled as too many others are late as well."""
+        """Raise LimitExceeded where a task was cancelled since too many messages are late."""
         if task not in self._ended:
             return
         task.uncancel()
@@ -108,21 +107,20 @@ class Awaited:
 
 
 class Call:
-    """A call's messages in and out, with what is known of how long they may take; else as gRPC's context.
+    """A call's messages in and out, with time limits; everything else as in gRPC's context.
 
-    A caller that takes no reply for long loses its call. One timer a call, not one a message: that would cost a small
-    message more than all else here.
+    A caller that takes no reply for long loses its call. The timer is one for the call, as for `Awaited`.
     """
 
     def __init__(self, context: Context, awaited: Awaited, budget: ByteBudget):
         self._context = context
         self._awaited = awaited
         self._budget = budget
-        # Where nobody asks, as in this process or behind a ticket, it is for the caller to know what it may do.
+        # Until the caller is known.
         self.role = Role.OPERATOR
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        # Who sends at the moment, and since when.
+        # The task that sends at the moment, and since when.
         self._writer: asyncio.Task[Any] | None = None
         self._since = 0.0
         self._late = False
@@ -131,7 +129,7 @@ class Call:
         return getattr(self._context, name)
 
     async def read(self) -> Any:
-        """The next message, EOF after the last; LimitExceeded where too many calls wait for theirs."""
+        """Return the next message, EOF after the last; LimitExceeded where too many calls wait for theirs."""
         task = asyncio.current_task()
         assert task is not None
         self._awaited.begin(task)
@@ -144,22 +142,20 @@ class Call:
             self._awaited.end(task)
 
     async def receive(self, *, under_way: bool = False) -> bytes | None:
-        """The next message, None after the last.
+        """Return the next message, None after the last.
 
-        A caller that leaves unfinished for long what it has begun (`under_way`) loses its call, and what that held is
-        free.
+        A caller that does not go on for long with what it has begun (`under_way`) loses its call.
         """
         try:
             async with asyncio.timeout(READ_SECONDS if under_way else None):
                 message = await self.read()
         except TimeoutError:
             raise WaitTimedOut(
-                f"the rest of what the call brings did not come within {READ_SECONDS:g} s: call again"
+                f"the rest of the call's messages did not come within {READ_SECONDS:g} s: call again"
             ) from None
         return None if message is grpc.aio.EOF else message
 
     async def messages(self) -> AsyncIterator[Any]:
-        """All messages to come."""
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
 
@@ -180,7 +176,7 @@ class Call:
             self._writer = None
 
     def close(self) -> None:
-        """Ends the watch, with the call."""
+        """End the time limits, with the call."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -201,20 +197,18 @@ class Call:
 
 
 def write_seconds(budget: ByteBudget) -> float:
-    """Return for how long an answer may not be taken."""
     return CROWDED_WRITE_SECONDS if budget.is_crowded else WRITE_SECONDS
 
 
 class MessageReader(grpc.aio.ServerInterceptor):
-    """Takes in the messages of calls whose callers may make them, and turns errors into statuses.
+    """Reads the messages of calls whose callers may make them, and turns errors into statuses.
 
-    A call that is refused has no message taken in; for one that does not come gRPC would wait for ever.
-
-    Ours go out as they are, any other as INTERNAL with a traceback in the log; gRPC would tell of bad bytes as a bug.
+    A refused call has no message read, and a message that does not come ends its call. Errors of this project become
+    their own statuses, any other INTERNAL with a traceback in the log.
     """
 
     def __init__(self, access: Access, awaited: Awaited, budget: ByteBudget, *, open_awaited: Awaited | None = None):
-        """Calls that need no token wait for their messages among `open_awaited`, where that is given."""
+        """Calls that need no token wait among `open_awaited`, where that is given."""
         self._access = access
         self._awaited = awaited
         self._budget = budget
@@ -249,16 +243,16 @@ class MessageReader(grpc.aio.ServerInterceptor):
                 if not is_open:
                     self.on_caller(peer)
                 if many:
-                    # Of a stream a message is read when somebody asks for it.
+                    # A stream's messages are read by its service.
                     return await behavior(taken.messages(), taken)
                 account = self._budget.account()
                 try:
                     message = await _only_message(taken, seconds=OPEN_READ_SECONDS if is_open else READ_SECONDS)
-                    # A short one takes no more than its call.
+                    # A short one takes hardly more than its call.
                     held_bytes = len(message) if len(message) > SHORT_BYTES else 0
                     account.hold(held_bytes)
                 except LimitExceeded as error:
-                    # A client makes a call again that finds no server, and gives one up that goes beyond a limit.
+                    # A client retries a call that finds no server, and gives up one that goes beyond a limit.
                     raise error if is_open else ServerUnavailable(str(error)) from None
                 try:
                     request = _parse(message, handler.request_deserializer)
@@ -270,11 +264,11 @@ class MessageReader(grpc.aio.ServerInterceptor):
                 message = request = None
                 await abort(context, error)
             except grpc.aio.InternalError:
-                # The caller has gone, and gRPC is about to cancel the call.
+                # The caller has gone; gRPC cancels the call next.
                 await asyncio.sleep(GONE_SECONDS)
                 raise
             except grpc.aio.BaseError:
-                # gRPC's own word on how the call ends: it was aborted, or the server stops.
+                # The call was aborted, or the server stops.
                 raise
             except Exception as error:
                 log_bug(error, method)
@@ -293,7 +287,7 @@ class MessageReader(grpc.aio.ServerInterceptor):
 
 
 def failure_of(error: BaseException, what: str) -> local.LocalFailure:
-    """What a caller by another way than gRPC is told of an error; a bug goes to the log as well, with what failed."""
+    """Return an error as a message for callers without gRPC; log a bug, with the call that failed."""
     if isinstance(error, PypsError):
         return local.LocalFailure(status=error.status, name=type(error).__name__, details=text_of(error))
     log_bug(error, what)
@@ -301,7 +295,7 @@ def failure_of(error: BaseException, what: str) -> local.LocalFailure:
 
 
 def log_bug(error: BaseException, what: str) -> None:
-    """Logs a bug of the server with its trace."""
+    """Log a bug of the server with its traceback."""
     try:
         raise error
     except BaseException:
@@ -316,7 +310,7 @@ async def _only_message(call: Call, *, seconds: float) -> bytes:
     try:
         async with asyncio.timeout(seconds):
             message = await call.read()
-            # What a call that waits for others sends on would be held meanwhile, and nobody wants it.
+            # A further message would be held while the call waits for others, and has no use.
             more = message is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF
     except TimeoutError:
         raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None

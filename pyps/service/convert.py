@@ -1,4 +1,4 @@
-"""Between the core's values and the wire's messages."""
+"""Conversion between the core's values and the wire's messages."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from pyps_wire.partition import Model, Partition
 M = TypeVar("M", bound=Message)
 
 
-# Longer descriptions of a caller by itself are cut.
+# A caller's descriptions of itself are shortened to this length.
 TEXT_LENGTH_MAX = 200
 
 
-# A message that lists neither tensors nor shards nor leases, its names and a heartbeat's scalars included.
+# The longest message that lists no tensors, shards or leases, with its names and a heartbeat's scalars.
 SMALL_BYTES_MAX = 256 * 2**10
-# Of one entry of a list that goes by shards or extents: two or three numbers.
+# The longest entry of a list by shards or extents: two or three numbers.
 ENTRY_BYTES_MAX = 40
-# Of one lease in a list.
+# The longest lease in a list.
 LEASE_BYTES_MAX = 11
 # Tensors, groups and parts of a model.
 TENSORS_MAX = 131_072
-# Of a message that names a model: with what is inside its tensors and groups, and the numbers in lists.
+# The fields of a message that names a model, those of its tensors and groups and the numbers in lists included.
 FIELDS_MAX = 16 * TENSORS_MAX
 _FEW = {"tensors", "groups", "hyperparameters", "parts", "codecs", "shard_lengths", "placement"}
 
@@ -61,7 +61,7 @@ def _names(kind: Any) -> Iterator[str]:
             yield from _names(field.message_type)
 
 
-# What is counted in messages that name a model, and by which names.
+# The fields that are counted in messages that name a model, and their names.
 _MODEL_BEARING: dict[type[Message], tuple[dict[int, Any], tuple[str, ...]]] = {
     kind: (_tree(kind.DESCRIPTOR), tuple(_names(kind.DESCRIPTOR)))
     for kind in (wire.HelloRequest, wire.InitializeRequest)
@@ -69,7 +69,7 @@ _MODEL_BEARING: dict[type[Message], tuple[dict[int, Any], tuple[str, ...]]] = {
 
 
 def parse(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> M:
-    """Reads a message without tensors; MalformedFrame when the bytes are no such message.
+    """Read a message without tensors; MalformedFrame when the bytes are no such message.
 
     One that is longer than it can have reason to be is refused unread: a list of millions would hold up the event loop,
     and take a hundred times its bytes. One that names a model may be long, and is refused for what it lists.
@@ -103,7 +103,7 @@ def _require_few(kind: type[Message], message: bytes) -> None:
 
 
 def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> tuple[M, memoryview]:
-    """Reads a tensor-bearing message: its fields, of at most so many bytes, and its payload in place."""
+    """Read a message with a payload: its fields, of at most so many bytes, and the payload in place."""
     try:
         header, offset, length = _kernels.split_frame(message, PAYLOAD_FIELD)
     except ValueError as error:
@@ -114,9 +114,9 @@ def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_M
 
 
 def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Greeting:
-    """Return what a caller says of itself in Hello; `known` is the run's model, which most callers send."""
+    """Return Hello's request as a value; `known` is the run's model, which most callers send."""
     observer = request.role == common.ROLE_OBSERVER
-    # A caller of another protocol version may mean anything by the rest: it is refused before that is read.
+    # A caller of another protocol version is refused before the rest is read: it may have another meaning.
     readable = request.protocol_version == PROTOCOL_VERSION
     model = None
     if readable and request.HasField("model"):
@@ -145,7 +145,7 @@ def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Gre
 
 
 def opening_from(request: wire.InitializeRequest) -> Opening:
-    """What an initialiser says before its first shard."""
+    """Return the first message of Initialize as a value."""
     if not (request.HasField("model") and request.shard_lengths):
         raise InvalidArgument(
             "the first message of Initialize must name the model, shard_lengths and placement: send it before the rest"
@@ -175,12 +175,12 @@ SPARE_BYTES = 4096
 def plan_from(
     request: wire.PushRequest, payload: memoryview, reply: Reply | None = None, *, epoch: int = 0
 ) -> PushPlan:
-    """What is pushed to a shard of that epoch, by a payload that lies in the received bytes."""
+    """Return a push to a shard of that epoch, whose payload lies in the received bytes."""
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
-        # A gradient may wait long, and is charged for its payload: what came around it must not stay with it.
+        # A gradient may wait long, and only its payload is counted: the rest of the message must not stay with it.
         payload = memoryview(bytes(payload))
     sender = request.sender
-    # What holds no number may leave it unsaid.
+    # A payload without numbers needs no codec.
     codec = FLOAT32 if request.kind == common.PAYLOAD_KIND_NOTHING else CODECS.get(request.codec)
     codec = codec or codec_numbered(request.codec)
     return plan_of(request, payload, sender.worker_id, sender.incarnation, sender.secret, codec, reply, epoch=epoch)
@@ -198,9 +198,9 @@ def plan_of(
     epoch: int,
     memory: SharedMemory | None = None,
 ) -> PushPlan:
-    """What a worker says of a gradient that lies in `payload`, and of the parameters that it holds.
+    """Return a push whose gradient lies in `payload`, with the version of the parameters that the worker holds.
 
-    `memory` is its own, where both lie there.
+    `memory` is the worker's, where gradient and reply lie there.
     """
     extents: tuple[Extent, ...] = ()
     if request.extents:
@@ -233,12 +233,12 @@ def plan_of(
 
 
 def codec_from(number: int) -> Codec:
-    """How a caller wants parameters written; float32 unless it says otherwise."""
+    """Return the codec of the parameters that a caller requests; float32 by default."""
     return codec_numbered(number) if number else FLOAT32
 
 
 def answer_of(pushed: Pushed, run: Run, *, epoch: int, codec: Codec, answer: wire.ExchangeReply) -> wire.ExchangeReply:
-    """Fills in the answer to a part of an exchange, whose parameters lie in their place where any came."""
+    """Fill in the answer to a part of an exchange; newer parameters lie in their place already."""
     receipt, version, _ = pushed
     receipt_of(receipt, run, answer.receipt)
     if version is not None:
@@ -248,7 +248,7 @@ def answer_of(pushed: Pushed, run: Run, *, epoch: int, codec: Codec, answer: wir
 
 
 def receipt_of(receipt: Receipt, run: Run | None, message: common.Receipt | None = None) -> common.Receipt:
-    """A receipt as it travels: to its worker, with what the run asks of workers from now on.
+    """Return a receipt as a message: to its worker, with what the run requests of workers from now on.
 
     Written into `message`, which is empty, where there is one: part of a greater one, it need not be copied there.
     """
@@ -291,7 +291,7 @@ _PUSHED_KINDS = (0, PayloadKind.GRADIENT, PayloadKind.DELTA, PayloadKind.BUFFER)
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
-    """A worker's optimizer, checked and completed; None when it names no rule.
+    """Return a worker's optimizer, checked and completed; None when it names no rule.
 
     A rule without any group's settings means its defaults for every group.
     """
@@ -306,7 +306,6 @@ def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
 
 
 def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
-    """The optimizer in force as it travels."""
     # Unspecified, where the first worker has yet to declare them.
     pairs = zip(settings.groups, settings.kinds or (0,) * len(settings.groups), strict=True)
     groups = [common.GroupSettings(hyperparameters=group, kind=kind) for group, kind in pairs]  # type: ignore[arg-type]
@@ -314,7 +313,6 @@ def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
 
 
 def shard_versions(run: Run) -> list[common.ShardVersion]:
-    """This server's shards and their versions."""
     return [
         common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.next_rate)
         for i, shard in run.content.shards.items()
@@ -324,7 +322,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 def hello_reply(
     run: Run, term: int, *, secret: bytes, control_address: str, offers: Iterable[wire.HelloReply]
 ) -> wire.HelloReply:
-    """Everything that a welcome caller needs to know, with what each transport offers it."""
+    """Return the reply to Hello, with the offers of all transports."""
     config = run.config
     reply = wire.HelloReply(
         protocol_version=PROTOCOL_VERSION,
@@ -368,7 +366,7 @@ def hello_reply(
 
 
 def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
-    """Where the run stands, and what is in force, which may have changed."""
+    """Return the run's state and its settings, which may have changed."""
     return wire.HeartbeatReply(
         known=pulse.known,
         epoch=pulse.epoch,
@@ -385,5 +383,5 @@ def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
 
 
 def for_people(text: str) -> str:
-    """What a caller says of itself, fit for a log line and a table."""
+    """Return a caller's text fit for a log line and a table."""
     return "".join(character if character.isprintable() else "?" for character in text[:TEXT_LENGTH_MAX])

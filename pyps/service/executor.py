@@ -1,4 +1,4 @@
-"""Where kernels run: little work on the event loop, the rest on threads, in jobs and in stages of jobs."""
+"""Where kernels run: little work on the event loop, the rest on threads, as jobs or as stages of jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-# Work is counted in parameters: how few bytes they travel in says nothing of the time that an update takes.
+# Work is counted in parameters: the bytes of an encoded gradient say nothing about the time of an update.
 #
 # Kernels on fewer parameters run on the event loop: handing them to a thread would cost more than they do.
 INLINE_PARAMETERS_MAX = 65_536
@@ -25,16 +25,15 @@ class KernelExecutor:
     """Runs a server's kernel work so that the event loop is never held up for long."""
 
     def __init__(self, threads: int, *, logged: bool = False):
-        """`logged` where each push is written to a disk, for which an event loop must not wait."""
+        """`logged`: each push is written to a disk, for which an event loop must not wait."""
         self.threads = threads
         self.inline_parameters_max = 0 if logged else INLINE_PARAMETERS_MAX
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kernel")
 
     def is_little(self, num_parameters: int) -> bool:
-        """Whether work on that many parameters may be done on the event loop.
+        """Return whether work on that many parameters may be done on the event loop.
 
-        Gradients that wait at a shard count too: whoever takes the shard's lock may have to wait for their update, or
-        to make it.
+        Gradients that wait at a shard count too: the work may have to make their update, or wait for it.
         """
         return num_parameters < self.inline_parameters_max
 
@@ -43,18 +42,18 @@ class KernelExecutor:
         return work() if self.is_little(num_parameters) else await self.begin(work)
 
     def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Lets a thread begin with work; its error is not missed where nobody waits for it any more."""
+        """Begin work on a thread; its error is not reported as lost where nothing waits for it any more."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         future.add_done_callback(_look_at_error)
         return future
 
     def hand_over(self, work: Job) -> None:
-        """Lets a thread do work that nobody waits for."""
+        """Do work that nothing waits for on a thread."""
         if not self.submit(work):
             work()
 
     def submit(self, work: Job) -> bool:
-        """Lets a thread do work; False where the server ends, and its threads have gone."""
+        """Do work on a thread; return False where the server ends, and its threads have gone."""
         try:
             self._pool.submit(work)
         except RuntimeError:
@@ -62,10 +61,9 @@ class KernelExecutor:
         return True
 
     async def run_stages(self, *stages: Sequence[Job], on_end: Job) -> None:
-        """Runs jobs in stages and raises the first error; a stage begins when all jobs of the one before are done.
+        """Run jobs in stages and raise the first error; a stage begins when all jobs of the one before are done.
 
-        Cancelled, it lets nothing begin any more. `on_end` is called when no job is under way any more and none will
-        begin, from any thread.
+        When cancelled no further job begins. `on_end` is called from any thread once no job runs and none will begin.
         """
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
@@ -87,10 +85,10 @@ class KernelExecutor:
             raise run.error
 
     def run_together(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs jobs that touch nothing in common, in this thread and in those that are free.
+        """Run independent jobs, in this thread and in those that are free; return their results in order.
 
-        Returns what they return, in their order, once all have ended; raises an error of one. It never waits for a
-        thread to become free, so that it may be called where all threads wait for their like.
+        Raises an error of one once all have ended. It never waits for a free thread, so that callers on all threads
+        may use it at once.
         """
         results: dict[int, T] = {}
         ended = threading.Event()
@@ -106,14 +104,14 @@ class KernelExecutor:
         return [results[index] for index in range(len(jobs))]
 
     def shutdown(self) -> None:
-        """Waits until all work is done and takes no more."""
+        """Wait until all work is done, and take no more."""
         self._pool.shutdown()
 
 
 class _Stages:
-    """Jobs on several threads at once; whichever thread ends a stage begins the next, without a detour.
+    """Jobs on several threads at once; the thread that ends a stage begins the next.
 
-    No thread waits for another: one that finds no job left goes back to its pool. An error lets no stage begin.
+    No thread waits for another: one that finds no job left returns to its pool. After an error no stage begins.
     """
 
     def __init__(self, stages: Sequence[Sequence[Job]], *, executor: KernelExecutor, on_end: Job):
@@ -121,13 +119,13 @@ class _Stages:
         self._on_end = on_end
         self.error: BaseException | None = None
         self._lock = threading.Lock()
-        # Guarded by _lock: jobs that nobody has begun, jobs that are not done, stages to come.
+        # Guarded by _lock: jobs that have not begun, jobs that are not done, stages to come.
         self._left: list[Job] = []
         self._num_open = 0
         self._stages = [list(reversed(stage)) for stage in reversed(stages) if stage]
 
     def begin(self, *, beside_caller: bool = False) -> None:
-        """Lets threads begin, and the caller work beside them until nothing is left to begin."""
+        """Begin on threads, with `beside_caller` on the caller's own too, until no job is left to begin."""
         if self._begin_stage():
             threads = self._executor.threads
             if beside_caller:
@@ -137,19 +135,18 @@ class _Stages:
                 self._help(min(threads, self._num_open), present=False)
 
     def abandon(self, error: BaseException) -> None:
-        """Lets no job begin any more."""
         with self._lock:
             self.error = self.error or error
             dropped = len(self._left)
             self._left.clear()
             self._num_open -= dropped
-            # Else whoever is at the last job ends it.
+            # Else the thread of the last job ends it.
             last = dropped > 0 and self._num_open == 0
         if last:
             self._on_end()
 
     def _begin_stage(self) -> bool:
-        """Opens the next stage's jobs; False, and the end, where there is none to come."""
+        """Open the next stage's jobs; return False after the last stage, which ends the run."""
         with self._lock:
             if self.error is None and self._stages:
                 self._left = self._stages.pop()
@@ -159,10 +156,10 @@ class _Stages:
         return False
 
     def _help(self, count: int, *, present: bool) -> None:
-        """Lets so many threads take jobs; `present` says that one does already."""
+        """Start so many threads on jobs; `present`: one is at work already."""
         for _ in range(count):
             if not self._executor.submit(self._work):
-                # The server ends: whoever is at it does the rest.
+                # The server ends: the thread that is at work does the rest.
                 if not present:
                     self._work()
                 return

@@ -104,12 +104,10 @@ class Port:
         return address_of(host, bound)
 
     async def start(self) -> None:
-        """Begin to serve."""
         await self.server.start()
         self._counting = asyncio.create_task(self._keep_room())
 
     async def stop(self) -> None:
-        """End all connections."""
         if self._counting is not None:
             self._counting.cancel()
         await self.server.stop(0.1)
@@ -207,7 +205,6 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 def busy_port(host: str, port: int, *, field: str) -> str:
-    """Return the words for a port that cannot be bound."""
     if port == 0:
         return f"cannot listen on {host}: it is no address of this machine; choose another with --host"
     return (
@@ -217,7 +214,6 @@ def busy_port(host: str, port: int, *, field: str) -> str:
 
 
 def address_of(host: str, port: int) -> str:
-    """Return host:port, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 

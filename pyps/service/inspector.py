@@ -1,4 +1,4 @@
-"""The Inspector service: what people and scripts ask a running server, and the few calls that change it."""
+"""The Inspector service: questions of people and scripts to a running server, and the few calls that change it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
 
-# How many answers of a kind may be made at once; the rest wait in line. Those that read every parameter, or wait for a
-# checkpoint, take long and hold up only their like.
+# How many answers of a kind may be made at once; the rest wait in line. Answers that read every parameter, or wait for
+# a checkpoint, take long and delay only their own kind.
 THREADS = {"ask": 8, "sum": 2, "save": 1}
 EVENTS_DEFAULT = 100
 EVENTS_MAX = 1000
@@ -40,7 +40,7 @@ TENSORS_MAX = 1000
 
 
 def _answering(method: Callable[..., Any], *, kind: str = "ask") -> Callable[..., Awaitable[Any]]:
-    """Runs the method on a thread of its kind, since it may wait for locks; what it raises ends the call."""
+    """Run the method on a thread of its kind, since it may wait for locks; its error ends the call."""
 
     @functools.wraps(method)
     async def answer(self: Inspector, request: Any, context: Context) -> Any:
@@ -55,7 +55,7 @@ _saving = functools.partial(_answering, kind="save")
 
 
 class Inspector:
-    """Answers from threads of its own; reads the run, one shard's lock at a time."""
+    """Answers on threads of its own; it holds one shard's lock at a time."""
 
     def __init__(self, host: Host, *, addresses: Addresses, transports: Sequence[Transport]):
         self._host = host
@@ -69,12 +69,11 @@ class Inspector:
 
     @_answering
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
-        """The server at a glance."""
         return status_of(self._run, self._addresses, self._checkpoints)
 
     @_summing
     def ListShards(self, request: pb.ListShardsRequest, context: Context) -> pb.ListShardsReply:
-        """This server's shards, with checksums of their parameters unless those are not wanted."""
+        """List this server's shards, with checksums of their parameters unless the request excludes them."""
         partition, shards = self._run.content.partition, self._run.content.shards
         if partition is None:
             return pb.ListShardsReply()
@@ -85,7 +84,7 @@ class Inspector:
 
     @_answering
     def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersReply:
-        """The workers that the server knows, the gone ones too."""
+        """List the workers that the server knows, including those that are gone."""
         waits_for = self._run.waits.waits_for()
         return pb.ListWorkersReply(
             workers=[
@@ -101,7 +100,7 @@ class Inspector:
 
     @_summing
     def ListTensors(self, request: pb.ListTensorsRequest, context: Context) -> pb.ListTensorsReply:
-        """The tensors, or blocks of them, of which this server holds something, a page at a time."""
+        """List the tensors, or blocks of them, that this server holds in part, a page at a time."""
         partition, shards = self._run.content.partition, self._run.content.shards
         if partition is None:
             return pb.ListTensorsReply()
@@ -121,7 +120,7 @@ class Inspector:
 
     @_answering
     def GetStaleness(self, request: pb.GetStalenessRequest, context: Context) -> pb.StalenessHistogram:
-        """How stale the gradients were: everybody's, one worker's or one shard's."""
+        """Return how stale the gradients were: all, one worker's or one shard's."""
         if request.worker_id and request.HasField("shard_id"):
             raise InvalidArgument(
                 f"worker_id is {request.worker_id!r} and shard_id {request.shard_id}; expected one of them, or none"
@@ -135,7 +134,6 @@ class Inspector:
 
     @_answering
     def ListReceipts(self, request: pb.ListReceiptsRequest, context: Context) -> pb.ListReceiptsReply:
-        """The newest receipts, newest first."""
         limit = min(request.limit or RECEIPTS_DEFAULT, RECEIPTS_MAX)
         now = self._run.clock()
         return pb.ListReceiptsReply(
@@ -151,7 +149,6 @@ class Inspector:
 
     @_answering
     def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsReply:
-        """What happened to the run, oldest first."""
         kept, now = self._run.events.since(request.after), self._run.clock()
         events = kept[: min(request.limit or EVENTS_DEFAULT, EVENTS_MAX)]
         return pb.ListEventsReply(
@@ -165,17 +162,16 @@ class Inspector:
 
     @_answering
     def GetWork(self, request: work.GetWorkRequest, context: Context) -> work.WorkProgress:
-        """How far the workers are with the data set."""
         return self._run.work.progress(deliveries=request.deliveries)
 
     @_answering
     def GetMemory(self, request: pb.GetMemoryRequest, context: Context) -> pb.Memory:
-        """Where the server's memory goes."""
+        """Return how much memory the server uses for what."""
         return memory_of(self._host, self._transports)
 
     @_answering
     def Configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureReply:
-        """Changes protocol, staleness policy, learning rate, schedule or how many workers are expected."""
+        """Change the protocol, staleness policy, learning rate, schedule or number of expected workers."""
         learning_rate = request.learning_rate if request.HasField("learning_rate") else None
         expects = request.HasField("expected_workers")
         trains = bool(request.protocol or request.staleness or request.schedule or learning_rate is not None)
@@ -211,7 +207,6 @@ class Inspector:
 
     @_saving
     def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointReply:
-        """Writes a checkpoint now."""
         if self._checkpoints is None:
             raise NotAllowed("this server has no folder for checkpoints: start it with --checkpoint-dir")
         if self._run.state == RunState.DRAINING:
@@ -223,7 +218,7 @@ class Inspector:
 
     @_saving
     def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
-        """Forgets the run and sets its checkpoints aside."""
+        """Forget the run and move its checkpoints aside."""
         reset = functools.partial(self._run.reset, validate_only=request.validate_only)
         if self._checkpoints is None:
             reset(request.run_id)
@@ -233,7 +228,6 @@ class Inspector:
 
     @_answering
     def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopReply:
-        """Finishes the run."""
         if self._run.content.model is None:
             raise NotInitialized("this server holds no run: there is nothing to stop")
         if not request.validate_only:

@@ -1,4 +1,4 @@
-"""Bounds on what callers may make the server hold; a refusal names the number and the setting to change."""
+"""Bounds on the memory that callers use; a refusal names the number and the setting to change."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
     from pyps.run.run import Run
 
 
-# Of the largest shard's numbers, what a caller gets through whatever the others hold: a push, its answer, a pull.
+# A caller can always send and get so many of the largest shards: a push, its answer, a pull.
 RESERVE_SHARDS = 3
-# What comes with them in a message usually takes less.
+# The rest of a message usually takes less.
 HEADER_BYTES = 4096
 
 
 class _Reserves(NamedTuple):
-    """The bytes kept for each of the callers that come first, and how many further callers they may still be for."""
+    """The bytes kept for each of the first callers."""
 
     num_bytes: int
     # By caller, its rank in the order of joining; observers, who have no name, come first.
     ranks: Mapping[str, int]
+    # For how many callers that may still come as much is kept.
     num_vacant: int
 
 
@@ -52,7 +53,6 @@ class ByteBudget:
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes held at the moment."""
         return self._bytes
 
     @property
@@ -77,12 +77,11 @@ class ByteBudget:
             self._count(num_bytes, account)
 
     def give_back(self, num_bytes: int, account: Account) -> None:
-        """Count them no more."""
         with self._lock:
             self._count(-num_bytes, account)
 
     def _require_share(self, num_bytes: int, account: Account) -> None:
-        """Refuse what would leave the others less than their part."""
+        """Refuse bytes that would leave the others less than their reserve."""
         caller, by_caller = account.caller, self._bytes_by_caller
         reserve, ranks, num_vacant = self._present_reserves()
         held, free = by_caller[caller], self.bytes_max - self._bytes
@@ -152,11 +151,9 @@ class Account:
         self.budget.take(num_bytes, self)
 
     def release(self, num_bytes: int) -> None:
-        """Count them no more."""
         self.budget.give_back(num_bytes, self)
 
     def close(self) -> None:
-        """Release all of it."""
         self.release(self.num_bytes)
 
     @contextmanager

@@ -137,7 +137,6 @@ class Listener(Transport):
             caller.shut()
 
     def _connected(self, worker_id: str) -> list[Caller]:
-        """Return the connections of a worker."""
         return [caller for caller in self._callers if caller.worker is not None and caller.worker[0] == worker_id]
 
     def _note_hello(self, worker_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The server's Prometheus page: counted anyway, put together when somebody asks."""
+"""The server's Prometheus page, made from the run's counts at each scrape."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from pyps_wire.work_pb2 import WorkProgress
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# Of what is told of the memory, the bytes that are one gauge.
+# The fields of the memory report that are one gauge.
 MEMORY_KINDS = (
     *("parameters", "slots", "in_flight", "pending", "first_parameters"),
     *("ledger", "serialized", "shared", "resident"),
 )
-# A reader that has not got its page within so long is cut off.
+# A reader that has not received its page within so long is disconnected.
 REQUEST_SECONDS = 10.0
-# Readers at once. One more takes the place of the one that came first.
+# Readers at once. One more ends the oldest.
 READERS_MAX = 16
-# What may come by the thousands is told so often.
+# Events that may come by the thousands are logged so often.
 TELL_SECONDS = 1.0
 # The longest line of a request.
 _LINE_BYTES_MAX = 2**13
-# Of these alone the page depends.
+# The page depends on these alone.
 _HEADERS = ("accept", "accept-encoding", "authorization")
 
 log = logs.get("pyps.service")
 
 
 class RunCollector(Collector):
-    """Reads a run's counts at scrape time; nothing is counted twice."""
+    """Reads a run's counts at scrape time."""
 
     def __init__(self, host: Host, *, transports: Sequence[Transport]):
         self._host = host
@@ -72,7 +72,7 @@ class RunCollector(Collector):
         self._checkpoints = host.checkpoints
 
     def collect(self) -> Iterator[Metric]:
-        """Yields every family, also those without a value yet: a dashboard never misses one."""
+        """Yield every family, also those without a value yet: a dashboard never misses one."""
         statistics = self._run.statistics
         yield from self._about_run()
         yield from _about_pushes(statistics.total())
@@ -105,9 +105,9 @@ class RunCollector(Collector):
         transports = Counter(
             name_of(self._transports, each.worker_id, each.incarnation) for each in run.membership.alive()
         )
-        ways = {transport.name: transports[transport.name] for transport in self._transports}
-        meaning = "Live workers, by the way that their gradients and parameters took last."
-        yield gauge("workers_by_transport", meaning, ways, by="transport")
+        by_name = {transport.name: transports[transport.name] for transport in self._transports}
+        meaning = "Live workers, by the transport that their gradients and parameters took last."
+        yield gauge("workers_by_transport", meaning, by_name, by="transport")
         yield gauge("workers_counted", "Workers that are active in the protocol's round (L).", roster.num_workers)
         yield gauge("workers_missing", "Expected workers that the protocol still waits for.", roster.missing)
         yield gauge("batch_size", "The minibatch asked of workers; 0 where it is theirs.", run.rounds.batch_size)
@@ -115,7 +115,7 @@ class RunCollector(Collector):
         yield gauge("learning_rate", "Each parameter group's rate, with the schedule.", rates, by="group")
 
     def _about_each(self, statistics: Statistics) -> Iterator[Metric]:
-        """Yields the families of each worker and each shard, without samples where there are too many."""
+        """Yield the families of each worker and each shard, without samples where there are too many."""
         members = [member.worker_id for member in self._run.membership.all()]
         of_workers = {name: statistics.worker(name) for name in members} if len(members) <= LISTED_MAX else {}
         shards = self._run.content.shards
@@ -158,10 +158,10 @@ class RunCollector(Collector):
 
 
 class MetricsServer:
-    """Serves the page over HTTP on the event loop; one thread puts the pages together, one at a time."""
+    """Serves the page over HTTP on the event loop; one thread makes the pages, one at a time."""
 
     def __init__(self, collector: RunCollector, served: Host):
-        """Binds the port. Raises ConfigError when it is taken."""
+        """Bind the port. ConfigError when it is taken."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         ProcessCollector(registry=registry)
@@ -185,11 +185,10 @@ class MetricsServer:
         self._readers: dict[asyncio.Task[None], None] = {}
 
     async def start(self) -> None:
-        """Answers from now on."""
         self._server = await asyncio.start_server(self._admit, sock=self._socket, limit=_LINE_BYTES_MAX)
 
     def stop(self) -> None:
-        """Gives the port back, and waits for nobody."""
+        """Close the port at once."""
         if self._server is not None:
             self._server.close()
         self._socket.close()
@@ -198,7 +197,7 @@ class MetricsServer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers a reader, for whom the one that came first may have to go."""
+        """Answer a reader; where there are too many, end the oldest."""
         if len(self._readers) >= READERS_MAX:
             earliest = next(iter(self._readers))
             earliest.cancel()
@@ -216,15 +215,15 @@ class MetricsServer:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 if self._tls is not None:
-                    # Here: who is slow at it holds a place like all others.
+                    # Here, so that a slow handshake counts as a reader too.
                     await writer.start_tls(self._tls.context())
                 writer.write(await self._answer(await _read_request(reader)))
                 writer.close()
                 await writer.wait_closed()
         except ssl.SSLError as error:
             peer = writer.get_extra_info("peername")
-            told = "readers of metrics were refused by TLS"
-            if self._warnings.note(told, newest=peer and peer[0], reason=error.reason):
+            event = "readers of metrics were refused by TLS"
+            if self._warnings.note(event, newest=peer and peer[0], reason=error.reason):
                 asyncio.get_running_loop().call_later(TELL_SECONDS, self._warnings.tell)
         except (OSError, ValueError):
             # It is slow, has gone, or speaks no HTTP.
@@ -233,7 +232,7 @@ class MetricsServer:
             log.error("a page of metrics could not be served", reason=repr(error))
 
     async def _answer(self, request: dict[str, str]) -> bytes:
-        """The status line, the headers and the page; 401 for those who do not show the token."""
+        """Return the status line, the headers and the page; 401 without the token."""
         shown = request.get("HTTP_AUTHORIZATION", "").encode("latin-1")
         try:
             # Whose certificate was let in may read it, whatever role that names.
@@ -250,7 +249,7 @@ class MetricsServer:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> dict[str, str]:
-    """What the application reads of a request, as WSGI names it; ValueError where it is none of HTTP."""
+    """Return a request as WSGI's environment; ValueError where it is not HTTP."""
     method, target, *_ = (await reader.readline()).decode("latin-1").split()
     path, _, query = target.partition("?")
     request = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
@@ -267,7 +266,7 @@ def _response(status: str, headers: Iterable[tuple[str, str]], page: bytes) -> b
 
 
 def _family(kind: Any, name: str, meaning: str, value: float | Mapping[str, float], *, by: str = "") -> Metric:
-    """A family of one sample, or of one for each value of the label `by`."""
+    """Return a family of one sample, or of one for each value of the label `by`."""
     family: Metric = kind(f"pyps_{name}", meaning, labels=[by] if by else ())
     for label, number in value.items() if isinstance(value, Mapping) else [("", value)]:
         kind.add_metric(family, [label] if by else [], number)
@@ -293,7 +292,7 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
 
 
 def _rate_scales(name: str, meaning: str, tallies: Mapping[str, Tally], *, by: str = "") -> Metric:
-    """The sum and the count of what staleness left, from which a mean over any time can be made."""
+    """Return the sum and the count of the rate scales, from which a mean over any time can be computed."""
     family = SummaryMetricFamily(f"pyps_{name}", meaning, labels=[by] if by else ())
     for label, tally in tallies.items():
         family.add_metric([label] if by else [], tally.rate_scale_count, tally.rate_scale_sum)
@@ -301,7 +300,6 @@ def _rate_scales(name: str, meaning: str, tallies: Mapping[str, Tally], *, by: s
 
 
 def _reports(scalars: Mapping[str, Mapping[str, float]]) -> Metric:
-    """The figures that live workers report of themselves."""
     meaning = "What each live worker reported last, by the figure's name."
     family = GaugeMetricFamily("pyps_worker_report", meaning, labels=["worker", "figure"])
     for worker_id, figures in scalars.items():
@@ -311,7 +309,7 @@ def _reports(scalars: Mapping[str, Mapping[str, float]]) -> Metric:
 
 
 def _about_work(work: WorkProgress) -> Iterator[Metric]:
-    """Families of server 0, at 0 on others and where no worker shares a data set."""
+    """Yield server 0's families, at 0 on others and where no worker shares a data set."""
     states = {state: getattr(work, state) for state in ("done", "running", "pending", "ahead")}
     meaning = "Portions of the present pass, by state; ahead: of later ones, done."
     yield gauge("work_portions", meaning, states, by="state")
@@ -326,7 +324,6 @@ def _about_work(work: WorkProgress) -> Iterator[Metric]:
 
 
 def _staleness_of_each(label: str, tallies: Mapping[str, Tally]) -> Metric:
-    """The staleness histograms of workers, or of shards."""
     family = HistogramMetricFamily(
         f"pyps_{label}_staleness", f"Staleness of the gradients taken, by {label}.", labels=[label]
     )
@@ -343,7 +340,7 @@ def _staleness_buckets(tally: Tally) -> list[tuple[str, float]]:
 
 
 def _cumulative(counts: Iterable[tuple[float, int]], *, above: int) -> list[tuple[str, float]]:
-    """A histogram's buckets as Prometheus has them: each counts all that lies at or below its bound."""
+    """Return a histogram's buckets as in Prometheus: each counts all values at or below its bound."""
     buckets, sum_so_far = [], 0
     for bound, count in counts:
         sum_so_far += count

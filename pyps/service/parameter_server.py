@@ -1,7 +1,7 @@
-"""What workers call: the ParameterServer service on asyncio, over a run.
+"""The ParameterServer service, which workers call: on asyncio, over a run.
 
-Messages pass through gRPC as plain bytes, so that a payload is never copied into a message object: it is read
-where it was received, and written where it is sent from. A call that waits is a coroutine, never a thread.
+Messages pass through gRPC as plain bytes, so that a payload is never copied into a message object: it is read where it
+was received, and written where it is sent from. A call that waits is a coroutine, never a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pyps_wire.codecs import codec_numbered
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import InvalidArgument
 
-# Figures of its own that a worker may report.
+# Figures that a worker may report.
 SCALARS_MAX = 256
 # More tensors take milliseconds to read, compare and write: not on the event loop. A longer message may name as many.
 TENSORS_INLINE = 1_000
@@ -51,7 +51,6 @@ class ParameterServer:
         self._transports = transports
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service's handlers: bytes in, bytes out."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Hello": grpc.unary_unary_rpc_method_handler(self.hello),
             "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize),
@@ -65,7 +64,7 @@ class ParameterServer:
         return grpc.method_handlers_generic_handler(PARAMETER_SERVER, methods)
 
     async def hello(self, message: bytes, context: Call) -> bytes:
-        """Takes a caller in."""
+        """Let a caller join or observe the run."""
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, term = await self._off_loop_where(large, partial(self._welcome, message, context.role))
         offers = [await transport.offer(greeting) for transport in self._transports]
@@ -75,14 +74,14 @@ class ParameterServer:
         return (await self._off_loop_where(large, reply)).SerializeToString()
 
     async def initialize(self, _: object, context: Call) -> bytes:
-        """Takes the first parameters, shard by shard, and makes them the run's."""
+        """Receive the first parameters, shard by shard, and make them the run's."""
         begun: list[Initialization] = []
         try:
             finished = await self._receive_parameters(context, begun)
         except BaseException:
             for initialization in begun:
                 if not initialization.opening.replica:
-                    # Nobody goes on with it; other processes of a replica might.
+                    # Only other processes of a replica may go on with it.
                     initialization.abandon()
             raise
         if not finished:
@@ -95,7 +94,7 @@ class ParameterServer:
         ).SerializeToString()
 
     async def _receive_parameters(self, call: Call, begun: list[Initialization]) -> bool:
-        """Takes all that the caller sends; True where the run has been initialised before."""
+        """Receive all messages; return True where the run has been initialised before."""
         while (message := await call.receive(under_way=bool(begun))) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             large = len(message) >= MODEL_BYTES_INLINE
@@ -115,7 +114,7 @@ class ParameterServer:
                 self._run.renew_term(begun[0].opening)
                 add = partial(begun[0].add, request.shard_id, codec_numbered(request.codec), payload)
                 await self._work.compute(begun[0].length(request.shard_id), add)
-            # Nothing of it is held while the next is waited for.
+            # It holds no memory while the next is waited for.
             del message, request, payload
         if not begun:
             raise InvalidArgument("Initialize came without a message: the model comes first, then each shard")
@@ -134,7 +133,7 @@ class ParameterServer:
         return serve_pull(self._host, call, message)
 
     async def proceed(self, message: bytes, context: Call) -> bytes:
-        """Answers when the worker may begin its next step."""
+        """Answer when the worker may begin its next step."""
         request = convert.parse(wire.ProceedRequest, message)
         run, sender, clock = self._run, request.sender, request.clock
         # A replica takes steps as one worker.
@@ -164,12 +163,12 @@ class ParameterServer:
             cancelled = True
             raise
         finally:
-            # An answer that came too late is fetched by asking again; nobody asks again for one that was given up.
+            # A late answer is fetched by the next call; a cancelled call has none.
             run.rounds.at_gate(run.rounds.steps.forget, name, poll.wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.rounds.steps.asks).SerializeToString()
 
     async def heartbeat(self, message: bytes, context: Call) -> bytes:
-        """Renews a lease and tells what the server wants."""
+        """Renew a lease; return the run's state and settings."""
         request = convert.parse(wire.HeartbeatRequest, message)
         if len(request.scalars) > SCALARS_MAX:
             raise InvalidArgument(f"a heartbeat carries {len(request.scalars)} scalars; report {SCALARS_MAX} at most")
@@ -187,7 +186,6 @@ class ParameterServer:
         return convert.heartbeat_reply(self._run, pulse).SerializeToString()
 
     async def leave(self, message: bytes, context: Call) -> bytes:
-        """Ends a worker's membership."""
         request = convert.parse(wire.LeaveRequest, message)
         left = self._run.leave(
             request.sender.run_id,
@@ -211,7 +209,7 @@ class ParameterServer:
 
     def _commit(self, initialization: Initialization) -> None:
         self._run.commit(initialization)
-        # What the messages took would stay mapped beside what those of rounds take.
+        # The memory of its messages would stay mapped.
         give_back_free_memory()
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:

@@ -33,7 +33,6 @@ def pull_request(run: Run, message: bytes) -> wire.PullRequest:
 
 
 async def serve_pull(host: Host, call: Call, message: bytes) -> None:
-    """Answer gRPC's Pull."""
     request = pull_request(host.run, message)
     if request.role != common.ROLE_OBSERVER:
         host.access.require(call.role, PULL_AS_WORKER)
@@ -113,7 +112,6 @@ class PullStream:
         return [frame]
 
     def wanted(self, shard: Store) -> Wanted:
-        """Return what the pull wants of a shard."""
         shard_id, waits = shard.shard_id, self._waits
         of_round = waits.min_versions.get(shard_id, 0) > 0
         return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), of_round)

@@ -205,7 +205,7 @@ async def serve_stream(host: Host, call: Call, *, exchanges: bool) -> None:
 
 
 def _require_possible(parts: Sequence[Message], *, num_shards: int) -> None:
-    """Refuses parts that cannot become one push: its memory would be held for what never comes."""
+    """Refuse parts that cannot become one push: their memory would be held for nothing."""
     last = parts[-1]
     if last.num_shards > num_shards:
         raise InvalidArgument(f"a push has num_shards {last.num_shards}, and this server holds {num_shards} shards")

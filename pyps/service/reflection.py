@@ -1,8 +1,8 @@
-"""Reflection under both of its names: grpcurl asks for v1 and falls back to v1alpha, other tools know only one.
+"""Reflection under both of its names: grpcurl tries v1, then v1alpha; other tools know only one.
 
-Python's package serves v1alpha. The messages of v1 are the same bytes, so the same servicer answers for both;
-only the descriptors of v1 are made here, by renaming. Generated code leaves out the names that fields have in JSON, so
-they are added to what is served: grpcurl takes them from there, and writes `page_token` where none is given.
+Python's package serves v1alpha. The messages of v1 are the same bytes, so the same servicer answers both; only the
+descriptors of v1 are made here, by renaming. Generated code has no JSON names of fields, so they are added to the
+answers: without them grpcurl writes `page_token`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ V1 = ALPHA.replace("v1alpha", "v1")
 
 
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Lets tools ask a server for these services, and for reflection itself."""
+    """Add reflection of these services, and of itself, to a server."""
     _describe_v1()
     names = [*services, ALPHA, V1]
     servicer: Any = reflection.aio.ReflectionServicer(names)
@@ -43,7 +43,7 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
 
 
 def _question(message: bytes) -> reflection_pb2.ServerReflectionRequest:
-    """Reads a question; of bytes that are none an empty one, which is answered with INVALID_ARGUMENT."""
+    """Read a question; return an empty one for invalid bytes, which is answered with INVALID_ARGUMENT."""
     try:
         return reflection_pb2.ServerReflectionRequest.FromString(message)
     except DecodeError:
@@ -51,7 +51,7 @@ def _question(message: bytes) -> reflection_pb2.ServerReflectionRequest:
 
 
 def _with_json_names(response: Any) -> bytes:
-    """Serialises an answer, the JSON name of every field in the files that it holds."""
+    """Serialise an answer, with the JSON name of every field in its files."""
     files = response.file_descriptor_response.file_descriptor_proto
     for index, serialized in enumerate(files):
         file = descriptor_pb2.FileDescriptorProto.FromString(serialized)

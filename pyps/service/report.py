@@ -1,4 +1,4 @@
-"""What a run is and does, as the Inspector's messages tell it."""
+"""A run's state as the Inspector's messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyps_wire.partition import Partition, Piece, Tensor
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a server listens, host:port each."""
+    """A server's addresses, host:port each."""
 
     data: str
     control: str
@@ -34,7 +34,6 @@ class Addresses:
 
 
 def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | None) -> pb.Status:
-    """The server at a glance."""
     last = run.statistics.last_update
     status = pb.Status(
         software=SOFTWARE,
@@ -59,13 +58,12 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         workers_missing=run.membership.roster.missing,
         waiting_for=run.waits.descriptions(),
     )
-    _tell_model(status, run)
-    _tell_behaviour(status, run)
+    _set_model(status, run)
+    _set_behaviour(status, run)
     return status
 
 
 def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
-    """Where the server's memory goes."""
     shards = list(host.run.content.shards.values())
     return pb.Memory(
         parameters_bytes=4 * sum(shard.length for shard in shards),
@@ -84,7 +82,7 @@ def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
 
 
 def learning_rates_of(run: Run) -> list[pb.LearningRate]:
-    """The learning rate of each parameter group that has a shard here, as its first shard has it."""
+    """Return the learning rate of each parameter group that has a shard here, by its first shard."""
     partition, shards = run.content.partition, run.content.shards
     if partition is None:
         return []
@@ -96,7 +94,6 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
 
 
 def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: bool) -> pb.ShardInfo:
-    """A shard and what was pushed to it."""
     shard_range = partition.shard(shard.shard_id)
     part = partition.model.group_parts[shard_range.group]
     roster = run.membership.roster.of_part(part)
@@ -125,9 +122,9 @@ def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: b
 
 
 def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Store]) -> pb.TensorInfo:
-    """A tensor, or one block of a tensor that is cut over parts, and what is held of it here.
+    """Return a tensor, or one block of a tensor that is split over parts, as far as this server holds it.
 
-    It is read piece by piece, holding one shard's lock at a time.
+    Reads piece by piece, holding one shard's lock at a time.
     """
     parts = [_read(shards[shard_id], piece) for shard_id, piece in pieces]
     first = [value for part in parts for value in part.first_values]
@@ -149,7 +146,7 @@ def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Map
 
 
 def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport: str) -> pb.WorkerInfo:
-    """A worker, what became of its pushes, whom it waits for, and how it last talked to this server."""
+    """Return a worker, the counts of its pushes, the workers that it waits for and its transport."""
     contacts = run.statistics.contacts(member.worker_id)
     return pb.WorkerInfo(
         worker_id=member.worker_id,
@@ -175,12 +172,10 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport
 
 
 def tally_of(tally: Tally) -> pb.Tally:
-    """What was counted, of the server, a worker or a shard."""
     return pb.Tally(**{field.name: getattr(tally, field.name) for field in pb.Tally.DESCRIPTOR.fields})
 
 
 def histogram_of(tally: Tally) -> pb.StalenessHistogram:
-    """How stale the counted gradients were."""
     return pb.StalenessHistogram(
         buckets=[
             pb.StalenessHistogram.Bucket(staleness=staleness, count=count)
@@ -190,7 +185,7 @@ def histogram_of(tally: Tally) -> pb.StalenessHistogram:
     )
 
 
-def _tell_model(status: pb.Status, run: Run) -> None:
+def _set_model(status: pb.Status, run: Run) -> None:
     shards = run.content.shards
     versions = [shard.version for shard in shards.values()]
     if run.content.settings is not None:
@@ -205,7 +200,7 @@ def _tell_model(status: pb.Status, run: Run) -> None:
     status.learning_rates.extend(learning_rates_of(run))
 
 
-def _tell_behaviour(status: pb.Status, run: Run) -> None:
+def _set_behaviour(status: pb.Status, run: Run) -> None:
     behaviour = run.rounds.behaviour
     texts = behaviour.texts
     status.protocol, status.staleness = texts["protocol"], texts["staleness"]
@@ -222,7 +217,7 @@ FIRST_VALUES = 8
 
 
 def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[tuple[int, Piece]]]:
-    """The pieces of each tensor in these shards, each with its shard, by the tensor's index, in the tensor's order."""
+    """Return each tensor's pieces in these shards, with their shards, by the tensor's index and in its order."""
     found: dict[int, list[tuple[int, Piece]]] = {}
     for shard_id in shard_ids:
         for piece in partition.pieces(shard_id):

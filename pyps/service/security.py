@@ -1,4 +1,4 @@
-"""Who calls: the role of each caller, by a token on all ports, a certificate, and the server's own machine."""
+"""The role of each caller, by its token, its certificate and its machine."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ log = logs.get("pyps.security")
 
 
 class Access:
-    """Which role a caller has: by its token, its certificate and where it calls from. For the event loop."""
+    """Finds the role of a caller. For the event loop."""
 
     def __init__(self, config: ServerConfig):
-        """Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in words."""
+        """Raise ConfigError for a token that cannot be read, and for an open server without --insecure."""
         _require_guarded(config)
         files = (
             (Role.OBSERVER, config.observer_token_file),
             (Role.WORKER, config.token_file),
             (Role.OPERATOR, config.operator_token_file),
         )
-        # The least first: a token that stands in two files gives no more.
+        # The least first: a token that is in two files gives no more.
         self._tokens = [(role, Token(path)) for role, path in files if path is not None]
         self.certified = config.tls_client_ca is not None
-        # Where operators show nothing of their own, they are the others on the server's machine.
+        # Without a token or certificate of their own, operators are callers on the server's machine.
         self._own_machine = config.operator_token_file is None and (bool(self._tokens) or not self.certified)
         self._host = config.host
 
     def admit(self, call: str, authorization: str | bytes | None, *, peer: str, subject: str) -> Role:
-        """The role of a caller who shows the header `authorization`, at gRPC's name of it and of its certificate.
+        """Return the role of a caller, by its header `authorization`, gRPC's name of it and its certificate's subject.
 
-        Raises NotAuthenticated where it shows no token of this server, NotAllowed where it may not make the call.
+        NotAuthenticated where it shows no token of this server, NotAllowed where it may not make the call.
         """
         if needed_for(call) is Role.ANYBODY:
             return Role.ANYBODY
@@ -61,9 +61,9 @@ class Access:
         return role
 
     def require(self, role: Role, call: str, why: str = "") -> None:
-        """Refuses (NotAllowed) a call, named as in the table, that this role may not make. On any thread.
+        """Raise NotAllowed for a call, named as in the table, that this role may not make. On any thread.
 
-        `why`: words on what the role comes from.
+        `why` says where the role comes from.
         """
         needed = needed_for(call)
         if role >= needed:
@@ -84,7 +84,7 @@ class Access:
 
     def _by_token(self, authorization: str | bytes | None, call: str) -> Role:
         if not authorization:
-            # Those that are enough for the call; workers are operators where these have no token of their own.
+            # The roles that may make the call; workers are operators where these have no token of their own.
             enough = [role for role, _ in self._tokens if role >= needed_for(call)] or [Role.WORKER]
             named = " or ".join(f"{variable_name(_field_of(role))} (as {role.word})" for role in enough)
             raise NotAuthenticated(
@@ -102,7 +102,7 @@ class Access:
 
 
 def _place_of(host: str) -> str:
-    """What makes a call come from the machine of a server on `host`, as `is_own_machine` sees it."""
+    """Say how to call from the machine of a server on `host`, as `is_own_machine` sees it."""
     ip = _address(host)
     if ip is None:
         return "give the server an address as --host in place of a name, and run it there by that"
@@ -110,12 +110,11 @@ def _place_of(host: str) -> str:
 
 
 def _field_of(role: Role) -> str:
-    """The setting that names the file with a role's token."""
     return "token_file" if role is Role.WORKER else f"{role.word}_token_file"
 
 
 def _require_guarded(config: ServerConfig) -> None:
-    """Refuses (ConfigError) a server that others could reach and nothing guards, unless somebody asked for it."""
+    """Raise ConfigError for a server that other machines reach without a token or TLS, unless it is --insecure."""
     if is_loopback_host(config.host) or config.insecure:
         return
     who = "everybody" if config.tls_client_ca is None else "whoever holds any certificate of --tls-client-ca"
@@ -131,19 +130,18 @@ def _require_guarded(config: ServerConfig) -> None:
 
 
 class Token:
-    """The token of callers of one role, read again when its file changes. For the event loop.
+    """The token of one role, read again when its file changes. For the event loop.
 
-    The file may hold several, one a line: so another one comes into use before the former goes.
+    The file may hold several, one a line, so that a new one works before the old one is removed.
     """
 
     def __init__(self, path: Path):
-        """Raises ConfigError for a file that cannot be used."""
         self._path = path
         self._stamp = stamp_of(path)
         self._tokens = _read_tokens(path)
 
     def is_in(self, authorization: str | bytes) -> bool:
-        """Whether the value of the header `authorization` holds it."""
+        """Return whether the value of the header `authorization` holds it."""
         stamp = stamp_of(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
@@ -171,7 +169,7 @@ def _read_tokens(path: Path) -> list[str]:
 
 
 def stamp_of(*paths: Path) -> list[tuple[int, int, int] | None]:
-    """What changes whenever one of these files does; None for one that is not there."""
+    """Return a value for each file that changes whenever the file does; None for a missing file."""
     stamps: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
@@ -183,7 +181,7 @@ def stamp_of(*paths: Path) -> list[tuple[int, int, int] | None]:
 
 
 def is_loopback_host(host: str) -> bool:
-    """True for an address that only this machine can reach."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -193,9 +191,9 @@ def is_loopback_host(host: str) -> bool:
 
 
 def is_own_machine(peer: str, *, host: str) -> bool:
-    """True when gRPC's name of a peer ("ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234") is on a server's machine.
+    """Return whether gRPC's name of a peer ("ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234") is on a server's machine.
 
-    That is loopback, and the address that the server is bound to where `host` is one: it may listen on no other.
+    That is loopback, and the server's own address where `host` is one: it may listen on no other.
     """
     kind, _, address = urllib.parse.unquote(peer).partition(":")
     if kind == "unix":
@@ -213,19 +211,18 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def subject_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """What the caller's certificate says of it, as of RFC 2253."""
     return b",".join(context.auth_context().get("x509_subject", ())).decode(errors="replace")
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:
-    """Ends a call with an error that the client can make again."""
-    # gRPC keeps the end of a call in a cycle, and the frames that led to it would keep the messages.
+    """End a call with an error that the client can raise again."""
+    # gRPC keeps the error in a cycle, and the traceback's frames would keep the messages.
     error.__traceback__ = None
     await context.abort(grpc.StatusCode[error.status], text_of(error), ((METADATA_KEY, type(error).__name__),))
 
 
 def text_of(error: PypsError) -> str:
-    """The error's text as far as it travels: gRPC drops a whole answer whose status is too long."""
+    """Return an error's text, shortened: gRPC drops an answer whose status is too long."""
     text = str(error)
     start = text.encode(errors="replace")[:TEXT_BYTES_MAX].decode(errors="ignore")
-    return text if start == text else f"{start} ... (cut, of {len(text)} characters)"
+    return text if start == text else f"{start} ... (shortened, of {len(text)} characters)"

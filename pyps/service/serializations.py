@@ -1,4 +1,4 @@
-"""Shards as Pull sends them, made once for all who ask for the same version."""
+"""Answers with parameters, made once for all pulls of one version."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pyps_wire.lane import PULL
 
 # What the numbers of a message need in front of its parameters.
 HEADER_ROOM = 48
-# For the workers of a round, who all wait for the same versions.
+# For the workers of a round, which all wait for the same versions.
 ROUND_BYTES_MAX = 64 * 2**20
-# For those who happen to pull at the same time: their neighbours' frames are worth little memory.
+# For other pulls at the same time: their frames are worth little memory.
 RECENT_BYTES_MAX = 16 * 2**20
 
 
@@ -90,7 +90,7 @@ class ReplyFrame(Answer):
 
 
 class Wanted(NamedTuple):
-    """What a pull wants of one shard."""
+    """A pull's request for one shard."""
 
     shard: Store
     codec: Codec
@@ -101,7 +101,6 @@ class Wanted(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """The size of the shard's parameters as they are sent."""
         return self.codec.max_bytes(self.shard.length)
 
     def frame(self, *, worker_id: str) -> tuple[int, ReplyFrame] | None:
@@ -136,16 +135,15 @@ class Serializations:
 
     @property
     def bytes_held(self) -> int:
-        """The size of the frames kept."""
         return self._bytes
 
     def take(self, wanted: Wanted, *, worker_id: str) -> ReplyFrame | None:
-        """The shard's message, None when the caller's version is as new. Only pulls of a worker are recorded."""
+        """Return the shard's message; None when the caller's version is as new. Record only workers' pulls."""
         if wanted.shard.length < INLINE_PARAMETERS_MAX:
-            # It is sooner made than found.
+            # To make it is faster than to find it.
             made = wanted.frame(worker_id=worker_id)
             return None if made is None else made[1]
-        # Two who ask at once make one frame.
+        # Two pulls at once make one frame.
         with self._making_of(wanted):
             with self._lock:
                 kept = self._frames.get((wanted.shard, wanted.codec))
@@ -159,7 +157,7 @@ class Serializations:
             return made[1]
 
     def tidy(self, shards: Mapping[int, Store]) -> None:
-        """Lets go what nobody will ask for: frames of shards that have moved on, or are no longer these."""
+        """Drop frames of old versions and of shards that are not these."""
         with self._lock:
             for (shard, codec), kept in list(self._frames.items()):
                 if shard.version != kept.version or shards.get(shard.shard_id) is not shard:

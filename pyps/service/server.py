@@ -57,15 +57,15 @@ from pyps_wire.errors import NotInitialized
 TICK_SECONDS = 0.2
 # After this time a checkpoint that could not be written is tried again.
 RETRY_SECONDS = 10.0
-# A signal that comes sooner after the first is no second one: the system sends two where a launcher is killed.
+# A signal that comes sooner after the first does not count: the system sends two where a launcher is killed.
 SIGNALS_APART_SECONDS = 1.0
-# The part of drain_seconds that calls under way get to end by themselves; the rest is for the checkpoint.
+# The part of drain_seconds for calls under way; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
 
-# Nearest first: the last is the way of all that none of the others knows.
+# The first that knows a worker is its transport; the last knows all.
 TRANSPORTS: Sequence[type[Transport]] = (SharedMemory, Tcp, Grpc)
 
-# Whether a server ends with its workers now, by the word of --exit-when.
+# Whether a server ends with its workers now, by the value of --exit-when.
 _ALL_WORKERS: Mapping[str, Callable[[Run], bool]] = {
     "never": lambda run: False,
     "gone": lambda run: run.done,
@@ -79,14 +79,14 @@ log = logs.get("pyps.server")
 
 
 def serve(config: ServerConfig) -> int:
-    """Runs a server until a signal, or until its job is done; returns the exit status."""
+    """Run a server until a signal, or until its job is done; return the exit status."""
     try:
         instruction_set = _kernels.isa()
     except ValueError as error:
         raise ConfigError(f"PYPS_ISA in the environment cannot be used: {error}") from None
     _check_ready_file(config.ready_file)
     keep_large_blocks(shared=True)
-    # Connections may take half of them, and a shell gives 1024 however many the system would.
+    # Connections may take half of them, and a shell allows 1024 even where the system allows more.
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
     return asyncio.run(Server(config, instruction_set=instruction_set).run())
@@ -106,7 +106,7 @@ class Server:
         self._instruction_set = instruction_set
         self._clock = clock
         self._checkpoints = (
-            CheckpointFolder(config.checkpoint_dir, keep=config.checkpoint_keep, tell=self._tell_of_checkpoints)
+            CheckpointFolder(config.checkpoint_dir, keep=config.checkpoint_keep, tell=self._note_checkpoint)
             if config.checkpoint_dir
             else None
         )
@@ -130,7 +130,7 @@ class Server:
             run=self._run,
             work=self._work,
             budget=self._budget,
-            # Each worker may keep two streams open: of exchanges, and of pushes beside one.
+            # Each worker may keep two streams open: one of exchanges and one of pushes.
             awaited=Awaited(max(2 * config.max_workers, LATE_MIN)),
             health=Health(),
             serializations=Serializations(),
@@ -143,7 +143,7 @@ class Server:
         self._signalled_at = -math.inf
 
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
-        """Serves until a signal or the end of the job, then drains, saves and returns the exit status.
+        """Serve until a signal or the end of the job, then drain, save and return the exit status.
 
         `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
         once the server answers.
@@ -168,7 +168,7 @@ class Server:
         return await self._end(control, metrics)
 
     def stop(self, reason: str) -> None:
-        """Makes `run` end in order."""
+        """Make `run` end in order."""
         self._stop_reason = self._stop_reason or reason
         self._stop.set()
 
@@ -218,7 +218,7 @@ class Server:
         if not self._stop.is_set():
             self._signalled_at = now
             if self._config.exit_condition.workers == "finished":
-                # Else an engine that drains a machine would count the server's part of the job as done.
+                # Else an engine that drains a machine would take the server's part of the job for done.
                 self._status = 128 + number
             self.stop(number.name)
         elif now - self._signalled_at > SIGNALS_APART_SECONDS:
@@ -238,7 +238,7 @@ class Server:
             _write_whole(self._config.ready_file, json.dumps(ready))
 
     def _facts(self, addresses: Addresses) -> Mapping[str, str]:
-        """The lines of the start block, by name; what only a run decides is open."""
+        """Return the lines of the start block, by name; a run decides the open ones."""
         config, run = self._config, self._run
         later = "open until a worker initialises the run"
         return {
@@ -248,7 +248,7 @@ class Server:
             "metrics": f"http{'s' if self._host.tls else ''}://{addresses.metrics}/metrics",
             "access": _access(config),
             "run": run.content.run_id or "named by the first worker",
-            "optimizer": str(run.content.settings) if run.content.settings else "asked for by the first worker",
+            "optimizer": str(run.content.settings) if run.content.settings else "requested by the first worker",
             "protocol": run.rounds.behaviour.aggregation.text,
             "staleness": _staleness_in_words(config, run),
             "schedule": run.rounds.behaviour.schedule.text,
@@ -289,11 +289,11 @@ class Server:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
-            # On a thread, since it may make updates; at the present time: a wait for one counts against nobody.
+            # On a thread, since it may make updates; with the present time, so that a wait for one ends no lease.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
             self._host.serializations.tidy(self._run.content.shards)
             if all_are_so(self._run):
-                # On a thread too: a shard may still be busy with an update that the last one to leave has completed.
+                # On a thread too: a shard may still be busy with an update that the last worker to leave completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
                 # The end saves too.
                 self.stop("all workers are done")
@@ -328,7 +328,7 @@ class Server:
                 saved_end = progress if at_end else saved_end
 
     async def _keep_looking(self) -> None:
-        # Apart from the ticks, which a long update delays while workers are heard.
+        # Apart from the ticks, which a long update delays while workers' calls are received.
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
@@ -339,12 +339,12 @@ class Server:
 
     def _report_ticker(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            # Without its clock a server would never forget a worker: better to end than to look alive.
+            # Without its clock a server would never forget a worker: it ends.
             log.error("the server's clock failed", reason=repr(task.exception()))
             self.stop("an error in the server")
 
     def _save(self, *, only_changes: bool = False) -> bool:
-        """Writes a checkpoint where there is a folder and a run; False when it failed, which ends nothing."""
+        """Write a checkpoint where there is a folder and a run; return False when it failed, which ends nothing."""
         if self._checkpoints is None or self._run.content.partition is None or self._run.measures:
             return True
         if only_changes and _holds(self._checkpoints.newest, self._run):
@@ -355,20 +355,20 @@ class Server:
             # The run was reset in between.
             return True
         except CheckpointError:
-            # The run's events tell of it.
+            # It is among the run's events.
             return False
         return True
 
-    def _tell_of_checkpoints(self, text: str, is_warning: bool) -> None:
+    def _note_checkpoint(self, text: str, is_warning: bool) -> None:
         self._run.events.add("checkpoint", text, warning=is_warning)
 
     # The end.
 
     async def _end(self, control: hosting.Port, metrics: MetricsServer) -> int:
-        """Stops serving, drains, saves; in this order, so that what was acknowledged is in the checkpoint."""
+        """Stop serving, drain, save; in this order, so that acknowledged pushes are in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
-        # On a thread of its own: it fires whatever holds up the loop, or a kernel.
+        # On a thread of its own: it fires even when the loop or a kernel hangs.
         late = threading.Timer(max(self._config.drain_seconds, 0.1), self._end_late)
         late.daemon = True
         late.start()
@@ -410,12 +410,11 @@ class Server:
             await asyncio.sleep(0.01)
 
     async def _set_health(self, status: int) -> None:
-        # One for both ports, and that of the whole server: probes need to know one port only.
+        # The same on both ports, and for the whole server: probes need to know one port only.
         self._host.health.set(status, "", PARAMETER_SERVER, INSPECTOR)
 
 
 def _access(config: ServerConfig) -> str:
-    """Who may call the server."""
     reach = "open to everybody who can reach it (--insecure)" if config.insecure else "this machine only"
     ways = [f"with the token in {config.token_file}" if config.token_file else reach]
     for role, file in (("observers", config.observer_token_file), ("operators", config.operator_token_file)):
@@ -429,7 +428,7 @@ def _access(config: ServerConfig) -> str:
 
 
 def _staleness_in_words(config: ServerConfig, run: Run) -> str:
-    """What staleness costs, and where that comes from if nobody chose it."""
+    """Return the staleness policy, and its origin where --staleness is not set."""
     policy = run.rounds.behaviour.staleness.text
     if policy != config.brought_policy:
         return policy
@@ -437,7 +436,7 @@ def _staleness_in_words(config: ServerConfig, run: Run) -> str:
 
 
 def _held_in_words(run: Run) -> dict[str, str]:
-    """How much of the run lies here, and the memory that it takes."""
+    """Return how much of the run this server holds, and the memory for it."""
     total = run.content.partition.num_shards if run.content.partition else 0
     held = sum(shard.length for shard in run.content.shards.values())
     slots = sum(shard.slots_bytes for shard in run.content.shards.values())
@@ -448,7 +447,6 @@ def _held_in_words(run: Run) -> dict[str, str]:
 
 
 def _update_log_in_words(config: ServerConfig) -> str:
-    """Where updates are logged, and what of them."""
     if config.update_log is None:
         return "none (--update-log)"
     if not config.log_gradients:
@@ -468,7 +466,7 @@ def _holds(checkpoint: Path | None, run: Run) -> bool:
 
 
 def _check_ready_file(path: Path | None) -> None:
-    """Refuses a ready file that could not be written later, when the server serves already."""
+    """Refuse a ready file that could not be written once the server serves."""
     if path is not None and not (os.access(path.parent, os.W_OK) and path.parent.is_dir()):
         raise ConfigError(f"the ready file {path} cannot be written: {path.parent} is no folder to write in")
     if path is not None and path.is_dir():
@@ -476,7 +474,7 @@ def _check_ready_file(path: Path | None) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Writes a file that readers find either whole or not at all."""
+    """Write a file that readers find either whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text + "\n", encoding="utf-8")

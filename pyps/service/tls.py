@@ -1,4 +1,4 @@
-"""TLS as all ports of a server speak it."""
+"""TLS of all ports of a server."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ log = logs.get("pyps.security")
 
 
 class Tls:
-    """A server's certificates, read again when their files change; on any thread."""
+    """A server's certificates, read again when their files change. May be used from any thread."""
 
     def __init__(self, *, cert: Path, key: Path, client_ca: Path | None):
-        """With a `client_ca` each caller must show a certificate that it signed. ConfigError for files of no use."""
+        """With a `client_ca` each caller must show a certificate that it signed. ConfigError for unusable files."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._stamp = self._stamped()
-        # From when the certificate that is there is good, where that is yet to come.
+        # When the newest certificate becomes valid, where that is yet to come.
         self._good_from: datetime | None = None
         self._context, self._configuration = self._load()
         if problem := self._out_of_date():
@@ -41,17 +41,17 @@ class Tls:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Tls | None:
-        """By a server's settings, None where they name no certificate."""
+        """Return the TLS of a server's settings; None where they name no certificate."""
         if config.tls_cert is None or config.tls_key is None:
             return None
         return cls(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_client_ca)
 
     def context(self) -> ssl.SSLContext:
-        """For a connection at a port that is none of gRPC's."""
+        """Return the context for a connection at a port without gRPC."""
         return self._newest()[0]
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port of gRPC's, and all of its connections."""
+        """Return the credentials of a gRPC port, for all of its connections."""
         _, given = self._newest()
 
         def newer() -> Configuration | None:
@@ -59,7 +59,7 @@ class Tls:
             former, (_, given) = given, self._newest()
             return None if given is former else given
 
-        # The stubs do not know that None is "as before".
+        # The stubs do not know that None means "as before".
         return grpc.dynamic_ssl_server_credentials(given, newer, self._client_ca is not None)  # type: ignore[arg-type]
 
     def _newest(self) -> tuple[ssl.SSLContext, Configuration]:
@@ -81,7 +81,7 @@ class Tls:
         return stamp_of(self._cert, self._key, *([self._client_ca] if self._client_ca else []))
 
     def _out_of_date(self) -> str:
-        """What is wrong with the certificate's dates, now; empty where nothing is."""
+        """Return what is wrong with the certificate's dates now; empty where nothing is."""
         # cryptography is for servers with certificates alone.
         from cryptography import x509
 
@@ -94,14 +94,14 @@ class Tls:
         now = datetime.now(UTC)
         if first <= now <= last:
             return ""
-        told = f"{flag_name('tls_cert')} {self._cert} is good from {first} to {last} only"
+        validity = f"{flag_name('tls_cert')} {self._cert} is valid from {first} to {last} only"
         if now < first:
             self._good_from = first
-            return f"{told}: it comes into force then"
-        return f"{told}: make another (`pyps certs init`)"
+            return f"{validity}: it takes effect then"
+        return f"{validity}: make another (`pyps certs init`)"
 
     def _require_known_key(self, pem: bytes) -> None:
-        """Refuses (ConfigError) a certificate by whose key nobody would get in: gRPC is stricter than Python's ssl."""
+        """Raise ConfigError for a certificate whose key gRPC does not take; Python's ssl takes more."""
         # cryptography is for servers with certificates alone.
         from cryptography import x509
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -133,7 +133,7 @@ class Tls:
         field, path = "tls_cert", self._cert
         client_ca = None
         try:
-            # Looks whether the key is the certificate's, as gRPC does not.
+            # Checks that the key is the certificate's, as gRPC does not.
             context.load_cert_chain(self._cert, self._key, password="")
             pair = self._key.read_bytes(), self._cert.read_bytes()
             self._require_known_key(pair[1])
@@ -146,9 +146,9 @@ class Tls:
             reason = getattr(error, "reason", None) or error.strerror
             if isinstance(error, ssl.SSLError) and error.reason in (None, "NO_CERTIFICATE_OR_CRL_FOUND"):
                 reason = "no PEM certificate or key is there, or one with a password"
-            beside = f" with --tls-key {self._key}" if field == "tls_cert" else ""
+            with_key = f" with --tls-key {self._key}" if field == "tls_cert" else ""
             raise ConfigError(
-                f"{flag_name(field)} {path}{beside} cannot be used ({reason}): expected PEM files, as "
+                f"{flag_name(field)} {path}{with_key} cannot be used ({reason}): expected PEM files, as "
                 "`pyps certs` makes them"
             ) from None
         return context, grpc.ssl_server_certificate_configuration([pair], client_ca)

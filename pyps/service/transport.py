@@ -1,4 +1,4 @@
-"""The seam of transports: what a way of gradients and parameters is to the server that offers it."""
+"""The interface of a server's transports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pyps_wire import parameter_server_pb2 as wire
 
 @dataclass(frozen=True)
 class Host:
-    """What one server's transports, services and reports have in common."""
+    """The parts of one server that its transports, services and reports share."""
 
     config: ServerConfig
     access: Access
@@ -40,17 +40,17 @@ class Host:
 
 
 class Service(Protocol):
-    """A service of the contract."""
+    """A service of the wire protocol."""
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Its handlers: bytes in, bytes out."""
+        """Return its handlers, of bytes to bytes."""
         ...
 
 
 class Transport(ABC):
-    """One way of a server's gradients and parameters. For the event loop, `used_by` and `shared_bytes` apart."""
+    """Carries gradients and parameters. For the event loop, except `used_by` and `shared_bytes`."""
 
-    # As workers choose it and reports name it.
+    # As settings and reports name it.
     name: ClassVar[str]
 
     def __init__(self, host: Host):
@@ -58,41 +58,41 @@ class Transport(ABC):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What the server's start block says of it, once it has started."""
+        """Return its lines of the server's start block, once it has started."""
         return {}
 
     @property
     def shared_bytes(self) -> int:
-        """Of workers' own memory, as far as this process has it in reach."""
+        """Return how much of workers' memory this process maps."""
         return 0
 
     def bind(self) -> str:
-        """Takes the address at which servers are called, and returns it, before the run is restored: empty for none."""
+        """Bind and return the address at which the server is called, before the run is restored; empty for none."""
         return ""
 
     @abstractmethod
     async def start(self, services: Sequence[Service], address: str) -> None:
-        """Begins to serve; `address` is the server's, by which all workers know it. ConfigError where it cannot."""
+        """Begin to serve; `address` is the server's, by which all workers know it. ConfigError where it cannot."""
 
     def let_go(self) -> None:  # noqa: B027
-        """Waits no more for what callers have begun to send and do not go on with: the server ends."""
+        """Stop waiting for messages that have begun and do not go on: the server ends."""
 
     @abstractmethod
     async def stop(self, seconds: float) -> None:
-        """Takes no more callers, lets requests under way end for so long, then ends the rest."""
+        """Accept no more callers, wait so long for requests under way, then end the rest."""
 
     async def offer(self, greeting: Greeting) -> wire.HelloReply:
-        """What Hello tells of this way, in the fields that are its own.
+        """Return the fields of Hello's reply that offer this transport.
 
-        ServerUnavailable where a former request of the worker goes on: it has nothing under way when it says Hello.
+        ServerUnavailable where an earlier request of the worker goes on: it has nothing under way when it says Hello.
         """
         return wire.HelloReply()
 
     @abstractmethod
     def used_by(self, worker_id: str, incarnation: int) -> bool:
-        """Whether that worker's gradients and parameters took this way last, as far as it can tell."""
+        """Return whether that worker's gradients and parameters took this transport last, as far as it knows."""
 
 
 def name_of(transports: Sequence[Transport], worker_id: str, incarnation: int) -> str:
-    """The way that a worker's gradients and parameters took last: the first that knows of it."""
+    """Return the transport that a worker's gradients and parameters took last: the first that knows it."""
     return next(transport.name for transport in transports if transport.used_by(worker_id, incarnation))

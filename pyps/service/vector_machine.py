@@ -49,7 +49,6 @@ class VectorMachineService:
         self._coordinating = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Return the service's handlers, of bytes to bytes."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Attach": grpc.unary_unary_rpc_method_handler(self.attach),
             "Execute": grpc.unary_unary_rpc_method_handler(self.execute),
@@ -58,7 +57,6 @@ class VectorMachineService:
         return grpc.method_handlers_generic_handler(VECTOR_MACHINE, methods)
 
     async def attach(self, message: bytes, context: Call) -> bytes:
-        """Make the caller the coordinator."""
         request = parse(wire.AttachRequest, message)
         run, machine = self._run, self._coordinated(request.sender)
         if not request.coordinator_epoch and run.content.server_index:
@@ -100,7 +98,6 @@ class VectorMachineService:
         return wire.AttachReply(**asdict(attached), secret=secret).SerializeToString()
 
     async def execute(self, message: bytes, context: Call) -> bytes:
-        """Execute a program."""
         request = parse(wire.ExecuteRequest, message, bytes_max=PROGRAM_BYTES_MAX)
         _require_few(request.instructions)
         machine = self._coordinated(request.sender)

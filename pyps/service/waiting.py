@@ -1,4 +1,4 @@
-"""Calls that wait for other workers: coroutines, never threads, ended by a deadline that names those waited for."""
+"""Calls that wait for other workers: coroutines, not threads, with a deadline whose error names these workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES_MAX = 8
 
 
 class LongPoll:
-    """A call's place to wait. For one call, on the event loop; only `wake` may be called from any thread."""
+    """Lets one call wait on the event loop. Only `wake` may be called from any thread."""
 
     def __init__(
         self,
@@ -42,24 +42,23 @@ class LongPoll:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """Make the call look again."""
         # The server may have ended meanwhile, and the loop with it.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._woken.set)
 
     def look(self) -> None:
-        """To be called before looking whether there is anything to wait for: what comes after it wakes the call."""
+        """Call this before checking the condition: a later `wake` ends the wait."""
         self._woken.clear()
 
     async def wait(self) -> None:
-        """Wait until it is worth looking again; WaitTimedOut at the deadline."""
+        """Wait until `wake`; WaitTimedOut at the deadline."""
         began = self._loop.time()
         try:
             with self._run.waits.waiting(self._wait):
                 async with asyncio.timeout_at(self._deadline):
                     await self._woken.wait()
         except TimeoutError:
-            # The words take locks.
+            # The description takes locks.
             what = await self._work.begin(self._wait.describe)
             raise WaitTimedOut(f"after {self._wait_seconds:g} s: {what}") from None
         finally:
@@ -73,7 +72,7 @@ class VersionWait:
     def __init__(
         self, run: Run, work: KernelExecutor, request: wire.PullRequest, sender: Sender, *, observer: bool = False
     ):
-        """Refuse more shards than there are, whom the run does not know, and shards that it may not read.
+        """Refuse more shards than there are, an unknown worker, and shards that it may not read.
 
         It renews a worker's lease.
         """
@@ -83,7 +82,7 @@ class VersionWait:
             raise InvalidArgument(
                 f"a pull names {len(request.wants)} shards, and this server holds {len(self._shards)}: name each once"
             )
-        # Whose lease and figures it counts for; an observer's counts for nobody.
+        # The worker whose lease it renews and whose figures count it; empty for an observer.
         self.worker_id = "" if observer else sender.worker_id
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
         wants = request.wants if request.epoch == run.content.epoch else ()
@@ -139,7 +138,7 @@ class VersionWait:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # A call that was answered, refused, cancelled or abandoned leaves nothing behind.
+        # However the call ends.
         self._over = True
         if self._work.is_little(self._num_parameters):
             self._cancel()
@@ -155,10 +154,10 @@ class VersionWait:
             cancel()
 
     async def next(self) -> Store | None:
-        """The next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
+        """Return the next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
         while self._waiting:
             self._parking.look()
-            # Shards of a forgotten run are finished too, and no answer.
+            # Shards of a run that was reset are finished too, but no answer.
             if self._run.content.shards is not self._shards:
                 raise NotInitialized("the run was reset while the pull waited")
             # Not all that wait are scanned: each shard wakes the call once, and there may be hundreds.
@@ -213,6 +212,6 @@ class VersionWait:
 
 
 def names_in_words(names: list[str] | tuple[str, ...]) -> str:
-    """Workers in words, few of many."""
+    """Return the names of workers, the first few of many."""
     more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
     return ", ".join(names[:NAMES_MAX]) + more

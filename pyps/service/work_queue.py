@@ -50,7 +50,6 @@ class WorkQueueService:
         self._work = work
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Return the service's handlers, of bytes to bytes."""
         calls = {
             "Open": self.open,
             "Lease": self.lease,
@@ -68,7 +67,6 @@ class WorkQueueService:
     # For workers.
 
     async def open(self, message: bytes, context: Call) -> bytes:
-        """Set the data set."""
         request = convert.parse(wire.OpenWorkRequest, message)
         queue = _queue_of(self._run, request.sender)
         queue.open(spec_from(request.data), worker_id=request.sender.worker_id)
@@ -112,7 +110,6 @@ class WorkQueueService:
     # For a coordinator.
 
     async def begin_pass(self, message: bytes, context: Call) -> bytes:
-        """Begin a pass."""
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
             raise InvalidArgument(f"a pass has {len(request.scalars)} scalars; expected {SCALARS_MAX} at most")
@@ -140,7 +137,6 @@ class WorkQueueService:
         return reply.SerializeToString()
 
     async def end_work(self, message: bytes, context: Call) -> bytes:
-        """End the work."""
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)
         self._require_coordinator(request)

@@ -176,8 +176,8 @@ def test_an_expired_certificate_replaces_no_good_one(start_server: Start, made: 
     for name in ("server.key", "server.crt"):
         replace_file(folder / name, (made / "expired" / name).read_text(encoding="utf-8"))
     assert "SERVING" in shell("health", "--servers", server.data, **own)
-    told = server.wait_for_output("server.crt is good from")
-    assert re.search("the certificates stay as they were reason=.*server.crt is good from .* only: make another", told)
+    told = server.wait_for_output("server.crt is valid from")
+    assert re.search("the certificates stay as they were reason=.*server.crt is valid from .* only: make another", told)
     start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
 
 
@@ -193,7 +193,7 @@ def test_future_certificates(start_server: Start, made: Path, tmp_path: Path, mo
     for name in ("server.key", "server.crt"):
         replace_file(folder / name, (made / "early" / name).read_text(encoding="utf-8"))
     assert shown_by_it() == former
-    server.wait_for_output("it comes into force then")
+    server.wait_for_output("it takes effect then")
 
     class Later(datetime):
         @classmethod

@@ -1,1 +1,1 @@
-"""The lane: one TCP connection a worker, for large messages beside gRPC."""
+"""Lanes: one TCP connection a worker, for gradients and parameters."""

@@ -111,7 +111,7 @@ class Connection(Caller):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the rest of a message, or of a push, does not come."""
+        """Return whether the rest of a message, or of a push, does not come."""
         owes = self._receives_until is not None or self._completes_until is not None
         return owes and self._lane.silent_seconds() > STALL_SECONDS
 
@@ -166,7 +166,6 @@ class Connection(Caller):
             self._ended.set_exception(error)
 
     async def _end_with(self, error: Exception) -> None:
-        """Send the reason, and wait until the other end has read it and closes."""
         self._completes_until = time.monotonic() + END_SECONDS
         sent = self._write(_failure(error))
         if sent is not None:
@@ -237,7 +236,6 @@ class Connection(Caller):
         return True
 
     def _receive(self) -> tuple[int, bytes, memoryview, int]:
-        """Receive a large message, on a thread."""
         self._receives_until = time.monotonic() + MESSAGE_SECONDS
         kind, header, payload_bytes = self._lane.receive(header_bytes_max=PUSH_HEADER_MAX)
         self._check(kind, len(header), payload_bytes)

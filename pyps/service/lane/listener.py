@@ -73,7 +73,6 @@ class Tcp(Listener):
         return wire.HelloReply(lane=wire.LaneOffer(port=self._socket.getsockname()[1], ticket=ticket))
 
     def _is_full(self, worker_id: str) -> bool:
-        """Return whether others have all the lanes that there may be."""
         workers = [caller.worker for caller in self._callers]
         return sum(worker is not None and worker[0] != worker_id for worker in workers) >= LANES_MAX
 

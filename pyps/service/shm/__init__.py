@@ -1,1 +1,1 @@
-"""The shortest way to a server: workers on its machine share their memory with it, and call over a Unix socket."""
+"""Shared memory: workers on the server's machine share their memory with it, and call over a Unix socket."""

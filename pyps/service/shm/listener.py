@@ -220,7 +220,6 @@ class Address:
         return cls(end, os.fspath(path), path)
 
     def close(self) -> None:
-        """Remove the file."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

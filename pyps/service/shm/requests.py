@@ -118,7 +118,6 @@ class Exchange(_InMemory):
         return scans, [self._push_whole] if self._is_whole else pushes
 
     def _scan(self, shard_id: int) -> None:
-        """Scan a part; raise as `Run.scan`, having changed nothing."""
         plan = self._plans[shard_id]
         gradient = plan.gradient
         if gradient.extents and gradient.volatile:
@@ -133,7 +132,6 @@ class Exchange(_InMemory):
         self._pushed[shard_id] = self._run.push(self._plans[shard_id], run_id=run_id, finding=self._finding())
 
     def _push_whole(self) -> None:
-        """Push all parts as one, under the model's mutex."""
         run_id, plans = self._attachment.content.run_id, list(self._plans.values())
         pushed = self._run.push_whole(plans, run_id=run_id, finding=self._finding())
         self._pushed = dict(zip(self._plans, pushed, strict=True))

@@ -1,4 +1,4 @@
-"""A worker's memory in the server's address space, laid out as the run's model is cut into shards."""
+"""A worker's memory in the server's address space, laid out by the run's shards."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from pyps_wire.partition import Partition
 NONCE_BYTES = 8
 ALIGNMENT_BYTES = 64
 
-# Of Linux's fcntl.h; Python names them on Linux only, and not all.
+# From Linux's fcntl.h; Python names only some, and on Linux only.
 _F_GET_SEALS = 1034
 # Against further seals, shrinking and growing.
 _SEALED = 0x1 | 0x2 | 0x4
-# Against writing, and against writing by whoever maps it from now on.
+# Against writing, and against writing by later mappings.
 _READ_ONLY = 0x8 | 0x10
 
 # The unit of st_blocks.
 _BLOCK_BYTES = 512
-# Below, it is unmapped at once; a large one takes as long as a fifth of a second a GiB.
+# Smaller memory is unmapped at once; a large one takes up to a fifth of a second a GiB.
 AT_ONCE_BYTES = 4 * 2**20
-# In pieces: each keeps the process from mapping memory while it lasts.
+# In pieces: while one is unmapped the process cannot map memory.
 _PIECE_BYTES = 64 * 2**20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +49,7 @@ log = logs.get("pyps.service")
 
 
 class Memory(SharedMemory):
-    """A worker's memory in this process's address space, until it is closed and nobody holds it.
+    """A worker's memory in this process's address space, until it is closed and no user holds it.
 
     Every method may be called from any thread.
     """
@@ -59,33 +59,33 @@ class Memory(SharedMemory):
         self.num_bytes = num_bytes
         self._views: list[memoryview] = []
         self._lock = Lock()
-        # Guarded by _lock. Whoever closes it is one.
+        # Guarded by _lock. Its owner, which closes it, is one.
         self._num_users = 1
-        # Done once it is closed and nobody touches the memory any more.
+        # Done once it is closed and has no user.
         self.unused: Future[None] = Future()
-        # So that nobody who waits for it can cancel it.
+        # So that no waiter can cancel it.
         self.unused.set_running_or_notify_cancel()
 
     @property
     def nonce(self) -> int:
-        """The number that the worker wrote at the very beginning."""
+        """Return the number that the worker wrote at the start of the memory."""
         return int.from_bytes(self._memory[:NONCE_BYTES], "little")
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """A stretch of the memory; not to be used any more once the memory is closed, unless one holds it."""
+        """Return a part of the memory; use it while the memory is open or held."""
         with memoryview(self._memory) as whole:
             view = whole[offset : offset + num_bytes]
         self._views.append(view)
         return view
 
     def hold(self) -> None:
-        """Keeps the memory in reach until it is let go; ServerUnavailable where it is closed already."""
+        """Keep the memory mapped until `let_go`; ServerUnavailable where it is closed already."""
         with self._lock:
             self.require_attached()
             self._num_users += 1
 
     def let_go(self) -> None:
-        """Ends one's hold; the last lets go of the memory itself."""
+        """End one hold; the last one unmaps the memory."""
         with self._lock:
             self._num_users -= 1
             last = self._num_users == 0
@@ -94,14 +94,13 @@ class Memory(SharedMemory):
             self._release()
 
     def close(self) -> None:
-        """Lets go of the memory, now or when nobody holds it any more. May be called again."""
+        """Unmap the memory, now or when no user holds it. May be called again."""
         with self._lock:
             attached, self.attached = self.attached, False
         if attached:
             self.let_go()
 
     def _release(self) -> None:
-        """Ends the memory's last use."""
         for view in self._views:
             view.release()
 
@@ -112,9 +111,9 @@ class Segment(Memory):
     _memory: mmap.mmap
 
     def __init__(self, descriptor: int, *, num_bytes: int, hand_over: Callable[[Callable[[], None]], None]):
-        """Maps a descriptor's memory; InvalidArgument where it is not what it has to be. The descriptor can be closed.
+        """Map a descriptor's memory, which may be closed then; InvalidArgument where it is not sealed as required.
 
-        `hand_over` lets a thread do what takes long.
+        `hand_over` runs long work on a thread.
         """
         require_sealed(descriptor, num_bytes=num_bytes)
         try:
@@ -136,12 +135,12 @@ class Segment(Memory):
             _forget_pages(self._memory, self.num_bytes)
             self._memory.close()
         except BufferError:
-            # It goes when whoever holds a part of it lets go.
+            # It is unmapped when the last user of a part ends.
             log.warning("a worker's memory is still in use after its last request", bytes=self.num_bytes)
 
 
 def _forget_pages(memory: mmap.mmap, num_bytes: int) -> None:
-    """Takes the pages out of this process, which is what takes long; mmap's own close would stop all threads for it."""
+    """Unmap the pages, which takes long; mmap's own close would stop all threads for it."""
     begin = ctypes.c_char.from_buffer(memory)
     address = ctypes.addressof(begin)
     del begin
@@ -150,7 +149,7 @@ def _forget_pages(memory: mmap.mmap, num_bytes: int) -> None:
 
 
 def require_sealed(descriptor: int, *, num_bytes: int) -> None:
-    """Refuses what a worker could take away under the server's hands, or what the server could not write."""
+    """Refuse memory that its worker could shrink while the server uses it, or that the server cannot write."""
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
@@ -166,10 +165,10 @@ def require_sealed(descriptor: int, *, num_bytes: int) -> None:
     if status.st_size != num_bytes:
         raise InvalidArgument(f"the segment has {status.st_size} bytes, and Attach says {num_bytes}")
     if (page := os.fstatvfs(descriptor).f_bsize) != mmap.PAGESIZE:
-        # Where huge pages run out, whoever touches one that is missing is killed.
+        # Where huge pages run out, a process that touches a missing one is killed.
         raise InvalidArgument(f"the segment lies in pages of {page} bytes; expected ordinary ones of {mmap.PAGESIZE}")
     if (allocated := status.st_blocks * _BLOCK_BYTES) < num_bytes:
-        # Who touches a page first is charged for it: no caller makes the server allocate memory.
+        # The process that touches a page first allocates it: no caller makes the server do so.
         raise InvalidArgument(
             f"{allocated} of the segment's {num_bytes} bytes are there: allocate it in full (posix_fallocate) first"
         )
@@ -188,7 +187,7 @@ class Content(NamedTuple):
     run_id: str
     epoch: int
     plan: Partition
-    # Of the parts of the model that the worker holds: the plan itself where that is all of it.
+    # The plan of the parts that the worker holds: the plan itself where these are all.
     own: Partition
     server_index: int
     shards: Mapping[int, Store]
@@ -211,7 +210,6 @@ class Attachment:
 
     @classmethod
     def make(cls, request: local.LocalAttach, memory: Memory, content: Content) -> Attachment:
-        """Lays out memory whose request has passed `check_layout`."""
         parameters = _vectors(request.parameters, memory, content)
         return cls(
             request.sender.worker_id,
@@ -226,7 +224,6 @@ class Attachment:
 
     @property
     def sender(self) -> common.Sender:
-        """The worker that attached it."""
         return common.Sender(
             run_id=self.content.run_id,
             worker_id=self.worker_id,
@@ -235,7 +232,7 @@ class Attachment:
         )
 
     def require_laid_out(self, shard_id: int, membership: Membership) -> None:
-        """Refuses a shard that has no place in the memory: it is not here, or of a part that was not declared."""
+        """Refuse a shard that has no place in the memory: it is on another server, or of an undeclared part."""
         content = self.content
         if shard_id in self.replies:
             return
@@ -248,7 +245,7 @@ class Attachment:
         raise NotInitialized("the worker declares other parts since this memory was attached: attach it again")
 
     def require_sender(self, sender: common.Sender) -> None:
-        """Refuses whoever speaks for another worker than the one that attached; to say nothing is enough."""
+        """Refuse another sender than the worker that attached; an empty sender means that worker."""
         worker_id, incarnation = sender.worker_id or self.worker_id, sender.incarnation or self.incarnation
         run_id = sender.run_id or self.content.run_id
         if (worker_id, incarnation, run_id) != (self.worker_id, self.incarnation, self.content.run_id):
@@ -258,13 +255,13 @@ class Attachment:
             )
 
     def require_shards(self, shards: Mapping[int, Store]) -> None:
-        """Refuses to serve other shards than the memory was laid out for: those that the run has now."""
+        """Refuse a request once the run has other shards than the memory was laid out for."""
         if shards is not self.content.shards:
             raise NotInitialized("the run was reset since this memory was attached: say Hello, then attach it again")
 
 
 def check_layout(request: local.LocalAttach, content: Content) -> None:
-    """Refuses vectors that lie beside the segment or in each other, and a segment larger than they need."""
+    """Refuse vectors that lie outside the segment or overlap, and a segment larger than they need."""
     if not 1 <= len(request.gradients) <= GRADIENT_BUFFERS_MAX:
         count = len(request.gradients)
         raise InvalidArgument(f"Attach names {count} sets of gradients; expected 1 to {GRADIENT_BUFFERS_MAX}")
@@ -287,7 +284,7 @@ def check_layout(request: local.LocalAttach, content: Content) -> None:
 
 
 def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, int]]:
-    """Yields where each vector that is not empty begins and how many bytes it has."""
+    """Yield the start and the size in bytes of each vector that is not empty."""
     sizes = content.own.model.group_sizes
     for vectors in (*request.gradients, request.parameters):
         if len(vectors.offsets) != len(sizes):
