@@ -108,7 +108,6 @@ class Cluster:
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster, started, and removed with all that belongs to it."""
     monkeypatch.setenv("PYPS_LEASE_SECONDS", "6")
-    # Until the run is stopped.
     monkeypatch.setenv("DIGITS_EPOCHS", "1000000")
     cluster = Cluster(request.param)
     try:

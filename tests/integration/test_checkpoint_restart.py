@@ -175,7 +175,6 @@ def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process
     assert checksums(again.control) == held
     status = inspect(again.control, "GetStatus")
     assert (status.run_id, status.epoch, status.version_max, status.examples) == ("run-1", 1, 1, 1)
-    # Killed again before it wrote anything: still, no two lives share an epoch.
     again.kill()
     third = start_server_process("--checkpoint-dir", str(folder), "--resume")
     assert inspect(third.control, "GetStatus").epoch == 2
@@ -293,7 +292,6 @@ def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server
         assert "the run keeps its checkpoint's settings where no flag sets others" in second.output()
         assert second.stop() == 0
 
-    # As a person starts it who wants something else.
     third = start_server(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
     assert in_force(third) == ("hardsync", "hinge:a=2,b=1", 0.25)
     assert "the server was started with other settings than the checkpoint's" in third.output()

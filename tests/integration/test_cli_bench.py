@@ -62,7 +62,6 @@ def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
         assert line["bytes_per_second_each_way"] == pytest.approx(line["rounds_per_second"] * 70000 * size)
     assert {state_of(server) for server in servers} == {(common.RUN_STATE_EMPTY, "")}
     assert not list(tmp_path.glob("*/checkpoint-*")), "nothing of a measurement is kept"
-    # The next job finds servers as they were.
     with make_client(addresses(servers), run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
     for server in servers:

@@ -55,7 +55,6 @@ def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_
         for shard in inspect(server.control, "ListShards").shards:
             assert shard.checksum in output
 
-    # As JSON it is what grpcurl would say.
     answer = json.loads(shell("status", "--json", "--servers", controls(servers)))
     first, second = answer["servers"]
     assert (first["address"], second["address"]) == (servers[0].control, servers[1].control)

@@ -244,7 +244,6 @@ def test_a_collected_optimizer_pushes_what_it_gathered_and_leaves(start_server, 
     wait_until(lambda: not threads_of_client(), what="the end of its threads")
     wait_until(lambda: gc.collect() >= 0 and its_session() is None, what="the end of its session")
     assert checksums(server.control)[0][0] == 1, "what had gathered was pushed"
-    # The model goes on alone.
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert torch.isfinite(model.weight).all()
 

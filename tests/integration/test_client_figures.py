@@ -46,7 +46,6 @@ def test_the_figures_go_on_after_a_server_came_back_and_end_with_the_run(start_s
         figures = observer.figures(every_seconds=0)
         assert next(figures)[0] == 1
         server.stop()
-        # At another control port.
         server = start_server(*flags, "--resume")
         assert next(figures)[0] == 1
         shell("stop", "--servers", server.control)

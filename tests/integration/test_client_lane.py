@@ -96,7 +96,6 @@ def test_no_lane_is_grpc(start_server, monkeypatch, caplog):
                 reference.step(gradients)
                 reference.check(client.exchange(gradients))
             assert client.session.transport == "grpc"
-        # The first words on it, once a client.
         assert caplog.text.count("to and from server 0") == life + 1
         assert caplog.text.count(f"by gRPC: no lane at port {port}: Connection refused; no memory") == life + 1
     with pytest.raises(ServerUnavailable, match=f"no lane at port {port}: Connection refused"):

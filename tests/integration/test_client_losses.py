@@ -135,7 +135,6 @@ def test_workers_go_on_after_kill_and_resume(start_server_process, tmp_path):
     for name, tensor in at_checkpoint.items():
         np.testing.assert_array_equal(resumed[name], tensor)
 
-    # Once more, this time without a chance to save: back to the same checkpoint.
     client.push(gradients_like(tensors, 4))
     client.pull()
     restarted.kill()
@@ -176,7 +175,6 @@ def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process, 
         client.session.push([vector])
         inspect(server.control, "SaveCheckpoint")
         client.session.push([vector], learning_rates={0: GroupRate(0.01)})
-        # What came after the checkpoint is lost, the rate too.
         server.kill()
         start_server_process(*flags, "--resume", "--port", server.data.rsplit(":", 1)[1])
         client.push(gradients_like(small_model(), 1))

@@ -167,7 +167,6 @@ def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server):
         with pytest.raises(WaitTimedOut, match=r"Waited . s for other workers: .*second.*first.*PYPS_WAIT_SECONDS"):
             second.pull()
 
-        # The wait may be taken up again.
         first.close()
         assert second.pull().keys() == small_model().keys()
 
@@ -196,7 +195,6 @@ def test_a_finished_run_ends_its_workers_waits(start_server, pool, protocol):
         with pytest.raises(RunFinished):
             for _ in range(2):
                 quick.push(gradients_like(small_model(), 3))
-        # Nothing is waited for in a finished run.
         assert quick.pull().keys() == small_model().keys()
 
 

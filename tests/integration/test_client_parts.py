@@ -326,7 +326,6 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_serv
 
     said = on_all(meeting, work)[1 - failing]
     assert f"'r/{failing}'" in said and "out of memory" in said
-    # The other replica's way is free.
     with session_of(told) as session:
         assert len(session.exchange(Plan(ones(session), pulled(session)))) == 5
 

@@ -37,7 +37,6 @@ def test_an_absent_tensor_is_not_a_zero_gradient(start_server, num_servers):
         versions = client.session.held_versions
         assert versions.copy().epochs == versions.epochs == (0,) * num_servers
         assert min(versions.values()) < 5, "a shard without a present tensor was updated"
-        # A push of nothing is answered, and changes nothing.
         assert {(receipt.version_before, receipt.version_after) for receipt in client.push({})} == {
             (version, version) for version in versions.values()
         }

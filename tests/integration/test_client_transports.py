@@ -119,7 +119,6 @@ def test_parameters_and_gradients_of_two_bytes(start_server, transport, codec, n
             pulled = client.exchange(gradients) if step else client.push(gradients) and client.pull()
             for name, expected in reference.parameters.items():
                 np.testing.assert_array_equal(pulled[name], rounded(expected), err_msg=name)
-        # Evaluation sees what the servers hold, whatever travels to workers.
         reference.check(client.snapshot())
 
 
@@ -240,7 +239,6 @@ def test_without_shared_memory_the_next_way_is_taken(start_server, caplog, lane,
         assert worker.transport == way
         assert caplog.text.count("to and from server 0") == 1
         assert f"by {words}no memory is shared (it offers no shared memory)" in caplog.text
-        # Who insists leaves no trace in the run.
         with pytest.raises(ServerUnavailable, match="it offers no shared memory"):
             make_client(server.data, run_id="mine", worker_id="insisting", transport="shm")
         assert [worker.worker_id for worker in inspect(server.control, "ListWorkers").workers] == ["worker"]

@@ -100,13 +100,11 @@ def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled
     mine = [shard.shard_id for shard in PLAN.of_server(0)]
     with cut_run(servers) as workers:
         first = workers[0]
-        # Taken, taken, repeated.
         first.push(first.push_request(1.0, mine[2], sequence=90), first.push_request(1.0, mine[0], sequence=91))
         first.push(first.push_request(1.0, mine[2], sequence=90))
         exchanged = first.push_request(1.0, mine[1], reply_codec=common.CODEC_FLOAT32)
         assert [reply.version for reply in first.stub.Exchange(iter([exchanged]), timeout=60)] == [1]
         first.pull([wire.PullRequest.Want(shard_id=mine[0], held_version=-1)])
-        # Nothing newer, so nothing is sent.
         first.pull([wire.PullRequest.Want(shard_id=mine[2], held_version=1)])
         (told,) = inspect(servers[0].control, "ListWorkers").workers
         assert (list(told.shards_pushed), list(told.shards_pulled)) == (mine, mine[:2])

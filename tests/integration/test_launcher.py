@@ -310,7 +310,6 @@ def test_what_servers_would_refuse_is_refused_before_any_starts(start_python):
         (("--replicas", "100", "--parts", "100"), "are 10000 processes, but at most 256 are started on one machine"),
     ):
         assert message in refusal("run", *flags, "--", "python", "-c", WAITING), flags
-    # As people see it.
     launcher = run(start_python, "--clip-norm", "-1", code=WAITING)
     assert launcher.wait() == 2
     [line] = launcher.output().splitlines()

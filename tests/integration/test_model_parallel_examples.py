@@ -64,7 +64,6 @@ def test_two_replicas_of_two_train_patches_and_count_traffic(start_server, start
     assert output.count(f"{border + 20} nodes forward, 64 gradients back; sending each node") == 2
     assert output.count(f"for every edge that it has there would take {edges}") == 2
     assert output.count("went to the same part in a minibatch: 1\n") == 2
-    # The servers' model, whole, in one process.
     servers = ",".join(server.data for server in job.servers)
     evaluation = start_python("-m", "pyps", "eval", str(EXAMPLES / "patches.py"), "--once", "--servers", servers)
     assert evaluation.wait(DEADLINE) == 0, evaluation.output()

@@ -224,7 +224,6 @@ def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_
             backward_around(model, fail)
         with pytest.raises(ServerUnavailable, match=r"Waited .* for server 0"):
             optimizer.zero_grad()
-        # It has been told.
         optimizer.zero_grad()
     assert "were sent" not in caplog.text
 

@@ -235,7 +235,6 @@ def test_local_steps_take_the_rate_that_the_servers_schedule_gives_now(start_ser
                 model.weight.grad = torch.ones_like(model.weight)
                 worker.step()
                 seen.append(parameters_of(model)[0])
-        # Neither a step nor a pull jumps.
         assert np.diff(seen) == pytest.approx(expected, abs=1e-6)
 
 

@@ -297,5 +297,4 @@ def test_a_mistake_of_one_process_is_refused_by_all_alike(start_server, start_py
             assert process.wait(DEADLINE) == 1, process.output()
             assert words in process.output(), case
             assert "Traceback" not in process.output(), case
-            # Nothing was founded.
             assert "initialising" not in process.output(), case

@@ -80,7 +80,6 @@ def test_64_hardsync_workers_complete_on_the_default_server_and_hold_no_thread_w
         last.push(last.push_request(63.0))
         mean = sum(range(64)) / 64
         assert [[(shard.version, set(values_of(shard))) for shard in pull] for pull in pulls] == [[(1, {-mean})]] * 63
-        # Then all at once.
         rounds = at_once([partial(worker.train, 3, clock=1, wait_seconds=60) for worker in (*early, last)], 100)
         assert {receipt.staleness for own in rounds for receipt in own} == {0}
         assert status_of(server).version_max == 4

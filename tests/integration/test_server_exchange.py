@@ -90,7 +90,6 @@ def test_of_a_worker_that_takes_no_reply_three_messages_are_held_and_others_are_
         # What the link itself takes in is answered too.
         assert status_of(server).tally.pushes_applied < 40 + 32
         assert memory_in_flight(server) < 3 * 2 * 2**20 + 2**16
-        # Once it listens all are answered, in order.
         assert [wire.ExchangeReply.FromString(reply).receipt.shard_id for reply in call] == [0, 1, 2, 3] * 16
     assert memory_in_flight(server) == 0
 
@@ -109,7 +108,6 @@ def test_an_error_in_the_middle_comes_after_the_answers_before_it(start_server, 
         assert (status, name) == ("INVALID_ARGUMENT", "WrongSize")
         assert "shard 1" in text
         assert {shard.shard_id: shard.version for shard in worker.pull() if shard.version} == {0: 1}
-        # The next stream is as good as the first.
         assert [reply.version for reply in worker.stub.Exchange(iter([worker.push_request(1.0, 1)]), timeout=20)] == [1]
     assert memory_in_flight(server) == 0
     assert "Traceback" not in server.output()
@@ -164,7 +162,6 @@ def test_a_push_that_began_part_by_part_ends_so_when_one_mutex_comes_into_force(
         assert exchange.ask(first).receipt.version_after == 1
         inspect(server.control, "Configure", ConfigureRequest(protocol="asgd"))
         assert exchange.ask(second).receipt.version_after == 1
-        # The next is held until it is all there.
         exchange.send(worker.push_request(1.0, 0, 1, sequence=2, num_shards=2))
         last = exchange.ask(worker.push_request(1.0, 1, 1, sequence=2, num_shards=2))
         assert [last.receipt.version_after, next(exchange.replies).receipt.version_after] == [2, 2]

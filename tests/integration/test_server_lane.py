@@ -224,7 +224,6 @@ def test_a_bad_first_message_ends_its_connection_alone(server, worker):
             lane.socket.sendall(first)
             lane.socket.shutdown(socket.SHUT_WR)
             lane.refusal()
-    # The ticket is as good as before.
     with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
         assert lane.receive() == (OPEN, b"", b"")
     assert versions(server) == [0]

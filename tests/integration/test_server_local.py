@@ -129,7 +129,6 @@ def test_a_pull_that_ends_at_its_deadline_says_what_it_waited_for(start_server):
         failure = worker.link.receive().failure
         assert (failure.status, failure.name) == ("DEADLINE_EXCEEDED", "WaitTimedOut")
         assert "a waits for version 3 of shard 0, which is at 0" in failure.details
-        # The connection is as good as before.
         assert worker.exchange()[0].version == 1
 
 

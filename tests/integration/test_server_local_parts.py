@@ -94,7 +94,6 @@ def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server):
             with pytest.raises(InvalidArgument) as refused:
                 first.link.ask(request)
             assert str(refused.value) == words
-        # Nothing of that was applied, and the connection is as good as before.
         assert {reply.version for reply in first.exchange()} == {2}
 
 

@@ -82,7 +82,6 @@ def test_vectors_that_cannot_lie_so_are_refused(start_server_process):
             assert isinstance(error, InvalidArgument)
             assert words in str(error)
             assert maps_of(server.pid) == []
-        # The worker may try again.
         worker.attach()
 
 
@@ -221,7 +220,6 @@ def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_serv
         ):
             request = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, **fields)
             refused(local.LocalRequest(pull=local.LocalPull(request=request)), words)
-        # Nothing of that was applied, and the connection is as good as before.
         assert worker.exchange()[0].version == 1
 
 
@@ -282,7 +280,6 @@ def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_ser
         worker.link.socket.sendall(LENGTH.pack(3) + b"\xff" * 3)
         assert worker.link.receive().failure.name == "MalformedFrame"
         assert worker.link.is_closed_by_the_server
-        # Half a message, and gone.
         worker.attach()
         worker.link.socket.sendall(LENGTH.pack(60_000) + bytes(100))
         worker.detach()

@@ -112,7 +112,6 @@ def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_
                 pushed = [lively.push_request(0.0, shard, base_version=version) for shard in range(4)]
                 assert len(lively.push(*pushed)) == len(lively.pull()) == 4
         assert memory_in_flight(server) <= 8 * 2 * SHARD_BYTES
-        # They can be read to their ends all the same.
         for pull in pulls:
             assert sorted(shard.shard_id for shard in pull) == [0, 1, 2, 3]
 

@@ -84,7 +84,6 @@ def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server)
             optimizer.step()
             assert torch.equal(model[0].weight, before) == (3 <= step < 6)
 
-    # Its momentum rests too.
     assert_trains_as_torch(start_server, loop)
 
 

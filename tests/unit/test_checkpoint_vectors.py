@@ -85,7 +85,6 @@ def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder):
     assert again.epoch == 2
     for name in again.machine.names:
         assert again.held(name).tobytes() == driver.held(name).tobytes()
-    # The next iteration begins like any other.
     again.make("one", np.ones(SIZE))
     again.execute(Instruction(Operation.ALLOC, target="t"))
     iterate(again, 4)
@@ -102,7 +101,6 @@ def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder):
     assert (driver.parameters() == 77).all()
     assert all((shard.parameters == 1).all() for shard in resumed(folder).shards.values())
     assert resumed(folder).shards[0].version == driver.shards[0].version
-    # As plain files, for other tools.
     assert (load_file(path / "parameters.safetensors")["shard-000002"] == 1).all()
     vectors = load_file(path / "vectors.safetensors")
     assert set(vectors) == {f"shard-00000{i}.{name}" for i in (0, 2) for name in ("g", "s1", "y1")}

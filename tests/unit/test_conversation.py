@@ -259,7 +259,6 @@ def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share():
         with pytest.raises(LimitExceeded, match=f"held by calls of worker '{greedy}'"):
             while True:
                 budget.account(greedy).hold(10)
-        # A short message takes nothing, and is taken.
         budget.account(greedy).hold(0)
     budget.account("honest").hold(100)
 
@@ -282,7 +281,6 @@ def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_n
         with pytest.raises(LimitExceeded):
             while True:
                 budget.account(f"x{index}").hold(shard)
-        # A short message takes nothing, and is taken.
         budget.account(f"x{index}").hold(0)
     run.membership.join("late", 1, now=run.clock())
     for _ in range(3):

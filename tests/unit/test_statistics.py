@@ -98,7 +98,6 @@ def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken
     assert (statistics.worker("a").histogram, statistics.worker("b").histogram) == ({2: 1}, {4: 1})
     assert (statistics.shard(0).histogram, statistics.shard(1).histogram) == ({2: 1}, {4: 1})
     assert (statistics.total().histogram, statistics.total().staleness_mean) == ({2: 1, 4: 1}, 3.0)
-    # A copy does not change with what comes later.
     assert (before.reasons, before.histogram) == ({Reason.STALE: 1}, {})
 
 
@@ -164,7 +163,6 @@ def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each()
     push(statistics, receipt(shard_id=3), worker_id="b", answer_bytes=8)
     statistics.pulled("a", 8, shard_ids=(7, 6))
     assert statistics.contacts("a") == Contacts(pushed={2, 5, 9}, pulled={6, 7})
-    # Parameters that came back with a push were pulled too.
     assert statistics.contacts("b") == Contacts(pushed={3}, pulled={3})
     assert statistics.contacts("nobody") == Contacts(set(), set())
     # Of very many shards the first are listed and no more kept.

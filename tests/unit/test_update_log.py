@@ -346,7 +346,6 @@ def test_a_killed_server_leaves_everything_it_had_answered(log: UpdateLog, tmp_p
     replayed = replay(path)
     assert (replayed.version, replayed.ended, replayed.difference) == (4, False, "")
     assert replayed.checksum == checksum_of(pull(shard)[1])
-    # Half a line at the end is left out.
     length = path.stat().st_size
     for cut in (1, 30, 200):
         os.truncate(path, length - cut)

@@ -9,38 +9,26 @@ from pyps_wire.common_pb2 import Receipt, ShardVersion
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
+def terms(view, *names):
+    return tuple(getattr(view.state.terms, name) for name in names)
+
+
 def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change():
     view = View()
 
     view.greeted(0, HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
-    assert (view.state.terms.protocol, view.state.terms.current_version_only, view.state.terms.ask_to_proceed) == (
-        "hardsync",
-        True,
-        False,
-    )
+    assert terms(view, "protocol", "current_version_only", "ask_to_proceed") == ("hardsync", True, False)
 
     view.answered(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=time.monotonic())
-    assert (view.state.terms.ask_to_proceed, view.state.terms.batch_size, view.state.terms.protocol) == (
-        True,
-        16,
-        "hardsync",
-    )
+    assert terms(view, "ask_to_proceed", "batch_size", "protocol") == (True, 16, "hardsync")
 
     view.reminded(
         0,
         HeartbeatReply(protocol="asgd:accumulate=4", staleness="divide", accumulate=4, batch_size=8),
         asked_at=time.monotonic(),
     )
-    assert (view.state.terms.protocol, view.state.terms.staleness, view.state.terms.accumulate) == (
-        "asgd:accumulate=4",
-        "divide",
-        4,
-    )
-    assert (view.state.terms.current_version_only, view.state.terms.ask_to_proceed, view.state.terms.batch_size) == (
-        False,
-        False,
-        8,
-    )
+    assert terms(view, "protocol", "staleness", "accumulate") == ("asgd:accumulate=4", "divide", 4)
+    assert terms(view, "current_version_only", "ask_to_proceed", "batch_size") == (False, False, 8)
     assert view.state.terms.clip_norm == 2.0
 
 
@@ -50,7 +38,7 @@ def test_a_heartbeat_that_tells_nothing_changes_nothing():
 
     view.reminded(0, HeartbeatReply(known=False), asked_at=time.monotonic())
 
-    assert (view.state.terms.protocol, view.state.terms.current_version_only) == ("hardsync", True)
+    assert terms(view, "protocol", "current_version_only") == ("hardsync", True)
 
 
 def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_for():
@@ -62,21 +50,17 @@ def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_
     view.answered(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=asked_at)
     view.reminded(0, late, asked_at=asked_at)
     # What no receipt tells it does.
-    assert (view.state.terms.protocol, view.state.terms.accumulate) == ("hardsync", 2)
-    assert (view.state.terms.ask_to_proceed, view.state.terms.batch_size) == (True, 16)
+    assert terms(view, "protocol", "accumulate") == ("hardsync", 2)
+    assert terms(view, "ask_to_proceed", "batch_size") == (True, 16)
 
     view.greeted(0, HelloReply(protocol="ssp:clock_bound=2", batch_size=4))
     view.granted(ask_to_proceed=True)
     view.reminded(0, late, asked_at=asked_at)
-    assert (view.state.terms.protocol, view.state.terms.accumulate, view.state.terms.batch_size) == (
-        "ssp:clock_bound=2",
-        0,
-        4,
-    )
+    assert terms(view, "protocol", "accumulate", "batch_size") == ("ssp:clock_bound=2", 0, 4)
     assert view.state.terms.ask_to_proceed
 
     view.reminded(0, late, asked_at=time.monotonic())
-    assert (view.state.terms.protocol, view.state.terms.ask_to_proceed) == ("hardsync", False)
+    assert terms(view, "protocol", "ask_to_proceed") == ("hardsync", False)
 
 
 @pytest.mark.parametrize("other", ["greeted", "granted", "reminded"])

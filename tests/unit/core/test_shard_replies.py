@@ -187,7 +187,6 @@ def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_paramet
     assert f"{left_out.size} numbers were left out" in receipt.message
     assert np.count_nonzero(parameters == 0.0) == 3000 - left_out.size > 0
     np.testing.assert_array_equal(answer.parameters, parameters)
-    # Who asks again hears the same.
     memory[:] = 1.0
     assert shard.push(pushed, roster=roster()).receipt == receipt._replace(duplicate=True)
 

@@ -65,7 +65,6 @@ def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it():
     assert len(shard.complete(THREE)) == 0
     assert len(shard.complete(TWO)) == 1
     assert (calls, pull(shard)[1].tolist()) == ([1], [-2.0])
-    # The last is applied when nobody is left.
     push(shard, [1.0], sequence=1, workers=TWO)
     assert len(shard.complete(Roster())) == 1
 

@@ -159,7 +159,6 @@ def test_a_program_with_one_impossible_instruction_changes_nothing(driver):
         assert driver.machine.names == ("x",), bad
         assert (driver.held("x") == 1).all(), bad
         assert driver.machine.bytes == before, bad
-    # The number of the refused program is free for the next.
     assert driver.execute(I(O.NORM1, left="x")) == [SIZE]
 
 

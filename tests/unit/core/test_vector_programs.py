@@ -67,7 +67,6 @@ def test_a_coordinator_that_was_replaced_is_refused_with_both_lives(driver):
     with pytest.raises(Superseded, match="coordinator life 1 was replaced by life 2"):
         driver.machine.execute(late)
     assert (driver.held("x") == 1).all()
-    # The next life counts its programs from 1.
     assert Driver(driver.machine, driver.shards).execute(Instruction(NORM1, left="x")) == [SIZE]
 
 
@@ -128,7 +127,6 @@ def test_a_commit_is_executed_once_whichever_coordinator_sends_it(driver):
     assert successor.execute(commit, Instruction(NORM1, left="x"), commits=1, state="one") == []
     assert (driver.held("x") == 3).all()
     assert driver.machine.iteration == 1
-    # The skipped program counts as executed.
     assert successor.execute(commit, commits=2, state="two") == []
     assert (driver.machine.iteration, driver.machine.text) == (2, "two")
     assert (driver.held("x") == 9).all()

@@ -117,7 +117,6 @@ def test_a_stage_that_is_not_finite_is_refused_with_the_place(driver):
         words = refusal(driver.stage, values, error=NotFinite)
         assert "stage 1 holds NaN or infinity for parameter 4 of shard 2" in words
         assert driver.machine.bytes == 4 * SIZE + 4 * LENGTHS[0], bad
-    # What is sent in its place is taken.
     assert driver.stage(numbers(1)) == [False, False, True]
 
 

@@ -123,7 +123,6 @@ def test_a_push_under_one_mutex_is_applied_to_all_its_shards_or_fails_for_all_an
     receipts = push_whole(([1.0] * 16, 0), ([2.0] * 16, 0), sequence=2)
     assert [(receipt.shard_id, receipt.version_after) for receipt in receipts] == [(0, 1), (1, 1)]
     assert [pull(shard)[1][0] for shard in run.content.shards.values()] == [-1.0, -2.0]
-    # A part that is refused leaves the others alone.
     receipts = push_whole(([np.nan] * 16, 1), ([1.0] * 16, 1), sequence=3)
     assert [receipt.reason for receipt in receipts] == [Reason.NOT_FINITE, Reason.UNSPECIFIED]
 
@@ -274,7 +273,6 @@ def test_a_call_that_waits_is_no_sign_of_life():
     with pytest.raises(WaitTimedOut, match="'b' was silent for longer than its lease while it waited: ask again"):
         driver.may_proceed("b", again=True)
     assert not driver.run.membership.get("b").alive
-    # It is awake again, and calls.
     assert not driver.may_proceed("b")
     assert driver.run.membership.get("b").alive
 

@@ -67,7 +67,6 @@ def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_unti
     assert driver.push("b", base_version=2, **theirs).rate == 0.5
     # The owner's first push is still on its way to the other shard.
     assert driver.push("b", shard_id=1, **theirs).rate == 0.25
-    # It stays where its owner left it.
     driver.run.leave("r", "a", 1, failed=False, message="")
     assert driver.push("b", base_version=3, **theirs).rate == 0.5
 

@@ -329,7 +329,6 @@ def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own()
     with pytest.raises(InvalidArgument, match="pass 3 has begun before; take a higher one"):
         begin_pass(queue, 3, epoch=2)
     begin_pass(queue, 4, epoch=2)
-    # Once more is no other pass.
     held = queue.lease("a", 1, now=0.0)
     begin_pass(queue, 4, epoch=2)
     assert queue.claim("a", 1, held.lease_id, now=1.0).accepted
