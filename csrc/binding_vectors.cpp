@@ -111,7 +111,7 @@ void vector_fold(py::handle z, py::handle stages, double divisor) {
 }
 
 // The distinct vectors of two lists, and the distinct pairs of one of each: a vector is read once
-// and a product made once, however often it is asked for.
+// and a product computed once, however often it is requested.
 class Products {
  public:
   Products(const std::vector<Floats>& names, const std::vector<Floats>& others) {
@@ -122,7 +122,7 @@ class Products {
         const auto [place, fresh] =
             places_.emplace(std::pair(pair.left, pair.right), pairs_.size());
         if (fresh) pairs_.push_back(pair);
-        asked_.push_back(place->second);
+        requested_.push_back(place->second);
       }
     }
   }
@@ -132,7 +132,7 @@ class Products {
     std::vector<double> sums(pairs_.size());
     table.gram(sums.data(), pairs_.data(), pairs_.size(), vectors_.data(), vectors_.size(), count,
                scratch.data());
-    for (std::size_t i = 0; i < asked_.size(); ++i) products[i] = sums[asked_[i]];
+    for (std::size_t i = 0; i < requested_.size(); ++i) products[i] = sums[requested_[i]];
   }
 
  private:
@@ -146,8 +146,8 @@ class Products {
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> places_;
   std::vector<const float*> vectors_;
   std::vector<Pair> pairs_;
-  // Of each product that is asked for, its pair.
-  std::vector<std::size_t> asked_;
+  // The pair of each requested product.
+  std::vector<std::size_t> requested_;
 };
 
 py::array_t<double> vector_gram(py::handle names, py::handle others) {

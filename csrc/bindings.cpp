@@ -135,9 +135,8 @@ py::tuple count_fields_of(py::handle message, const py::dict& tree) {
   return py::make_tuple(total, counts);
 }
 
-// A message of room for a header, tag, length and room for `payload_size` bytes of payload, which
-// begins at
-// `*payload_offset`.
+// A message with room for a header, then tag and length of the payload, then room for
+// `payload_size` bytes of payload from `*payload_offset` on.
 py::bytes frame_with_room(std::size_t header_size, std::uint32_t field_number,
                           std::size_t payload_size, std::size_t* payload_offset) {
   unsigned char prefix[payload_prefix_size_max];

@@ -1,4 +1,4 @@
-// How the module's parts come together.
+// The functions that add the parts of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

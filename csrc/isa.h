@@ -13,7 +13,7 @@ namespace pyps {
 std::vector<std::string> available_isas();
 
 // The table in use: the widest available or, if set, the one that the environment variable PYPS_ISA
-// names. It is chosen at the first call; std::invalid_argument says that PYPS_ISA cannot be had.
+// names. It is chosen at the first call. Throws std::invalid_argument if PYPS_ISA names another.
 const Kernels& kernels();
 
 // The codecs that kernels read and write, the same in every table.

@@ -138,7 +138,7 @@ auto with_codec_of(CodecList<First, Rest...>, Codec codec, Loop loop) {
   return loop(First{});
 }
 
-// Calls `loop` with the codec as a type, so that the loop decodes without asking again.
+// Calls `loop` with the codec as a type, so that the loop itself does not look it up.
 template <class Loop>
 auto with_codec(Codec codec, Loop loop) {
   return with_codec_of(Codecs{}, codec, loop);

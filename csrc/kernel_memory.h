@@ -9,9 +9,9 @@
 namespace pyps {
 namespace {
 
-// The loops over memory that is not in a cache ask for it ahead of its use, which the processor's
-// own prefetching does not do across the pages of several arrays. Distances are in bytes and
-// measured; they cost little where they are wrong.
+// Loops over memory outside the caches prefetch it, as the processor's own prefetching stops at the
+// ends of pages and follows few arrays. Distances are in bytes and measured; a wrong one costs
+// little.
 constexpr std::size_t update_distance = 2048;
 constexpr std::size_t guarded_distance = 3072;
 constexpr std::size_t scan_distance = 16384;

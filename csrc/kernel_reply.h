@@ -16,12 +16,12 @@
 namespace pyps {
 namespace {
 
-// Elements that are summed, copied and answered with at a time: they stay in the nearest cache,
-// together with the arrays' own pieces.
+// Elements that are summed, applied and written to the reply at a time: they fit the nearest cache,
+// together with the same elements of the arrays.
 constexpr std::size_t block_max = 512;
 
-// From this size on a reply goes past the caches: they have no room for it and the arrays, and
-// what is stored there has to be read from memory before it is overwritten.
+// Replies of at least this size are stored past the caches, which have no room for them and the
+// arrays: a store into a cache would first read the line from memory.
 constexpr std::size_t stream_size_min = 256 * 1024;
 
 // Writes a whole line of memory, past the caches where the processor can; `to` lies on a line.
@@ -43,15 +43,15 @@ inline void stream_line(Byte* to, const Byte* from) {
 #endif
 }
 
-// What was streamed is seen by others only after this.
+// Makes the streamed bytes visible to other threads.
 inline void end_streaming() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// Writes a reply block by block. Only whole lines are streamed: what a block leaves of its last
-// line waits for the next block.
+// Writes a reply block by block. Only whole lines are streamed: an incomplete line at the end of a
+// block is kept for the next.
 class ReplyWriter {
  public:
   ReplyWriter(Reply reply, std::size_t count)
@@ -59,7 +59,7 @@ class ReplyWriter {
         codec_(reply.codec),
         streams_(bytes_of(reply.codec, count) >= stream_size_min) {}
 
-  // The next parameters in order, at most a block; those before them lie in front of them.
+  // Writes the next parameters, at most a block, which follow the last ones in memory.
   void write(const float* parameters, std::size_t count) {
     if (to_ == nullptr) return;
     if (!streams_) {
@@ -86,7 +86,7 @@ class ReplyWriter {
     with_codec(codec_, [=](auto c) { encode_all<decltype(c)>(to, parameters, count); });
   }
 
-  // `from` begins with what was left waiting, before `added` bytes.
+  // `from` begins with the kept bytes, and `added` bytes follow.
   void stream(const Byte* from, std::size_t added) {
     std::size_t size = waiting_ + added;
     const std::size_t to_line = -reinterpret_cast<std::uintptr_t>(to_) % cache_line_size;

@@ -52,8 +52,8 @@ struct Nesterov {
   }
 };
 
-// The quotient, 0 where the divisor is. It is computed for every parameter, and thrown away where
-// there is nothing to divide by: a branch would not vectorise.
+// The quotient, or 0 for a divisor of 0. The division is made in any case: a branch would not
+// vectorise.
 inline float divided(float dividend, float divisor) {
   const float quotient = dividend / divisor;
   return divisor == 0.0f ? 0.0f : quotient;
@@ -83,8 +83,8 @@ struct Rmsprop {
   }
 };
 
-// What is read again is a local: of a moment in memory compilers do not know that no other array
-// overlaps it, and load what they have just stored.
+// Values that are used again are locals: the compiler cannot exclude that another array overlaps a
+// moment in memory, and would load again what it has just stored.
 template <class R>
 inline void adam_step(const R& r, float g, float& p, float& m, float& v) {
   const float first = r.beta1 * m + r.gradient_share1 * g;
