@@ -61,13 +61,13 @@ WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
 
 
 class _Word(NamedTuple):
-    """What the leader of a replica heard from server 0."""
+    """The answer of server 0 to the leader of a replica."""
 
     # The run's name; empty where it has none yet.
     run_id: str
     # Whether the run has parameters.
     ready: bool
-    # Whether the replica is to send the first ones: under this name, in this term.
+    # Whether the replica is elected to send the first ones: under this name, in this term.
     elected: bool = False
     term: int = 0
     lease_seconds: float = 0.0
@@ -102,7 +102,7 @@ class Handshake:
                 heartbeats.
         """
         self.launch = launch
-        # Who speaks; the run's name is learned at the latest when joined.
+        # The run's name is known at the latest after `join`.
         worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
         self.sender = Sender(
             run_id=launch.run_id,
@@ -113,9 +113,9 @@ class Handshake:
         self._is_worker = partition is not None
         self._parts = parts
         self._peers = peers
-        # The whole model's; until the run's is known, the one that this worker would create.
+        # The run's partition; until it is known, the one that this worker would create.
         self.whole = partition
-        # That of the caller's parts.
+        # Its shards of the caller's parts.
         self.partition = partition and own_partition(partition, parts, peers)
         self._joined = False
         self._optimizer = optimizer
@@ -137,7 +137,7 @@ class Handshake:
         replica call it; where it fails on one, that error is raised on all. `stop` ends waits.
         """
         self._stop = stop
-        # All have one life: what one of them loses, all lose.
+        # All processes have one incarnation: what one of them loses, all lose.
         self.sender.incarnation, key = self._peers.broadcast((self.sender.incarnation, self.launch.worker_key))
         self.sender.secret = key.encode()
         if self.launch.dialer.insists and self.partition is not None:
@@ -223,7 +223,7 @@ class Handshake:
     def _asked(self, connection: Connection, *verdicts: type[PypsError]) -> HelloReply | None:
         """Return the reply to a Hello that only asks; None for a refusal other than these, which will come again."""
         try:
-            # Not as a member: what one that did not finish has left is replaced only where no worker is.
+            # Not as a worker: an unfinished initialisation is replaced only where no worker is alive.
             return self.hello_patiently(connection, asks_only=True)
         except verdicts:
             raise
@@ -308,7 +308,7 @@ class Handshake:
             elected.term, elected.lease_seconds, lambda: self.hello(first, first.channel, CALL_SECONDS)
         )
         with lease if self._peers.index == 0 else contextlib.nullcontext():
-            # Their limits are compared before anything is sent to any.
+            # All limits are checked before anything is sent.
             agreed(self._peers, lambda: [self._asked(other, LimitExceeded, ServerUnavailable) for other in others])
             try:
                 agreed(self._peers, lambda: self._send(turn, others[::-1], lease))
@@ -338,11 +338,6 @@ class Handshake:
         leader, *others = connections
         first = first or self._checked(leader, self.hello_patiently(leader))
         self.sender.run_id = first.run_id
-        if first.num_servers != len(connections):
-            raise ModelMismatch(
-                f"The run is spread over {first.num_servers} servers, {len(connections)} were named: name them all, in "
-                "order."
-            )
         model = Model.from_proto(first.model) if self.whole is None else self.whole.model
         if model.name and first.model.name and model.name != first.model.name:
             logger.warning(

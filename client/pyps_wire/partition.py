@@ -75,7 +75,7 @@ class Model:
     """Named tensors in the order of their groups."""
 
     tensors: tuple[Tensor, ...]
-    # The most parameters of a shard, where a run is created for this model; the run's slices are then what counts.
+    # The most parameters of a shard, where a run is created for this model; later only the run's slices count.
     shard_size: int = field(default=DEFAULT_SHARD_SIZE, compare=False)
     # What the model is, for people; models of other names with the same tensors are probably a mistake.
     name: str = field(default="", compare=False)
@@ -146,7 +146,7 @@ class Model:
 
     @cached_property
     def spec(self) -> bytes:
-        """The bytes of its message, which equal models have alike."""
+        """The bytes of its message, by which equal models are recognised."""
         return self.to_proto().SerializeToString(deterministic=True)
 
     @classmethod
@@ -254,7 +254,6 @@ class Partition:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards on all servers."""
         return len(self.shards)
 
     @property
@@ -308,7 +307,7 @@ class Partition:
 
     @cached_property
     def described(self) -> bytes:
-        """The bytes of the fields of HelloReply that say all of this: the same for every caller."""
+        """The bytes of the fields of HelloReply that hold all of this: the same for every caller."""
         model, servers = self.model.to_proto(), self.placement.servers
         fields = HelloReply(model=model, fingerprint=self.fingerprint, shard_lengths=self.lengths, placement=servers)
         return fields.SerializeToString()

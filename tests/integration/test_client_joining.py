@@ -208,6 +208,8 @@ def test_a_worker_takes_the_runs_slices_over_whatever_it_would_have_made(start_s
             mine, theirs = first.pull(), second.pull()
         with Observer(launch=Launch(addresses(servers), run_id="mine")) as observer:
             seen = observer.snapshot()
+        with pytest.raises(ModelMismatch, match=r"list of servers has 2, .* caller's list has 1"):
+            Observer(launch=Launch(servers[0].data, run_id="mine"))
     for name, values in mine.items():
         np.testing.assert_array_equal(values, theirs[name])
         np.testing.assert_array_equal(values, seen[name])
