@@ -18,7 +18,11 @@ from pyps_client.launch import Launch
 from pyps_wire import errors
 
 # Public names, each told where it comes first.
-MODULES = ("pyps_client", "pyps_client.torch", "pyps_client.data", "pyps.ray")
+MODULES = (
+    *("pyps_client", "pyps_client.torch", "pyps_client.data"),
+    *(f"pyps_client.integrations.{trainer}" for trainer in ("transformers", "lightning", "accelerate")),
+    "pyps.ray",
+)
 # What they hold can be told without Ray.
 with mock(["ray"]):
     for each in MODULES:

@@ -8,6 +8,8 @@ import torch
 
 from pyps_client.torch.remote_optimizer import RemoteOptimizer
 
+__all__ = ["prepare"]
+
 
 def prepare(
     accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any, **settings: Any

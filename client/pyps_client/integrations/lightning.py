@@ -7,6 +7,8 @@ from typing import Any
 from pyps_client.torch.remote_optimizer import RemoteOptimizer
 from pyps_wire.errors import InvalidArgument
 
+__all__ = ["parameter_servers"]
+
 
 def parameter_servers(**settings: Any) -> Any:
     """Return a callback that makes a RemoteOptimizer of the module's optimizer, and ends the fit with the run.

@@ -6,6 +6,8 @@ from typing import Any
 
 from pyps_client.torch.remote_optimizer import RemoteOptimizer
 
+__all__ = ["remote_trainer"]
+
 
 def remote_trainer(trainer: Any = None, **settings: Any) -> Any:
     """Return a class like `trainer` whose optimizer's updates run on parameter servers, and which ends with the run.

@@ -18,15 +18,6 @@ from pyps_wire.errors import InvalidArgument
 BUFFER_MODES = ("local", "average", "first")
 
 
-def shared_buffers(
-    module: torch.nn.Module, layout: Layout, *, mode: str, is_first: bool, overlaps: bool
-) -> SharedBuffers | None:
-    """Return a worker's shared buffers; None without any."""
-    if layout.kinds is None:
-        return None
-    return SharedBuffers(module, layout, mode, is_first=is_first, overlaps=overlaps)
-
-
 class SharedBuffers:
     """The moves of a model's buffers since the servers' values, each a gradient.
 

@@ -17,7 +17,7 @@ import torch
 from pyps_client.group import ALONE, Group, agreed, led
 from pyps_client.join import model_of_run
 from pyps_client.launch import Launch, check_types
-from pyps_client.torch.buffers import BUFFER_MODES, shared_buffers
+from pyps_client.torch.buffers import BUFFER_MODES, SharedBuffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import initial_values
@@ -161,12 +161,12 @@ class Joining:
                 "overlap is 'backward', but this run's model is cut in parts: use overlap='step' or 'off'."
             )
         else:
-            buffers = shared_buffers(
-                *(self.module, joined.layout),
-                mode=self.settings.buffers,
-                is_first=self.is_first,
-                overlaps=self.settings.overlap == "step",
-            )
+            buffers = None
+            if joined.layout.kinds is not None:
+                overlaps = self.settings.overlap == "step"
+                buffers = SharedBuffers(
+                    *(self.module, joined.layout, self.settings.buffers), is_first=self.is_first, overlaps=overlaps
+                )
             common |= {"buffers": buffers, "read_my_writes": self.settings.read_my_writes}
             steps = steps_of(session, joined.layout, **common)
         return steps

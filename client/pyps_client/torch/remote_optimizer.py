@@ -40,6 +40,16 @@ def _uncompiled(function: Function) -> Function:
     return apart
 
 
+def _of_run(name: str, doc: str) -> Any:
+    """Return a property of the worker's run, for which the optimizer joins."""
+
+    def read(optimizer: RemoteOptimizer) -> Any:
+        optimizer.join()
+        return getattr(optimizer._session, name)
+
+    return property(read, doc=doc)
+
+
 class _OnServers(defaultdict[torch.Tensor, Any]):
     """The empty state of an optimizer whose slots lie on servers.
 
@@ -266,40 +276,16 @@ class RemoteOptimizer(torch.optim.Optimizer):
         source = iter(() if self.finished else batches)
         yield from itertools.takewhile(lambda _: not self.finished, source)
 
-    @property
-    def global_step(self) -> int:
-        """Updates of the whole run, by all workers: the step to log figures under."""
-        self.join()
-        return self._session.global_step
+    global_step: int = _of_run("global_step", "Updates of the whole run: the step to log figures under.")
+    batch_size: int = _of_run("batch_size", "Examples in a minibatch by the servers' batch_growth; 0 without it.")
+    run_id: str = _of_run("run_id", "The run's name.")
+    transport: str = _of_run("transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".')
+    num_workers: int = _of_run("num_workers", "Live workers of the run.")
 
     @property
     def steps(self) -> int:
         """Minibatches of this worker so far."""
         return self._steps.steps if self._is_joined else 0
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a minibatch by the servers' schedule (batch_growth); 0 without one."""
-        self.join()
-        return self._session.batch_size
-
-    @property
-    def run_id(self) -> str:
-        """The run's name."""
-        self.join()
-        return self._session.run_id
-
-    @property
-    def transport(self) -> str:
-        """The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed"."""
-        self.join()
-        return self._session.transport
-
-    @property
-    def num_workers(self) -> int:
-        """Live workers of the run."""
-        self.join()
-        return self._session.num_workers
 
     @property
     def receipts(self) -> Sequence[Receipt]:

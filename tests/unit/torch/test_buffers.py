@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from client_support import RecordingSession, values_of
-from pyps_client.torch.buffers import shared_buffers
+from pyps_client.torch.buffers import SharedBuffers
 from pyps_client.torch.layout import plan
 from pyps_client.torch.overlap import BEHIND_MAX, steps_of
 from pyps_client.torch.schedule import Pace
@@ -27,9 +27,7 @@ class Worker:
             layout,
             pace=wishes,
             local_rates=lambda: [0.0],
-            buffers=shared_buffers(
-                self.module, layout, mode=mode, is_first=is_first, overlaps=wishes.overlap == "step"
-            ),
+            buffers=SharedBuffers(self.module, layout, mode, is_first=is_first, overlaps=wishes.overlap == "step"),
         )
         self.steps.start()
 
