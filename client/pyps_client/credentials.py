@@ -1,4 +1,4 @@
-"""What a caller shows servers, and by what it knows them: a token and certificates."""
+"""A caller's token and certificates, and the authority that signed the servers'."""
 
 from __future__ import annotations
 

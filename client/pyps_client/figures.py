@@ -38,17 +38,17 @@ class Figures:
     """Makes figures of answers; speeds and means are since the answers before."""
 
     def __init__(self) -> None:
-        # Sums so far, and when they were told.
+        # Sums so far, and the time of them.
         self._before: Mapping[str, float] = {}
         # Whether a server has said that it trains no more.
         self.over = False
 
     def of(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Return the figures by name; the first time without speeds and means."""
-        told = [answer.status for answer in answers]
-        self.over = any(status.state != RUN_STATE_READY for status in told)
+        statuses = [answer.status for answer in answers]
+        self.over = any(status.state != RUN_STATE_READY for status in statuses)
         sums = defaultdict(float, at=time.monotonic())
-        for status in told:
+        for status in statuses:
             tally, taken = status.tally, status.tally.pushes_applied + status.tally.pushes_pending
             sums["updates"] = max(sums["updates"], status.version_max)
             sums["examples"] = max(sums["examples"], status.examples)
@@ -57,14 +57,16 @@ class Figures:
             sums["step_lost"] += tally.step_lost * taken
             sums["refused"] += tally.pushes_rejected - tally.pushes_dropped
         figures = {"updates": sums["updates"], "refused": sums["refused"]}
-        figures["workers"] = float(max(status.workers_alive for status in told))
+        figures["workers"] = float(max(status.workers_alive for status in statuses))
         if self._before:
             grown = {name: max(1e-9 if name == "at" else 0.0, sums[name] - self._before[name]) for name in sums}
             figures |= {f"{name}_per_second": grown[name] / grown["at"] for name in ("updates", "examples")}
             if grown["taken"]:
                 figures |= {name: grown[name] / grown["taken"] for name in ("staleness", "step_lost")}
         self._before = sums
-        figures |= {f"learning_rate/{rate.group}": rate.current for status in told for rate in status.learning_rates}
+        figures |= {
+            f"learning_rate/{rate.group}": rate.current for status in statuses for rate in status.learning_rates
+        }
         # What live workers report: each one's as "loss/worker-0", the mean as "loss".
         reports: dict[str, dict[str, float]] = defaultdict(dict)
         for worker in (worker for answer in answers for worker in answer.workers.workers if worker.state == "alive"):

@@ -76,10 +76,10 @@ def led(peers: Group, action: Callable[[], T]) -> T:
         peers.broadcast((result, None))
         return result
     answer: tuple[T | None, Failure | None] = peers.broadcast((None, None))
-    told, failure = answer
+    of_leader, failure = answer
     if failure is not None:
         raise from_status(*failure)
-    return told  # type: ignore[return-value]
+    return of_leader  # type: ignore[return-value]
 
 
 def agreed(peers: Group, action: Callable[[], T]) -> T:

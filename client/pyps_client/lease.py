@@ -22,7 +22,7 @@ INTERVAL_SECONDS = 5.0
 # A server that is silent for this long is named in the log.
 SILENCE_SECONDS = 10.0
 
-# How often servers are asked once the worker is about to end.
+# How often heartbeats are sent once the worker is about to end.
 HURRIED_SECONDS = 1.0
 
 # All servers together: a program's end must not hang on a server that is gone.
@@ -31,7 +31,7 @@ LEAVE_SECONDS = 3.0
 # For so long the thread that trains may stay away, once its replica is lost, before the process is ended.
 GRACE_SECONDS = 10.0
 
-# What an answer is handed to: whose it is, and when it was asked for (time.monotonic).
+# Gets a server's connection, its answer, and when the heartbeat was sent (time.monotonic).
 Heard = Callable[[Connection, HeartbeatReply, float], None]
 
 

@@ -37,7 +37,7 @@ TRACEBACK_VARIABLE = "PYPS_TRACEBACK"
 # For so long the main thread may stay in a call that no signal's handler interrupts, such as torch's collective ones.
 GRACE_SECONDS = 10.0
 
-# What the program printed may lead into a pipe that nobody reads any more.
+# The program's output may go into a pipe without a reader.
 FLUSH_SECONDS = 2.0
 
 # What SIGTERM ends a program with.
@@ -46,12 +46,12 @@ STATUS = 128 + signal.SIGTERM
 _OWN_PACKAGES = ("pyps_client", "pyps_wire")
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 
-# What knows others' errors for one of ours.
+# Returns an error of pyps for another's error that it knows.
 Translator = Callable[[BaseException], PypsError | None]
 
-# What has a `close(cause, message)` by which it leaves its run.
+# Workers that are to leave, by their `close(cause, message)`.
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-# A lock for each that leaves on a thread of its own, which holds it until it has.
+# A lock for each worker that leaves on a thread of its own, which holds it until then.
 _leaving: list[weakref.ref[_thread.LockType]] = []
 
 _translators: list[Translator] = []
@@ -231,7 +231,7 @@ def _close(worker: Any) -> None:
     try:
         worker.close(*cause_of(_last_error()))
     except PypsError as error:
-        # There is nobody left to raise it to.
+        # No caller is left to raise it to.
         logger.warning("an optimizer that was not closed left the run: %s", error)
 
 
@@ -296,7 +296,7 @@ def _told(error: PypsError, trace: TracebackType | None) -> str:
     if not others:
         return f"pyps: {error}"
     file, line = ([(file, line) for file, line in others if not _is_library(file)] or others)[-1]
-    # Without a working directory the whole path is told.
+    # The whole path without a working directory.
     with contextlib.suppress(OSError):
         file = file.removeprefix(f"{Path.cwd()}{os.sep}")
     return f"pyps: {error}\n  at {file}:{line}"

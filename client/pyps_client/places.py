@@ -54,7 +54,7 @@ def address_of(
     """Where the server of a place is at this moment, as host:port.
 
     `index_at` asks a server at an address for its own index in the run: None while it has none. Raises InvalidArgument
-    or ServerUnavailable where that cannot be told now.
+    or ServerUnavailable while it is unknown.
     """
     match = _OF_SEVERAL.fullmatch(place)
     if match is None:
@@ -126,15 +126,15 @@ def _by_name(place: str, index: int, index_at: Callable[[str], int | None]) -> s
     family = min(each[0] for each in found)
     hosts = sorted({str(each[4][0]) for each in found if each[0] == family})
     # The indices that those which answer say of themselves.
-    told: dict[str, int | None] = {}
+    known: dict[str, int | None] = {}
     for each in (f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in hosts):
         # One that does not answer ends, or is about to begin.
         with contextlib.suppress(ServerUnavailable):
-            told[each] = index_at(each)
-            if told[each] == index:
+            known[each] = index_at(each)
+            if known[each] == index:
                 return each
-    unnumbered = [each for each, own in told.items() if own is None]
-    missing = sorted(set(range(count)) - set(told.values()))
+    unnumbered = [each for each, own in known.items() if own is None]
+    missing = sorted(set(range(count)) - set(known.values()))
     if len(unnumbered) != len(missing):
-        raise ServerUnavailable(f"{host} stands for {len(told)} of {count} servers that answer")
+        raise ServerUnavailable(f"{host} stands for {len(known)} of {count} servers that answer")
     return unnumbered[missing.index(index)]

@@ -294,9 +294,9 @@ class IncomingPull:
         answered = 0
         # A further round follows after a change of epoch, and while versions are waited for.
         while self._waiting:
-            asked = sorted(self._waiting)
-            request = self._request(asked)
-            num_bytes = self.receiver.codec.max_bytes(sum(self._held.shards[i].length for i in asked))
+            missing = sorted(self._waiting)
+            request = self._request(missing)
+            num_bytes = self.receiver.codec.max_bytes(sum(self._held.shards[i].length for i in missing))
             if num_bytes > LARGE_BYTES:
                 keep_large_blocks()
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
@@ -318,7 +318,7 @@ class IncomingPull:
             except LinkLost as lost:
                 lost.answered = answered + len(self._changed) - before
                 raise
-            self._waiting.difference_update(asked)
+            self._waiting.difference_update(missing)
         self._held.answered(self.min_versions)
         return self._changed
 
@@ -332,8 +332,8 @@ class IncomingPull:
         # The server says which reply is the last.
         return False
 
-    def _request(self, asked: Sequence[int]) -> PullRequest:
-        waits = any(self.min_versions.get(shard_id, 0) > self._held.versions[shard_id] for shard_id in asked)
+    def _request(self, missing: Sequence[int]) -> PullRequest:
+        waits = any(self.min_versions.get(shard_id, 0) > self._held.versions[shard_id] for shard_id in missing)
         request = PullRequest(
             sender=self.sender,
             role=self.role,
@@ -342,7 +342,7 @@ class IncomingPull:
             wait_milliseconds=round(self.poll.call_seconds * 1000) if waits else 0,
             portion=self.portion,
         )
-        for shard_id in asked:
+        for shard_id in missing:
             request.wants.add(
                 shard_id=shard_id,
                 held_version=self._held.versions[shard_id],

@@ -19,8 +19,7 @@ _jitter = random.Random()
 # So whatever a main thread may wait for is waited for in parts no longer than this.
 SIGNAL_SECONDS = 0.2
 
-# An outage that grows is told again after so long; one that lasts too, then after twice as long each time, up to the
-# longest.
+# The pause between two log lines of an outage; it doubles while the outage does not grow, up to the longest.
 AGAIN_SECONDS = 10.0
 AGAIN_SECONDS_MAX = 300.0
 
@@ -30,7 +29,7 @@ class LinkLost(Exception):
 
     def __init__(self, reason: str, *, answered: int = 0) -> None:
         super().__init__(reason)
-        # Messages that had come back before the loss: progress, which starts the waiting time anew.
+        # Replies before the loss: progress, after which the waiting time starts again.
         self.answered = answered
 
 
@@ -44,7 +43,7 @@ class Busy(LinkLost):
 
 @dataclass
 class RetryPolicy:
-    """Exponential backoff with jitter up to a deadline, and a line now and then on what is waited for."""
+    """Exponential backoff with jitter up to a deadline, with log lines in between."""
 
     # The deadline.
     wait_seconds: float
@@ -52,7 +51,7 @@ class RetryPolicy:
     setting: str
     pause_first_seconds: float = 0.1
     pause_max_seconds: float = 2.0
-    # What is lost for longer is told.
+    # Longer losses are logged.
     report_first_seconds: float = 1.0
     call_seconds_max: float = 10.0
     hurries: bool = False
@@ -144,7 +143,7 @@ class Outage:
         self._lock = threading.Lock()
         # Guarded by _lock; who has heard of a server may look before.
         self.lost: dict[str, Loss] = {}
-        # Those of which was told, until all are back.
+        # Logged losses, until all servers are back.
         self._told: dict[str, Loss] = {}
         self._again_seconds = AGAIN_SECONDS
         self._told_at = -math.inf

@@ -50,7 +50,7 @@ class Terms(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """What is known of the run."""
+    """The run, as the worker knows it."""
 
     terms: Terms = Terms()
     finished: bool = False
@@ -95,8 +95,7 @@ class View:
             terms = heard.terms
             if server_index == 0:
                 self._greeted_at = self._answered_at = self._changed_at = time.monotonic()
-                told = {name: getattr(reply, name) for name in Terms._fields}
-                terms = terms._replace(**told)
+                terms = terms._replace(**{name: getattr(reply, name) for name in Terms._fields})
             rates: dict[int, float] = {}
             for shard in reply.shards:
                 at = reply.epoch, shard.version
@@ -199,9 +198,9 @@ class View:
         if self._peers.count == 1:
             return
         heard, leads = self._heard, float(self._peers.index == 0)
-        protocol, staleness, *told = heard.terms
+        protocol, staleness, *settings = heard.terms
         words = (protocol, staleness)
-        of_leader = [leads * float(number) for number in (heard.global_step, words != self._words, *told)]
+        of_leader = [leads * float(number) for number in (heard.global_step, words != self._words, *settings)]
         numbers = self._peers.all_reduce([float(heard.finished), float(pull_needed), *of_leader])
         finished, pull, step, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
         if reworded:

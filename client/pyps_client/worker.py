@@ -135,8 +135,8 @@ class Worker:
 
     def next_rates(self) -> dict[int, float]:
         """Return group -> step size of its next update before staleness, as the servers last said."""
-        told = self.view.state.next_rates
-        return {shard.group: told[shard.shard_id] for shard in self.partition.shards if shard.shard_id in told}
+        rates = self.view.state.next_rates
+        return {shard.group: rates[shard.shard_id] for shard in self.partition.shards if shard.shard_id in rates}
 
     def _join(self) -> None:
         handshake, servers = self._handshake, self._servers
@@ -424,7 +424,7 @@ class Worker:
 
     @property
     def current_version_only(self) -> bool:
-        """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
+        """Whether the protocol refuses gradients of older versions, so that no gradient must be computed ahead."""
         return self.view.state.terms.current_version_only
 
     @property

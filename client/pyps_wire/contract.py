@@ -12,7 +12,7 @@ from pyps_wire import inspector_pb2, parameter_server_pb2, vector_machine_pb2, w
 # Grows when an old client and a new server can no longer understand each other.
 PROTOCOL_VERSION = 1
 
-# Abilities of this software, told in Hello, so that later software can tell what an earlier one lacks.
+# Abilities of this software, in Hello, so that later software knows which an earlier one lacks.
 FEATURES: tuple[str, ...] = (
     "exchange",  # push and pull in one bidirectional stream
     "extents",  # pushes of a part of a shard

@@ -271,8 +271,11 @@ def test_a_gradient_too_large_for_its_codec(hire, caplog):
     with caplog.at_level("WARNING", logger="pyps"):
         outcomes = [job.conductor.run_pass(portions=5) for _ in range(2)]
     assert all(math.isnan(outcome.loss_sum) and not outcome.stage_ids for outcome in outcomes)
-    told = [message for message in caplog.messages if "told as NaN" in message]
-    assert [message.partition(" is told as NaN")[0] for message in told] == ["the loss of pass 1", "the loss of pass 2"]
+    told = [message for message in caplog.messages if "reported as NaN" in message]
+    assert [message.partition(" is reported as NaN")[0] for message in told] == [
+        "the loss of pass 1",
+        "the loss of pass 2",
+    ]
     assert "exceeds 65504, the most that float16 holds, in which it travels" in told[0]
     assert "gradient_codec='bfloat16' or 'float32'" in told[0]
     job.end()

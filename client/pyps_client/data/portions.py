@@ -274,7 +274,7 @@ class Portions:
                     portion.last_batch = number
                 yield self._indices(portion.epoch, start, stop)
                 if len(self._portions) > 1 or self._stepper.finished:
-                    # Pushes go on beside the computation: an earlier one may be answered by now.
+                    # An earlier push, in parallel to the computation, may be answered by now.
                     self._deliver()
                 if self._over:
                     return
@@ -297,7 +297,7 @@ class Portions:
             if portion is None and not (self._over or self._within_epoch):
                 self._tell_of_early_end()
             return portion
-        # Nobody has one to give, and others may wait for those that are this worker's.
+        # None is free, and other workers may wait for this worker's.
         self._stepper.flush()
         self._deliver(all_taken=True)
         return None if self._over else self._ask(wait=True)
@@ -355,7 +355,7 @@ class Portions:
     def _deliver(self, *, all_taken: bool = False) -> None:
         """Deliver the portions whose gradients are with the servers. `all_taken`: no gradient is on its way."""
         if self._stepper.finished:
-            # Which of the last gradients were taken is not known, and nobody goes on.
+            # Nobody goes on, so that it does not matter which of the last gradients were taken.
             self._end_with_run()
             return
         answered = self._stepper.steps_answered
@@ -382,12 +382,12 @@ class Portions:
             self._stepper.finish()
 
 
-# What has portions, and so a place in the epochs; it outlives loaders, and portions that a loop makes anew.
+# Optimizers with portions, and so a place in the epochs, which outlives loaders and portions.
 _divided: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class BatchCount:
-    """Batches handed out in an iteration, and those that the loop is done with.
+    """Counts the batches of an iteration, and those that the loop is done with.
 
     Exact where `Portions.epoch` sees the loop take each batch. Elsewhere each is taken to be followed by one step.
     """

@@ -54,7 +54,7 @@ class RemoteQueue:
         """
         request = OpenWorkRequest(sender=self._session.sender, data=data)
         try:
-            # Every process of a replica says what it has, lest they compute different examples as one portion.
+            # Each process of a replica opens it, lest they compute different examples as one portion.
             return self._ask("Open", request, OpenWorkReply, each=True)
         except ProtocolMismatch:
             raise ProtocolMismatch(

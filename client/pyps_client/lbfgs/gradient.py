@@ -1,4 +1,4 @@
-"""The gradient of a portion of the data set: a sum over its examples, the same bits whoever computes it.
+"""The gradient of a portion of the data set: a sum over its examples, the same bits from every worker.
 
 A batch goes through the model to its loss, the loss's gradient to the portion's sum, that to the sum that is sent.
 """
@@ -24,7 +24,7 @@ from pyps_client.worker import Worker
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import Portion
 
-# Batches that are loaded before they are asked for.
+# Batches that are loaded ahead.
 BATCHES_AHEAD = 4
 
 
@@ -87,7 +87,7 @@ class PortionGradient:
             self._widen(gradients)
             losses.append((loss.detach(), count))
         # Asked for once all is under way: each answer waits for the device. Not by sum(): from Python 3.12 on it rounds
-        # otherwise, and the same portion must have the same loss whoever computes it.
+        # otherwise, and the same portion must have the same loss from every worker.
         loss_sum = 0.0
         for loss, count in losses:
             loss_sum += float(loss) * count

@@ -84,8 +84,8 @@ class CoordinatedWork:
         self._claimed: list[tuple[Portion, float]] = []
         # Of the present pass: delivered losses and examples.
         self._loss_sum, self._loss_count = 0.0, 0
-        # The pass in which it was told last why a gradient was not sent.
-        self._told_unsent_in = 0
+        # The pass of the newest warning of a gradient that was not sent.
+        self._warned_in = 0
         # While servers refuse what is computed.
         self._refusal: Wait | None = None
 
@@ -157,8 +157,8 @@ class CoordinatedWork:
         vectors = self._computation.sealed() if math.isfinite(loss_sum) else None
         try:
             if vectors is None:
-                # Told by the loss alone: the coordinator then folds nothing, and takes a shorter step.
-                self._tell_unsent(loss_sum)
+                # Of a NaN loss the coordinator folds nothing, and takes a shorter step.
+                self._warn_of_unsent(loss_sum)
                 loss_sum = math.nan
             else:
                 stage_id, first = leases[0], self._claimed[0][0].portion_id
@@ -185,12 +185,12 @@ class CoordinatedWork:
         self._session.clock += len(leases)
         self._session.report(loss=self.result.loss)
 
-    def _tell_unsent(self, loss_sum: float) -> None:
+    def _warn_of_unsent(self, loss_sum: float) -> None:
         """Log once a pass why a finite loss is reported as none: the coordinator does not learn it."""
-        if math.isfinite(loss_sum) and self._told_unsent_in != self._pass:
-            self._told_unsent_in = self._pass
+        if math.isfinite(loss_sum) and self._warned_in != self._pass:
+            self._warned_in = self._pass
             reason = self._computation.why_not_sealed()
-            logger.warning("the loss of pass %d is told as NaN, though it is a number: %s", self._pass, reason)
+            logger.warning("the loss of pass %d is reported as NaN, though it is a number: %s", self._pass, reason)
 
     def _throw_away(self) -> None:
         """Forget undelivered claims: with the next lease they go back to the queue."""
@@ -200,12 +200,12 @@ class CoordinatedWork:
         self._computation.clear()
 
     def _wait_out(self, refused: InvalidArgument) -> None:
-        """Pauses after a refusal, which ends the worker when nothing else comes for `loss_wait_seconds`.
+        """Pause after a refusal; raise it once only refusals have come for `loss_wait_seconds`.
 
-        A server that came back from its checkpoint knows nothing of the pass: the coordinator will begin another.
+        A server that came back from its checkpoint does not know the pass: the coordinator will begin another.
         """
         if type(refused) is not InvalidArgument:
-            # What is wrong with the payload itself will not pass.
+            # The payload itself is wrong, and stays so.
             raise refused
         if self._refusal is None:
             policy = RetryPolicy(self._session.launch.loss_wait_seconds, "loss_wait_seconds")
@@ -224,12 +224,14 @@ class Staging:
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:
-        """Lays vectors (one a group, float32 or the codec's type) aside on all servers at once; returns when all have
-        them.
+        """Send vectors (one a group, float32 or the codec's type) to the stages of all servers at once.
 
-        `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must rest meanwhile: after a
-        lost connection they are sent again. InvalidArgument where a server takes no stages of this pass, NoRoom where
-        it has no memory for one more.
+        `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must not change meanwhile:
+        after a loss they are sent again.
+
+        Raises:
+            InvalidArgument: A server takes no stages of this pass.
+            NoRoom: A server has no memory for another stage.
         """
         header = StageRequest(
             sender=self._session.sender,

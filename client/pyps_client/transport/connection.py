@@ -293,7 +293,7 @@ class Servers:
         """Run one operation a server and return the results, in the servers' order; raise the first failure."""
         try:
             if len(operations) == 1:
-                # On this thread: nobody else's failure could end it.
+                # On this thread: no other operation's failure could end it.
                 [operation], stop = operations, self._threads.closed
                 return [self.connections[0].persist(operation, stop, rejoin=self._rejoin, policy=self._loss)]
             tasks = [

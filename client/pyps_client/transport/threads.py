@@ -18,7 +18,7 @@ from pyps_client.retry import SIGNAL_SECONDS
 
 T = TypeVar("T")
 
-# How long cancelled tasks may take to end, and how often what they wait for is made to fail.
+# How long cancelled tasks may take to end, and how often their waits are cancelled.
 END_SECONDS = 3.0
 CANCEL_SECONDS = 0.1
 
