@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from threading import Event
 
 import typer
@@ -271,13 +271,6 @@ class RemoteObjective:
             )
 
 
-@dataclass
-class _Mark:
-    at: float
-    traffic: Traffic
-    work: WorkProgress
-
-
 class Output:
     """A coordinator's output: a line an iteration, and on a terminal the progress of the pass. For its thread."""
 
@@ -285,7 +278,8 @@ class Output:
         self._as_json = as_json
         self._traffic = traffic
         self._work = WorkProgress()
-        self._mark = _Mark(time.monotonic(), traffic(), self._work)
+        # At the last line: the time, the traffic and the work.
+        self._mark = (time.monotonic(), traffic(), self._work)
         self._drawn_at = 0.0
         self._drawn_columns = 0
 
@@ -295,7 +289,7 @@ class Output:
             attached = {"planned_bytes": planned_bytes, "passes_begun": getattr(work, "pass")}
             typer.echo(json.dumps({"attached": attached}))
         self._work = work
-        self._mark = _Mark(time.monotonic(), self._traffic(), work)
+        self._mark = (time.monotonic(), self._traffic(), work)
 
     def passing(self, work: WorkProgress) -> None:
         self._work = work
@@ -306,18 +300,18 @@ class Output:
         self._draw(f"pass {getattr(work, 'pass')}: {work.done} of {work.num_portions} portions")
 
     def iteration(self, report: IterationReport) -> None:
-        mark, work = self._mark, self._work
-        traffic = self._traffic() - mark.traffic
+        (last_at, last_traffic, last_work), work = self._mark, self._work
+        traffic = self._traffic() - last_traffic
         now = time.monotonic()
         named = ("iteration", "loss", "step_length", "gradient_norm", "trials", "pairs", "pair_kept", "restarted")
         figures = {
             **{name: getattr(report, name) for name in named},
             "portions": work.num_portions,
-            **{name: getattr(work, name) - getattr(mark.work, name) for name in ("copies", "stolen", "lost")},
-            "seconds": round(now - mark.at, 3),
+            **{name: getattr(work, name) - getattr(last_work, name) for name in ("copies", "stolen", "lost")},
+            "seconds": round(now - last_at, 3),
             "traffic": asdict(traffic),
         }
-        self._mark = _Mark(now, self._traffic(), work)
+        self._mark = (now, self._traffic(), work)
         if self._as_json:
             typer.echo(json.dumps(figures))
             return
