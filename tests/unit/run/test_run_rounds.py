@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import PayloadKind
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
@@ -106,18 +107,20 @@ def test_a_push_under_one_mutex_is_applied_to_all_its_shards_or_fails_for_all_an
     """Its owners, and reads under threads, are in tests/paper/test_asgd.py."""
     run = serving(protocol="asgd")
 
-    def push_whole(*parts: tuple[list[float], int], sequence: int) -> list[Receipt]:
+    def push_whole(*parts: tuple[list[float], int], sequence: int, kind: int = PayloadKind.GRADIENT) -> list[Receipt]:
         plans = [
             PushPlan(shard_id, gradient(values, sequence=sequence, base_version=base_version))
             for shard_id, (values, base_version) in enumerate(parts)
         ]
+        plans[-1] = plans[-1]._replace(gradient=plans[-1].gradient._replace(kind=kind))
         return [pushed.receipt for pushed in run.push_whole(plans)]
 
-    for wrong, words in (
-        (([1.0] * 16, 5), "version 5 of shard 1, which is at version 0"),
-        (([1.0], 0), "4 bytes long"),
+    for wrong, kind, words in (
+        (([1.0] * 16, 5), PayloadKind.GRADIENT, "version 5 of shard 1, which is at version 0"),
+        (([1.0], 0), PayloadKind.GRADIENT, "4 bytes long"),
+        (([1.0] * 16, 0), PayloadKind.DELTA, "pushed kind 2 to shard 1"),
     ):
-        assert words in refusal(push_whole, ([1.0] * 16, 0), wrong, sequence=1)
+        assert words in refusal(push_whole, ([1.0] * 16, 0), wrong, sequence=1, kind=kind)
         assert [shard.version for shard in run.content.shards.values()] == [0, 0]
         assert run.mutex is not None and not run.mutex.locked()
     receipts = push_whole(([1.0] * 16, 0), ([2.0] * 16, 0), sequence=2)
