@@ -13,12 +13,13 @@ from client_support import SGD, addresses
 from pyps_client import Client, Launch
 from pyps_client.data import Portions
 from pyps_client.data.queue import RemoteQueue
-from pyps_wire.errors import InvalidArgument
-from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
+from pyps_wire.contract import PARAMETER_SERVER, stub_of
+from pyps_wire.parameter_server_pb2 import PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
-from support import ServerThread, inspect
+from support import ServerThread, connected, inspect
 from training import joined
+from wire_worker import refusal_of
 
 # Several shards, so that a snapshot could be torn.
 TENSORS = {f"tensor-{i}": np.zeros(100, np.float32) for i in range(5)}
@@ -112,13 +113,11 @@ def test_a_portion_for_another_than_the_caller_is_refused(start_server):
     server = start_server("--protocol", "asgd")
     with client(server, "a") as worker:
         RemoteQueue(worker.session).open(DATA)
-        other = type(worker.session.sender)()
-        other.CopyFrom(worker.session.sender)
+        sender, other = worker.session.sender, type(worker.session.sender)()
+        other.CopyFrom(sender)
         other.worker_id = "b"
-        request = PullRequest(sender=worker.session.sender, role=1, portion=LeaseRequest(sender=other))
-
-        def ask(channel, stop):
-            return [Parameters.FromString(m) for m in channel.read("Pull", request, timeout_seconds=30)]
-
-        with pytest.raises(InvalidArgument, match="'a' pulls and wants a portion as 'b': ask as the worker that pulls"):
-            worker.session.ask_first(ask)
+        request = PullRequest(sender=sender, role=1, portion=LeaseRequest(sender=other))
+        with connected(server.data) as channel:
+            refused = refusal_of(list, stub_of(PARAMETER_SERVER, channel).Pull(request, timeout=30))
+        assert refused[1] == "InvalidArgument"
+        assert "'a' pulls and wants a portion as 'b': ask as the worker that pulls" in refused[2]
