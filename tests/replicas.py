@@ -182,7 +182,7 @@ class Meeting:
 
 
 class ThreadPeers:
-    """The other threads, as one of them sees them (pyps_client.group.Group)."""
+    """The other threads, as one of them sees them (pyps_client.replica.group.Group)."""
 
     def __init__(self, meeting: Meeting, index: int, count: int) -> None:
         self._meeting = meeting

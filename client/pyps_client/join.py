@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from pyps_client.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.launch import Launch
 from pyps_client.log import logger
+from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
 from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds, contacts_of
 from pyps_client.transport.grpc import GrpcChannel

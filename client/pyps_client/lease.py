@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from pyps_client import leave
-from pyps_client.group import Group
 from pyps_client.launch import Launch
 from pyps_client.log import logger
+from pyps_client.replica.group import Group
 from pyps_client.retry import LinkLost
 from pyps_client.transport.connection import Connection
 from pyps_wire.common_pb2 import Sender

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.early_shards import EarlyShards
-from pyps_client.group import ALONE, Group
 from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Receiver, Versions
+from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import Connection, call_seconds

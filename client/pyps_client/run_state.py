@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pyps_client.group import ALONE, Group
 from pyps_client.log import logger
+from pyps_client.replica.group import ALONE, Group
 from pyps_wire.common_pb2 import (
     OUTCOME_REJECTED,
     REASON_DROPPED,

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
-from pyps_client.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.join import Handshake, Values
 from pyps_client.launch import Launch
 from pyps_client.lease import Lease
 from pyps_client.log import logger
 from pyps_client.pull import Holdings, IncomingPull, LeaseCall, LongPoll, Receiver, Versions, read, receivers
 from pyps_client.push import Plan, Pushes
+from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import View, warn_of_differences
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_client.transport.grpc import GrpcChannel

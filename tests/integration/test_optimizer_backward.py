@@ -9,7 +9,7 @@ import torch
 from client_support import CuttingProxy, addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.early_shards import EarlyShards
-from pyps_client.group import Group
+from pyps_client.replica.group import Group
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import inspect, status_of, wait_until, workers_of
 from training import backward, batches, gradients_of, joined, mlp, parameters_of

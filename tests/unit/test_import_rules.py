@@ -24,7 +24,7 @@ CLIENT_FLOORS = (
     *(
         tuple(f"pyps_client.{module}" for module in floor.split())
         for floor in (
-            "log version fork vectors retry credentials places local_server group",
+            "log version fork vectors retry credentials places local_server replica.group",
             "transport launch",
             "leave run_state early_shards",
             "push pull join lease figures",
@@ -179,7 +179,7 @@ def test_rules_find_what_breaks_them():
         ("pyps.core.shard", "from time import time"),
         ("pyps.run", "def f():\n  import grpc.aio"),
         ("pyps_client", "import pyps_client.torch"),
-        ("pyps_client.group", "from pyps_client.replica.processes import Replica"),
+        ("pyps_client.replica.group", "from pyps_client.replica.processes import Replica"),
         ("pyps_client.data.samplers", "def f():\n  import torch"),
         ("pyps_wire.codecs", "import torch"),
         ("pyps_client.arrays", "from pyps import run"),

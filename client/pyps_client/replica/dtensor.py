@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pyps_client.group import Group, agreed
 from pyps_client.replica.arrangement import Arrangement, Claim, Key
+from pyps_client.replica.group import Group, agreed
 from pyps_client.torch.layout import Layout, blocks_of
 from pyps_wire.blocks import check_block
 from pyps_wire.common_pb2 import OptimizerSettings

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyps_client import leave
-from pyps_client.group import Group
 from pyps_client.replica.arrangement import Copy
+from pyps_client.replica.group import Group
 from pyps_wire.errors import InvalidArgument, PypsError, ReplicaLost
 
 T = TypeVar("T")

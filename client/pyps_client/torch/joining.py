@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps_client.group import ALONE, Group, agreed, led
 from pyps_client.join import model_of_run
 from pyps_client.launch import Launch, check_types
+from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import BUFFER_MODES, SharedBuffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.overlap import steps_of

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
-from pyps_client.group import ALONE, Group, agreed
 from pyps_client.launch import LOCAL, Launch
 from pyps_client.log import logger
+from pyps_client.replica.group import ALONE, Group, agreed
 from pyps_client.torch.joining import Joining, OwnModel, Settings, check_examples, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.steps import Steps

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyps_client.group import own_partition
+from pyps_client.replica.group import own_partition
 from pyps_client.run_state import View
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
 from pyps_wire.errors import InvalidArgument

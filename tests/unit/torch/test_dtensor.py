@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyps_client.group import ALONE
 from pyps_client.replica.arrangement import arrange
 from pyps_client.replica.dtensor import claims_of
+from pyps_client.replica.group import ALONE
 from pyps_client.replica.processes import Block, Replica
 from pyps_client.torch.layout import plan
 from pyps_wire.errors import InvalidArgument

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyps_client import Launch
-from pyps_client.group import Group
+from pyps_client.replica.group import Group
 from pyps_client.torch.joining import Joining, Settings
 
 
