@@ -190,22 +190,36 @@ def test_a_port_takes_few_calls_at_once_and_short_questions(start_server, monkey
         ends.wait(60)
         yield b""
 
-    with connected(server.data) as data, connected(server.control) as control:
-        # Only then it knows how many calls at once the server takes on a connection, and lets the others wait.
-        grpc.channel_ready_future(data).result(60)
-        silent = [data.stream_stream("/grpc.health.v1.Health/Check")(never(), timeout=60) for _ in range(40)]
+    # On two connections: one would have more calls than the server takes at once, and would refuse some for that.
+    with connected(server.data) as data, connected(server.data) as other, connected(server.control) as control:
+        silent = [
+            connection.stream_stream("/grpc.health.v1.Health/Check")(never(), timeout=60)
+            for connection in (data, other)
+            for _ in range(20)
+        ]
         refused = wait_until(lambda: len(d := [c for c in silent if c.done()]) == 40 - 16 and d, what="refusals")
         # The places are for those who have something to say.
         check = health_pb2_grpc.HealthStub(data).Check
         assert check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
         assert all("more than 16 calls that need no token" in call.details() for call in refused)
-        for call in silent:
-            call.cancel()
-        streams = [data.stream_stream(METHODS["Exchange"])(never(), timeout=60) for _ in range(32)]
-        one_more = data.unary_unary(METHODS["Heartbeat"]).future(b"", timeout=60)
         status = control.unary_unary("/pyps.v1.Inspector/GetStatus")
         code, _, text = refusal_of(status, b"x" * (64 * 2**10 + 1), timeout=60)
         assert code == "RESOURCE_EXHAUSTED" and "65537" in text
+        ends.set()
+
+
+def test_a_connection_takes_32_calls_at_once(start_server):
+    ends = threading.Event()
+
+    def never():
+        ends.wait(60)
+        yield b""
+
+    with connected(start_server().data) as data:
+        # Only then it knows how many calls at once the server takes on a connection, and lets the others wait.
+        grpc.channel_ready_future(data).result(60)
+        streams = [data.stream_stream(METHODS["Exchange"])(never(), timeout=60) for _ in range(32)]
+        one_more = data.unary_unary(METHODS["Heartbeat"]).future(b"", timeout=60)
         assert not one_more.done()
         streams[0].cancel()
         assert one_more.result(60)

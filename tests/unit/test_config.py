@@ -150,7 +150,11 @@ BAD_VALUES = [
     ({"protocol": "nonsense"}, {}, ["--protocol", "'nonsense'", "async", "hardsync", "softsync"]),
     ({"protocol": "softsync:n=0"}, {}, ["--protocol", "softsync", "n is 0"]),
     ({"protocol": "ssp"}, {}, ["--protocol", "ssp", "s=3"]),
-    ({"protocol": "backup:b=4", "expected_workers": "4"}, {}, ["--protocol", "backup:b=4", "nobody", "4 workers"]),
+    (
+        {"protocol": "backup:b=4", "expected_workers": "4"},
+        {},
+        ["--protocol", "backup:b=4", "waits for none of 4 workers"],
+    ),
     ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
     ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
     ({"protocol": "sandblaster", "warmup": "updates=5"}, {}, ["--warmup", "sandblaster", "nobody pushes"]),
