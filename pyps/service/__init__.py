@@ -1,1 +1,1 @@
-"""The gRPC faces of a run: one file a service, and what all of them share."""
+"""The services and transports of a server."""

@@ -139,8 +139,8 @@ class Conversation:
     async def _take_long(self, request: Request) -> None:
         await self._begin(request)
         del request
-        # Where callers together hold much, each has one at a time: the others keep processors and links busy. Nobody
-        # waits for another caller.
+        # Where callers together hold much, each has one at a time: the others keep processors and links busy. No
+        # caller waits for another.
         while self.under_way and (
             len(self.under_way) >= self._ahead_max or self.account.budget.bytes_held >= AHEAD_BYTES_MAX
         ):
@@ -172,7 +172,7 @@ class Conversation:
             return
 
         def end() -> None:
-            # What they touch is held until the last job is done, whoever waits for the answer.
+            # What they touch is held until the last job is done, also after the caller has gone.
             request.let_go()
             account.release(held_bytes)
 
@@ -189,7 +189,7 @@ class Conversation:
             await self._send(await self.under_way[0].answers)
             self.account.release(self.under_way.popleft().held_bytes)
             self._one_sent.set()
-        # Before anybody else runs: the next request begins another delivery. After an error there is none.
+        # Before another task runs: the next request begins another delivery. After an error there is none.
         self._delivery = None
 
     async def _send(self, answers: list[Any]) -> None:

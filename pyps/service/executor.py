@@ -22,7 +22,7 @@ Job: TypeAlias = Callable[[], object]
 
 
 class KernelExecutor:
-    """Runs a server's kernel work so that the event loop is never held up for long."""
+    """Runs a server's kernel work without blocking the event loop for long."""
 
     def __init__(self, threads: int, *, logged: bool = False):
         """`logged`: each push is written to a disk, for which an event loop must not wait."""

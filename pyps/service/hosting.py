@@ -51,7 +51,7 @@ _OPEN_READS_MAX = 16
 _PING_INTERVAL_MIN_MS = 30_000
 _KEEPALIVE_MS = 60_000
 _KEEPALIVE_TIMEOUT_MS = 20_000
-# As much as a message: on a slow link with full queues a sender goes on while its next message is asked for. A gigabit
+# As much as a message: on a slow link with full queues a sender goes on while its next message is awaited. A gigabit
 # with 20 ms of queue makes 0.65 rounds a second of 102.4 MB each way with 256 KiB of it; 0.77, 0.90 and 1.06 with 1, 2
 # and 4 MiB (benchmarks/link.py). Four workers' peak of memory grows by 25 MB (benchmarks/rounds.py).
 _LOOKAHEAD_BYTES = 2**22
@@ -89,7 +89,7 @@ class Port:
         ConfigError names the port and the setting when it is taken.
         """
         bound = 0
-        # gRPC would log a port that is taken in lines of its own, which say less.
+        # gRPC would log a taken port in lines of its own, with less detail.
         if _can_listen(host, port):
             with contextlib.suppress(RuntimeError):
                 address = address_of(host, port)

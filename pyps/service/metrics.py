@@ -110,7 +110,7 @@ class RunCollector(Collector):
         yield gauge("workers_by_transport", meaning, by_name, by="transport")
         yield gauge("workers_counted", "Workers that are active in the protocol's round (L).", roster.num_workers)
         yield gauge("workers_missing", "Expected workers that the protocol still waits for.", roster.missing)
-        yield gauge("batch_size", "The minibatch asked of workers; 0 where it is theirs.", run.rounds.batch_size)
+        yield gauge("batch_size", "The minibatch that workers are to use; 0 where they choose.", run.rounds.batch_size)
         rates = {str(rate.group): rate.current for rate in learning_rates_of(run)}
         yield gauge("learning_rate", "Each parameter group's rate, with the schedule.", rates, by="group")
 

@@ -139,7 +139,7 @@ class Pushes:
             await self._push_whole()
 
     async def _stage(self, message: Message) -> None:
-        # Before anything of it is held: names that nobody has joined by could be any number.
+        # Before it is held: unknown names could be any number.
         gradient = message.plan.gradient
         self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation, message.plan.secret)
         if self.parts and self.parts[0].push_id != message.push_id:
@@ -191,7 +191,7 @@ async def serve_stream(host: Host, call: Call, *, exchanges: bool) -> None:
                 if is_first:
                     gradient = message.plan.gradient
                     run.membership.require_own(gradient.worker_id, gradient.incarnation, message.plan.secret)
-                    # The whole stream counts for it, whoever else may send in it.
+                    # The whole stream is counted for this worker.
                     account.caller, is_first = gradient.worker_id, False
                 sent = pushes.take(message)
                 # Nothing here holds its memory while the next is waited for.

@@ -387,7 +387,7 @@ class Server:
         metrics.stop()
         await control.stop()
         if self._checkpoints is not None:
-            # Not before: a call may have asked for a checkpoint.
+            # Not before: a call may have requested a checkpoint.
             self._checkpoints.close()
         late.cancel()
         log.info("server ended", seconds=round(self._clock() - began, 2))

@@ -36,7 +36,7 @@ OPEN_BYTES_MAX = 4096
 # A message that has begun is whole within so long, or at this rate where it is larger than by default.
 MESSAGE_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 2**18
-# At the server's end a message of which nothing has come for so long is not waited for.
+# A server that ends does not wait for a message whose rest has not come for so long.
 STALL_SECONDS = 1.0
 # After a failure the other end reads it within so long, and closes.
 END_SECONDS = 5.0

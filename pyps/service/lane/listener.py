@@ -1,4 +1,4 @@
-"""The lanes of a server: its port for them, and how many there are."""
+"""The port for lanes, and their number."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LENGTH = struct.Struct("<I")
 RECEIVE_BYTES = 65_536
 # Attach names a few numbers a parameter group.
 ATTACH_BYTES_MAX = 2**18
-# What a request says of each of its shards, beside the extents of all.
+# The bytes of a request for each of its shards, without the extents.
 SHARD_BYTES_MAX = 1024
 # A caller attaches its memory within so long.
 ATTACH_SECONDS = 10.0
@@ -221,7 +221,7 @@ class Connection(Caller):
 
     def _take(self, message: bytes) -> None:
         if self._hang_up.poll(0):
-            # Nobody waits for the answer, and the memory may be in other use already.
+            # No caller waits for the answer, and the memory may be in other use already.
             self.shut()
             return
         try:

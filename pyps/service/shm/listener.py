@@ -225,7 +225,7 @@ class Address:
 
 
 def is_own_user(end: socket.socket) -> bool:
-    """Return whether the caller runs as this process's user or as root: nobody else may share memory with it."""
+    """Return whether the caller runs as this process's user or as root: no other may share memory with it."""
     _, user, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return user in (0, os.geteuid())
 
