@@ -10,7 +10,7 @@ import socket
 import stat
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -120,25 +120,26 @@ class Port:
         kept = self._connections_max - max(1, self._connections_max // _FREE_SHARE)
         while True:
             await asyncio.sleep(_COUNT_SECONDS)
-            files = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
-            if len(files) > kept or len(self._known) > 4 * self._connections_max:
-                self._end_oldest(files, kept)
+            # Without a free file nothing can be listed; the next time there may be one.
+            with contextlib.suppress(OSError):
+                files = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
+                if len(files) > kept or len(self._known) > 4 * self._connections_max:
+                    self._end_oldest(files, kept)
 
     def _end_oldest(self, files: Sequence[int], kept: int) -> None:
-        now = time.monotonic()
-        with contextlib.ExitStack() as ends:
-            found = {}
-            for file in files:
-                if (end := _own_socket(file)) is not None:
-                    ends.enter_context(end)
-                    if (peer := self._peer_of(end)) is not None:
-                        found[peer] = end
-            self._known &= found.keys()
-            self._since = {peer: self._since.get(peer, now) for peer in found if peer not in self._known}
-            oldest = sorted(self._since, key=self._since.__getitem__)[: max(0, len(found) - kept)]
-            for peer in oldest:
-                with contextlib.suppress(OSError):
-                    found[peer].shutdown(socket.SHUT_RDWR)
+        now, found = time.monotonic(), dict[str, int]()
+        for file in files:
+            with _socket_of(file) as end:
+                if end is not None and (peer := self._peer_of(end)) is not None:
+                    found[peer] = file
+        self._known &= found.keys()
+        self._since = {peer: self._since.get(peer, now) for peer in found if peer not in self._known}
+        oldest = sorted(self._since, key=self._since.__getitem__)[: max(0, len(found) - kept)]
+        for peer in oldest:
+            with _socket_of(found[peer]) as end, contextlib.suppress(OSError):
+                # The number may be another connection's by now.
+                if end is not None and self._peer_of(end) == peer:
+                    end.shutdown(socket.SHUT_RDWR)
         if oldest:
             log.warning("connections that made no call were ended for others", count=len(oldest), newest=oldest[-1])
 
@@ -154,19 +155,22 @@ class Port:
         return address_of(str(host).removeprefix("::ffff:"), port)
 
 
-def _own_socket(file: int) -> socket.socket | None:
-    """Return a socket of this process by its number, as a second one that others cannot close."""
+@contextlib.contextmanager
+def _socket_of(file: int) -> Iterator[socket.socket | None]:
+    """Yield a socket of this process by its number, as a copy that stays open; None where the file is none."""
     try:
         copy = os.dup(file)
     except OSError:
-        return None
+        yield None
+        return
+    end = socket.socket(fileno=copy) if stat.S_ISSOCK(os.fstat(copy).st_mode) else None
     try:
-        if stat.S_ISSOCK(os.fstat(copy).st_mode):
-            return socket.socket(fileno=copy)
-    except OSError:
-        pass
-    os.close(copy)
-    return None
+        yield end
+    finally:
+        if end is None:
+            os.close(copy)
+        else:
+            end.close()
 
 
 def control_port(access: Access, *, budget: ByteBudget) -> Port:
