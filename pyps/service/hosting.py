@@ -90,7 +90,8 @@ class Port:
         """
         bound = 0
         # gRPC would log a taken port in lines of its own, with less detail.
-        if _can_listen(host, port):
+        if (probe := listening_socket(host, port)) is not None:
+            probe.close()
             with contextlib.suppress(RuntimeError):
                 address = address_of(host, port)
                 bound = (
@@ -196,16 +197,23 @@ def handlers_of(service: str, servicer: object) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
-def _can_listen(host: str, port: int) -> bool:
+def listening_socket(host: str, port: int, *, backlog: int = 1) -> socket.socket | None:
+    """Return a socket that listens there; None where it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As gRPC does: connections that ended a moment ago hold no port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        end = socket.socket(family, kind, protocol)
     except OSError:
-        return False
-    return True
+        return None
+    try:
+        # Connections that ended a moment ago hold no port.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        end.setblocking(False)
+        end.bind(address)
+        end.listen(backlog)
+    except OSError:
+        end.close()
+        return None
+    return end
 
 
 def busy_port(host: str, port: int, *, field: str) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pyps.config import ConfigError
 from pyps.run.handshake import Greeting
-from pyps.service.hosting import address_of, busy_port
+from pyps.service.hosting import address_of, busy_port, listening_socket
 from pyps.service.lane.connection import Connection
 from pyps.service.listener import AUTO, OFF, Listener
 from pyps.service.transport import Host
@@ -49,7 +49,7 @@ class Tcp(Listener):
         else:
             ports = [int(config.lane_port)]
         for port in ports:
-            self._socket = self._socket or _listening(config.host, port)
+            self._socket = self._socket or listening_socket(config.host, port, backlog=BACKLOG)
         if self._socket is None:
             raise ConfigError(busy_port(config.host, ports[-1], field="lane_port"))
         return ""
@@ -92,22 +92,3 @@ class Tcp(Listener):
             on_closed=self._forget,
             warnings=self._warnings,
         )
-
-
-def _listening(host: str, port: int) -> socket.socket | None:
-    """Return a socket bound there; None where it cannot be."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        end = socket.socket(family, kind, protocol)
-    except OSError:
-        return None
-    try:
-        # Connections that ended a moment ago hold no port.
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        end.setblocking(False)
-        end.bind(address)
-        end.listen(BACKLOG)
-    except OSError:
-        end.close()
-        return None
-    return end
