@@ -45,7 +45,6 @@ class Step(Off):
 
     def step(self, gradients: Minibatch, due: Due) -> None:
         steps = self._steps
-        self.collect()
         steps.gather(gradients, due)
         if not steps.schedule.overlaps:
             self.wait()

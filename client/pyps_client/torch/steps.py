@@ -401,6 +401,8 @@ class Steps:
         return True
 
     def _step(self, gradients: Minibatch) -> None:
+        # Before the step counts: it may raise the error of an earlier one.
+        self.overlap.collect()
         due = self.schedule.at(self.steps)
         self.steps = self.session.clock = self.steps + 1
         self.is_first = False
