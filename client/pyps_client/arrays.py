@@ -204,7 +204,6 @@ class Client:
                 self._between_steps = True
 
     def _pulled(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the pulled parameters in new arrays."""
         values = self._parameters
         if values.dtype != np.float32:
             values = self._pull_codec.decode(values.view(np.uint8).data, values.size)
@@ -218,7 +217,6 @@ class Client:
                 self._between_steps = False
 
     def _check(self, gradients: Arrays) -> None:
-        """Refuse unknown names, shapes and types, before anything is changed."""
         if not isinstance(gradients, Mapping):
             raise ModelMismatch(f"The gradients are {_kind(gradients)}; expected a dictionary of arrays by name.")
         for name, gradient in gradients.items():

@@ -141,7 +141,6 @@ def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[s
 
 
 def check_token(token: str, source: str) -> None:
-    """Raise InvalidArgument for a token that cannot be sent."""
     if not (token.isascii() and token.isprintable()):
         raise InvalidArgument(f"{source} does not hold one line of printable ASCII characters")
 

@@ -17,8 +17,6 @@ CALL_SECONDS = 20.0
 
 
 class Answer(NamedTuple):
-    """One server's answer."""
-
     status: Status
     workers: ListWorkersReply
 

@@ -48,7 +48,6 @@ class ForkGuard:
 
     @property
     def in_child(self) -> bool:
-        """Whether this process was forked after the guard was made."""
         return self.generation != generation
 
     def check(self) -> None:

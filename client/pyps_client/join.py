@@ -478,7 +478,6 @@ def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
 
 
 def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec, Codec]) -> None:
-    """Refuse a server that does not know the codecs of gradients and parameters."""
     theirs = frozenset[int](reply.codecs)
     settings = (("gradients", "PYPS_GRADIENT_CODEC"), ("parameters", "PYPS_PARAMETER_CODEC"))
     for codec, (what, setting) in zip(codecs, settings, strict=True):

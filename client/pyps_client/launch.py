@@ -204,12 +204,10 @@ class Launch:
 
     @property
     def dialer(self) -> Dialer:
-        """What opens the transport."""
         return named(self.transport)
 
     @property
     def credentials(self) -> Credentials:
-        """Token and certificates."""
         return Credentials(
             token=self.token,
             token_file=self.token_file,
@@ -306,7 +304,6 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
 
 
 def _plain(value: Any) -> Any:
-    """Return a path as text, and torch's type as its name."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     # The client may be without torch.

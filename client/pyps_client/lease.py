@@ -45,7 +45,6 @@ class Lease:
     def __init__(
         self, sender: Sender, *, launch: Launch, peers: Group, request: Callable[[], HeartbeatRequest], heard: Heard
     ) -> None:
-        """`request` and `heard` as for Heartbeat."""
         self._sender = sender
         self._peers = peers
         self._lost = LostReplica()
@@ -159,7 +158,6 @@ class Heartbeat:
             way.cut()
 
     def end(self) -> None:
-        """Stop the threads and their calls."""
         with self._lock:
             self._ended.set()
             ways = list(self._ways.values())

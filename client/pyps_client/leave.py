@@ -279,7 +279,6 @@ def _remember(error: BaseException) -> None:
 
 
 def _last_error() -> BaseException | None:
-    """Return the exception that ended the program, if any."""
     if _error is None and not hasattr(sys, "ps1"):
         # Python's own word, without the hook; to somebody at a prompt the program goes on after it.
         return getattr(sys, "last_value", None)

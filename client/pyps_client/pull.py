@@ -74,7 +74,6 @@ class Held:
                 self._wanted = {}
 
     def want(self, shard_id: int, version: int, *, epoch: int) -> None:
-        """Note a version to wait for before the next gradient."""
         with self._lock:
             if version > 0 and epoch == self.epoch:
                 self._wanted[shard_id] = max(version, self._wanted.get(shard_id, 0))
@@ -203,7 +202,6 @@ class Receiver:
             self.on_landed(self.held.shards[shard_id])
 
     def accept(self, shard_id: int, version: int) -> None:
-        """Note the version of a shard that was written."""
         if shard_id not in self._places:
             raise self._unknown(shard_id)
         self.held.versions[shard_id] = version

@@ -219,7 +219,6 @@ class Pushes:
         return pushes
 
     def answered(self, pushes: Iterable[Outgoing]) -> None:
-        """Note the servers' answers to all of a push."""
         if self._rates.rates:
             for connection, push in zip(self._connections, pushes, strict=True):
                 if push.waiting:
@@ -299,7 +298,6 @@ class Template:
         self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
 
     def of(self, parts: Sequence[Part]) -> Template:
-        """Return other parts of the same push."""
         return Template(parts, **self._settings)  # type: ignore[arg-type]
 
 
@@ -429,7 +427,6 @@ class Outgoing:
         return template
 
     def _fill(self, template: Template) -> None:
-        """Write the headers of this push's messages."""
         plan, receiver, rates = self.plan, self.receiver, self.learning_rates
         held = receiver.held.versions if receiver is not None and receiver.held.epoch == self.epoch else None
         for (shard, _), message in zip(template.parts, template.messages, strict=True):
@@ -535,7 +532,6 @@ def norm_of(
 
 
 def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[int, int]) -> None:
-    """Raise InvalidArgument for a gradient without base versions."""
     for shard in partition.shards:
         if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
             raise InvalidArgument(

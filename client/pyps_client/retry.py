@@ -91,7 +91,6 @@ class Wait:
         return min(max(self.remaining_seconds, 1.0), self._policy.call_seconds_max)
 
     def restart(self) -> None:
-        """Count from now again, after progress."""
         self._started = self._loss.since = time.monotonic()
         self._pause_seconds = self._policy.pause_first_seconds
 
@@ -116,7 +115,6 @@ class Wait:
             raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")
 
     def end(self) -> None:
-        """Note success, with a log line if the outage had one."""
         self.give_up()
         self._outage.heard(self._what)
 

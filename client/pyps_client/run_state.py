@@ -89,7 +89,6 @@ class View:
         self._rates_of: dict[int, tuple[int, int]] = {}
 
     def greeted(self, server_index: int, reply: HelloReply) -> None:
-        """Take over the answer to a Hello."""
         with self._lock:
             heard = self._heard
             terms = heard.terms
@@ -249,7 +248,6 @@ class Refusals:
         return dict(self._counts)
 
     def note(self, receipts: Iterable[Receipt]) -> None:
-        """Count refused shards; log the first of each reason."""
         for receipt in receipts:
             if receipt.outcome != OUTCOME_REJECTED or receipt.reason in (REASON_EPOCH, REASON_FINISHED):
                 continue

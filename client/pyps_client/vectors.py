@@ -100,7 +100,6 @@ class Encoder:
         self._residuals: dict[int, Vector] = {}
 
     def begin(self, push: object) -> None:
-        """Forget the payloads of another push."""
         if push is not self._push:
             self._push, self._encoded = push, {}
 
@@ -121,7 +120,6 @@ class Encoder:
         return payload
 
     def taken(self, shard: ShardRange) -> None:
-        """Note that a server took the shard's payload."""
         extents, _, lost = self._encoded.get(shard.shard_id) or ((), b"", None)
         if lost is None or not self.codec.stateful:
             return

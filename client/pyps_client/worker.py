@@ -394,7 +394,6 @@ class Worker:
 
     @property
     def clips(self) -> bool:
-        """Whether servers clip pushes by their norm."""
         return self.view.state.terms.clip_norm > 0
 
     @property

@@ -151,7 +151,6 @@ def growing_batches(
 
 
 def length_of(dataset: Any) -> int:
-    """Return the length of a data set; raise InvalidArgument where it has none."""
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):

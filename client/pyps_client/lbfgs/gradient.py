@@ -94,7 +94,6 @@ class PortionGradient:
         return loss_sum
 
     def keep(self) -> None:
-        """Add the newest gradient to the sum over portions."""
         gradients = self._own()
         self._gathered.add([self._wide.get(index, gradient) for index, gradient in enumerate(gradients)], versions={})
 
@@ -106,7 +105,6 @@ class PortionGradient:
         return self._gathered.vectors
 
     def why_not_sealed(self) -> str:
-        """Return why `sealed` returned None, and what to do."""
         if not self._gathered.are_finite():
             return "the gradient is not finite. If every step's is not, look at the loss and at the data."
         narrow = self._gathered.wire_dtype
@@ -150,7 +148,6 @@ class PortionGradient:
 
 
 def _checked(loss: Any) -> torch.Tensor:
-    """Return the loss; raise InvalidArgument where it has no gradient."""
     if not isinstance(loss, torch.Tensor):
         raise InvalidArgument(
             f"The loss is a {type(loss).__name__}; expected a torch tensor with one number, the mean over the batch's "
@@ -229,7 +226,6 @@ class PortionLoader:
 
 
 def checked_length(dataset: Any) -> int:
-    """Return the number of examples; raise InvalidArgument where portions cannot be read."""
     length = length_of(dataset)
     if not hasattr(dataset, "__getitem__"):
         raise InvalidArgument(
@@ -258,10 +254,6 @@ class PortionComputation(PortionGradient):
         super().__init__(layout, gathered, loss_of)
 
     def begin_pass(self, *, keep_apart: bool) -> None:
-        """Brings the servers' parameters into the model.
-
-        `keep_apart`: several portions are summed, so that one's gradient may not lie in the sum before it counts.
-        """
         super().begin_pass(keep_apart=keep_apart)
         self.pull()
 
@@ -323,12 +315,10 @@ def loss_function(
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of the model's first parameter."""
     return next(model.parameters()).device
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with all its tensors on the device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):

@@ -134,7 +134,6 @@ def _mixes(module: torch.nn.Module) -> bool:
 
 
 def _tell_left_alone(model: torch.nn.Module, layout: Layout) -> None:
-    """Log the buffers, which stay each worker's own."""
     frozen = [name for name, value in model.named_parameters() if id(value) not in layout.names]
     for names, kind in ((frozen, "parameters"), (list(shareable_buffers(model)), "buffers")):
         if names:

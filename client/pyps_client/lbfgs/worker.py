@@ -90,7 +90,6 @@ class CoordinatedWork:
         self._refusal: Wait | None = None
 
     def run(self) -> str:
-        """Work until the end, and return why it came."""
         self._queue.open(self._data)
         while True:
             try:
@@ -280,7 +279,6 @@ class Staging:
 
 @contextmanager
 def joined(session: Worker) -> Iterator[None]:
-    """Join the run, and leave it with the reason."""
     try:
         session.connect()
         if session.protocol.partition(":")[0] != PROTOCOL:

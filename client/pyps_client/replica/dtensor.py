@@ -85,7 +85,6 @@ class ModelCut:
         )
 
     def settings(self, of_optimizer: OptimizerSettings) -> OptimizerSettings:
-        """Return the optimizer's settings with a group for each group of the split model."""
         groups = [of_optimizer.groups[group] for group in self.arrangement.param_groups]
         return OptimizerSettings(rule=of_optimizer.rule, groups=groups)
 

@@ -57,7 +57,6 @@ class SharedBuffers:
 
     @torch.no_grad()
     def accepted(self, moves: Sequence[torch.Tensor | None]) -> None:
-        """Note that the next push has these moves."""
         self._own = self._copies()
         for base, move in zip(self._base or (), moves, strict=False):
             if move is not None:

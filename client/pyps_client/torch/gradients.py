@@ -125,14 +125,12 @@ class Gradients:
         return recorded_event(gradient.device) if gradient.is_cuda else None
 
     def fits(self, numbers: npt.NDArray[Any]) -> bool:
-        """Return whether numbers of the vectors are finite in the wire's type."""
         values = [tensor_over(numbers)]
         if values[0].dtype == self.wire_dtype:
             return all_finite(values)
         return surely_fit(values, self.wire_dtype) or all_fit(values, self.wire_dtype)
 
     def are_finite(self) -> bool:
-        """Return whether all gathered numbers are finite; one pass over memory."""
         gathered = self._gathered()
         self._seen_fit = surely_fit(gathered, self.wire_dtype)
         return self._seen_fit or all_finite(gathered)
@@ -200,7 +198,6 @@ class Gradients:
         return [self._places[index] if present else None for index, present in enumerate(self.present)]
 
     def clear(self) -> None:
-        """Make all tensors absent, for the next gradients."""
         self.present = [False] * len(self.present)
         self.minibatch_count = 0
         self.example_count = 0
@@ -312,7 +309,6 @@ class Finite:
             self._skip(gradients)
 
     def passed(self) -> None:
-        """Note a finite minibatch."""
         if self._minibatch_guard.skips:
             self._minibatch_guard.passed()
 

@@ -134,7 +134,6 @@ class Joining:
         return self._cut(run)
 
     def rates(self) -> Rates:
-        """Return the learning rates that the worker's pushes carry."""
         owns_schedule = self.settings.owns_schedule
         return Rates(
             *(self.translation, self.param_groups, self.optimizer),
@@ -143,7 +142,6 @@ class Joining:
         )
 
     def steps(self, joined: Joined, rates: Rates) -> Steps:
-        """Return the steps of the worker, or of one process of a replica."""
         session, cut = joined.session, joined.cut
         none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
         common: dict[str, Any] = {
@@ -262,7 +260,6 @@ class Joining:
 
 
 def check_examples(count: object) -> None:
-    """Refuse a value that is neither a number of examples nor None."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
         raise InvalidArgument(
             f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more."

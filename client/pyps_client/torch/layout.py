@@ -193,7 +193,6 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
 
 
 def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
-    """Warn of a model's parameters and buffers that the run does not hold."""
     parameters = [name for name, value in module.named_parameters() if id(value) not in layout.names]
     buffers = [] if layout.kinds else list(shareable_buffers(module))
     for kind, names, remedy in (
@@ -208,7 +207,6 @@ def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
 
 
 def tell_narrowed(layout: Layout) -> None:
-    """Warn where the model's precision is higher than the servers'."""
     tensors = zip(layout.model.tensors, layout.parameters, strict=True)
     wide = [tensor.name for tensor, parameter in tensors if parameter.dtype == torch.float64]
     if wide:
@@ -259,7 +257,6 @@ def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index
 
 
 def _problem(parameter: torch.Tensor) -> str:
-    """Return why no server can hold a parameter; empty where one can."""
     if parameter.is_inference():
         return "was made under torch.inference_mode(), so that nothing can train it: make the model outside"
     if parameter.is_meta:

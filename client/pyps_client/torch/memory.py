@@ -28,7 +28,6 @@ def tensor_over(vector: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def places_in(layout: Layout, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each tensor's place in its group's vector."""
     return [
         place(flat[tensor.group], offset, parameter)
         for tensor, offset, parameter in zip(layout.model.tensors, layout.group_offsets, layout.parameters, strict=True)
@@ -75,7 +74,6 @@ def may_lie_in_vectors(layout: Layout, index: int) -> bool:
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event:
-    """Return an event at the present end of the device's current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

@@ -147,5 +147,4 @@ MODES: Mapping[str, type[Off]] = {"off": Off, "step": Step, "backward": Backward
 
 
 def steps_of(worker: Worker, layout: Layout, *, pace: Pace, **options: Any) -> Steps:
-    """Return a worker's steps, with the overlap of their pace."""
     return Steps(worker, layout, pace=pace, overlap=MODES[pace.overlap], **options)

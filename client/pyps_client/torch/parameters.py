@@ -78,7 +78,6 @@ class Parameters:
         self._copies = self._planned_copies()
 
     def write(self) -> None:
-        """Bring the pulled vectors into the model's parameters, in place."""
         if self._may_alias:
             self._may_alias = False
             self.aliases.adopt()
@@ -121,7 +120,6 @@ class Parameters:
             self._events.pop().synchronize()
 
     def note_read(self) -> None:
-        """Note that devices may still read from `value_of`."""
         self._events += map(recorded_event, self._streams)
 
     def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
@@ -224,7 +222,6 @@ class Aliases:
         return moved
 
     def separate(self) -> None:
-        """Copy the parameters into memory of their own."""
         for tensor in self._lying():
             tensor.data = tensor.data.clone()
         self._for_children = []
@@ -359,7 +356,6 @@ class Written:
             )
 
     def changed(self) -> bool:
-        """Return whether something was written since `note`."""
         return (list(map(_version, self._tensors)), self._look()) != (self._versions, self._numbers)
 
     def _look(self) -> list[bytes]:
@@ -417,7 +413,6 @@ def _values_in(layout: Layout, shard: ShardRange) -> npt.NDArray[np.float32]:
 
 
 def _is_sole_owner(parameter: torch.Tensor) -> bool:
-    """Return whether no other tensor, array or process uses the parameter's memory."""
     storage = parameter.untyped_storage()
     whole = storage.nbytes() == parameter.numel() * parameter.element_size()
     count = getattr(torch._C, "_storage_Use_Count", None)

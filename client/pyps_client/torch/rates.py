@@ -144,7 +144,6 @@ class Rates:
         self._checked = [{} if changeable else dict(group) for group in param_groups]
 
     def _now(self) -> list[tuple[float, float | None]]:
-        """Return rate and momentum of each group."""
         momenta: Iterable[Any] = self._param_groups
         for item in self._momentum:
             momenta = map(item, momenta)

@@ -160,7 +160,6 @@ class ReplicaSteps(Steps):
             self.session.meet()
 
     def _hand_on(self) -> None:
-        """Bring the numbers that several processes hold from their owners to the others."""
         if self._brought:
             self._brought = False
             self._replica.spread(self._cut.arrangement.copies, self._cut.claimed.local)

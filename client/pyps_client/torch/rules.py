@@ -142,7 +142,6 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
 
 
 def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
-    """The servers' settings for a torch optimizer, one entry a parameter group."""
     translation = translation_of(optimizer)
     _refuse_used(optimizer)
     _refuse_cycled_momentum(translation, optimizer.param_groups, UnsupportedOptimizer)
@@ -151,7 +150,6 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
 
 
 def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, Any]]) -> OptimizerSettings:
-    """Return the servers' settings for torch parameter groups; refuse a setting that the rule lacks."""
     groups = [_group_settings(translation, index, group) for index, group in enumerate(param_groups)]
     return OptimizerSettings(rule=translation.rule, groups=groups)
 
@@ -215,7 +213,6 @@ def text_of(name: TorchName) -> str:
 
 
 def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse unknown settings of a newer torch, unless they are off."""
     of_rule = {name if isinstance(name, str) else name[0] for name in translation.hyperparameters.values()}
     known = {*of_rule, *translation.when, *translation.fixed, *translation.ignored}
     for index, group in enumerate(optimizer.param_groups):
@@ -241,7 +238,6 @@ def _refuse_cycled_momentum(
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps: the servers start with fresh slots."""
     for state in optimizer.state.values():
         # SGD counts no steps.
         if float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None:

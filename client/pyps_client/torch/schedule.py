@@ -81,11 +81,9 @@ class Schedule:
         return Due(ends_portion or pushes, (step + 1 - self._pulls_since) % self.pull_every == 0, ends_portion)
 
     def pushes_after(self, step: int) -> bool:
-        """Return whether a push follows minibatch number `step`, by the present protocol."""
         return ((step if self._pace.compat == "paper" else step + 1) - self._pushes_since) % self.push_every == 0
 
     def follow(self, step: int) -> None:
-        """Apply the terms of the protocol in force, from minibatch number `step` on."""
         self._terms = terms = self._view.state.terms
         wanted = terms.accumulate
         if wanted != self._wanted:
@@ -138,7 +136,6 @@ class Schedule:
         return True
 
     def _warn_of(self, wanted: int) -> None:
-        """Warn once where the user's number differs from the protocol's, and is used instead."""
         if not wanted or self._warned:
             return
         stated = {"push_every": self._pace.push_every, "pull_every": self._pace.pull_every}

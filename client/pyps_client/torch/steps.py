@@ -197,15 +197,12 @@ class Steps:
         return finished
 
     def tell_examples(self, count: int) -> None:
-        """Set the number of examples in the next minibatch."""
         self.examples_in_batch = count
 
     def end_portion_after(self, step: int) -> None:
-        """Note that minibatch number `step`, from 0, is the last of its portion of data."""
         self.schedule.portion_ends.add(step)
 
     def idle(self) -> None:
-        """Take a step without a minibatch, where others wait for each worker's steps."""
         terms = self.view.state.terms
         if not (terms.current_version_only or terms.ask_to_proceed):
             return
@@ -218,7 +215,6 @@ class Steps:
             self.written.note()
 
     def finish(self) -> None:
-        """Note that the run is over, and bring its parameters into the model."""
         self._finished = True
         if not self._settled:
             self._settle()
@@ -303,7 +299,6 @@ class Steps:
     # What a mode of overlap calls.
 
     def gather(self, gradients: Minibatch, due: Due) -> None:
-        """Add a minibatch to what has gathered."""
         if self.torn:
             # The gradients were computed on no version that ever existed: this step only pulls.
             logger.warning("the parameters came in part when a step failed: the minibatch computed on them is left out")
@@ -347,7 +342,6 @@ class Steps:
             self.take_pulled()
 
     def plan(self, *, pulls: bool) -> Plan:
-        """Return the push of what was sealed."""
         gathered = self.gradients
         return Plan(
             gathered.vectors,
@@ -373,7 +367,6 @@ class Steps:
         self._pulled = self.session.held_versions
 
     def note_answers(self, receipts: Sequence[Receipt]) -> None:
-        """Note the answers to a push."""
         self.receipts = receipts
         self.finite.note(receipts)
 
@@ -430,7 +423,6 @@ class Steps:
         self._pull()
 
     def _settle(self) -> None:
-        """Bring the finished run's parameters into the model."""
         self._settled = True
         self.session.hurry()
         self.flush()
@@ -489,7 +481,6 @@ class Steps:
             self.finite.note(self.receipts)
 
     def _pull(self) -> None:
-        """Pull into the model, and wait."""
         try:
             self.bring()
         except BaseException:

@@ -172,7 +172,6 @@ TRANSPORTS = tuple(_CLASSES)
 
 
 def check_transport(name: str) -> None:
-    """Refuse an unknown name, and a transport that this system lacks."""
     if name not in TRANSPORTS:
         raise InvalidArgument(f"transport is {name!r}; expected one of {', '.join(TRANSPORTS)}.")
     if name == "tcp" and not _has_lanes():
@@ -189,7 +188,6 @@ def check_transport(name: str) -> None:
 
 @functools.cache
 def named(name: str) -> Dialer:
-    """Return the dialer of a choice."""
     module, _, of_module = _CLASSES[name].partition(":")
     if name == "auto" and not _has_shared_memory():
         module, of_module = ("pyps_client.transport.tcp", "Tcp") if _has_lanes() else (__name__, "Dialer")

@@ -161,7 +161,6 @@ class Connection:
 
     @property
     def link(self) -> Transport | None:
-        """The transport through shared memory, where it is open."""
         link = self._link
         return None if link is None or link.lost else link
 
@@ -283,7 +282,6 @@ class Servers:
         return iter(self.connections)
 
     def keep(self, contacts: Sequence[int]) -> None:
-        """End the connections to all servers but these."""
         for connection in self.connections:
             if connection.index not in contacts:
                 connection.close()

@@ -84,7 +84,6 @@ class GrpcChannel(Transport):
         return self.credentials.newest() != self.credentials
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        """Call a method with one request and one reply."""
         answer: Reply = self._started(self._unary(method, request, reply), request, timeout_seconds)
         self.was_heard = True
         return answer
@@ -92,7 +91,6 @@ class GrpcChannel(Transport):
     def start(
         self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
     ) -> Callable[[], Reply]:
-        """Start such a call, and return what waits for its reply."""
         begun = self._started(self._unary(method, request, reply).future, request, timeout_seconds)
         return lambda: self._own_errors(begun.result)
 
@@ -134,7 +132,6 @@ class GrpcChannel(Transport):
             call.cancel()
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        """Send messages, and return the one reply."""
         start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
         return self._started(start, iter(requests), timeout_seconds)  # type: ignore[no-any-return]
 
@@ -300,7 +297,6 @@ def _translate(error: Any, address: str) -> PypsError | LinkLost:
 
 
 def _reason(status: str, details: str) -> str:
-    """Return gRPC's details in a few words, where the cause is known."""
     known = {
         "connection refused": "connection refused, nothing listens there",
         "dns resolution failed": "the host name cannot be resolved",

@@ -22,8 +22,6 @@ HEAD_BYTES = mmap.PAGESIZE
 
 
 class Memory:
-    """Memory that servers may share."""
-
     num_bytes: int
     _memory: mmap.mmap
 
@@ -70,8 +68,6 @@ class Layout:
 
 
 class Lending:
-    """One session's vectors."""
-
     def __init__(self, layout: Layout, memory: Memory | None = None) -> None:
         """`memory`: of `layout.num_bytes`; private memory without it."""
         self.memory = memory
@@ -88,7 +84,6 @@ class Lending:
         self.lent = Lent(lists[-1], lists[:-1], private=memory is None, converted_to=converted_to)
 
     def attach_request(self, sender: Sender, ticket: bytes) -> LocalRequest:
-        """Return the request that tells a server where the vectors are."""
         assert self.memory is not None
         vectors = [
             LocalVectors(codec=codec, offsets=offsets)  # type: ignore[arg-type]

@@ -73,7 +73,6 @@ class Sharing:
         return None
 
     def are_parameters(self, vectors: Vectors) -> bool:
-        """Return whether these are the session's parameters."""
         return self._lending is not None and _same(vectors, self._lending.lent.parameters)
 
     @property

@@ -251,7 +251,6 @@ class TcpLane(Transport):
 
 
 def verdict_of(failure: LocalFailure, server: str) -> Exception:
-    """Return the error of a server's refusal."""
     if failure.name == ServerUnavailable.__name__:
         return LocalLost(failure.details)
     error = from_status(failure.status, f"{failure.details} ({server})", failure.name or None)
