@@ -51,6 +51,18 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(start_server):
         assert configure(server, protocol="asgd:mutex=shard").protocol.startswith("asgd:mutex=shard")
 
 
+def test_only_a_change_of_the_number_of_workers_that_is_meant_changes_it(start_server):
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        configure(server, expected_workers=3)
+        configure(server, expected_workers=5, validate_only=True)
+        configure(server, learning_rate=0.5)
+    assert [event for event in events_of(server, "configured") if "expected" in event] == [
+        "settings changed: expected workers 3"
+    ]
+
+
 def test_a_protocols_name_brings_its_policy_where_none_is_set_and_others_leave_it(start_server):
     server = start_server()
     with WireWorker(server.data) as worker:
