@@ -415,7 +415,7 @@ class InitializeLease:
 
     def __init__(self, term: int, lease_seconds: float, hello: Callable[[], HelloReply]) -> None:
         self._term = term
-        self._interval_seconds = (lease_seconds or 10.0) / 3
+        self._interval_seconds = lease_seconds / 3
         self._hello = hello
         self._ended = threading.Event()
         self._lost = False

@@ -33,10 +33,11 @@ from pyps_client import (
     WaitTimedOut,
 )
 from pyps_client.credentials import Credentials
-from pyps_client.join import Initialization
+from pyps_client.join import Initialization, InitializeLease
 from pyps_client.lease import Lease
 from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import GrpcChannel, open_channel
+from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.partition import partition
 from support import inspect, replace_file, server_port, wait_until
 
@@ -140,6 +141,18 @@ def test_an_outrun_initialiser_joins_the_others_run(start_server, monkeypatch):
     with make_client(servers, tensors=small_model(seed=4), worker_id="worker-a") as client:
         Reference(small_model(seed=5)).check(client.pull())
     others[1].close()  # type: ignore[attr-defined]
+
+
+def test_an_elected_worker_renews_its_lease_before_it_ends():
+    renewed = threading.Semaphore(0)
+
+    def hello() -> HelloReply:
+        renewed.release()
+        return HelloReply(initialize=True, term=3)
+
+    with InitializeLease(3, 0.3, hello) as lease:
+        assert all(renewed.acquire(timeout=3.0) for _ in range(2))
+        lease.check()
 
 
 def test_a_worker_may_come_before_its_servers(start_server):
