@@ -37,10 +37,11 @@ from pyps.run.handshake import Greeting, Opening
 from pyps.run.run import Run
 from pyps.run_header import RunHeader, Snapshot
 from pyps.storage.folder import CheckpointFolder
-from pyps.work import DataSpec, WorkQueue
+from pyps.work import DataSpec, WorkQueue, lease_reply
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import InvalidArgument, PypsError
 from pyps_wire.partition import Model, Tensor, partition
+from pyps_wire.work_pb2 import LeaseReply
 from support import DEADLINE_SECONDS
 
 
@@ -396,6 +397,26 @@ def coordinated_queue(num_examples: int = 10, *, stall_seconds: float = 60.0, **
 def begin_pass(queue: WorkQueue, pass_: int = 1, *, num_portions: int = 5, epoch: int = 1, **more: Any) -> None:
     settings = {"copies_max": 2, "portions_per_stage": 1} | more
     queue.begin_pass(pass_, coordinator_epoch=epoch, num_portions=num_portions, **settings)
+
+
+def nothing_now(pass_: int) -> LeaseReply:
+    return lease_reply(LeaseReply.OUTCOME_NOTHING_NOW, pass_)
+
+
+def pass_done(pass_: int) -> LeaseReply:
+    return lease_reply(LeaseReply.OUTCOME_PASS_DONE, pass_)
+
+
+def is_leased(answer: LeaseReply) -> bool:
+    return answer.outcome == LeaseReply.OUTCOME_LEASED
+
+
+def pass_of(answer: LeaseReply) -> int:
+    return getattr(answer, "pass")
+
+
+def examples_of(answer: LeaseReply) -> int:
+    return answer.portion.stop - answer.portion.start
 
 
 def restored_queue(queue: WorkQueue, **more) -> WorkQueue:

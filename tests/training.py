@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from client_support import RecordingSession
 from pyps.core.rules import RULES, validate
-from pyps.work import DataSpec, Ended, Leased, NothingNow, PassDone, WorkQueue
+from pyps.work import DataSpec, WorkQueue
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
@@ -205,21 +204,13 @@ class QueueChannel:
         wake = woken.set if request.wait_milliseconds else None
         asked = {"pass_": pass_, "passes": request.passes, "now": 0.0, "wake": wake}
         answer = self._queue.lease(sender.worker_id, sender.incarnation, held=held, **asked)
-        while isinstance(answer, NothingNow) and request.wait_milliseconds:
+        while answer.outcome == wire.LeaseReply.OUTCOME_NOTHING_NOW and request.wait_milliseconds:
             if not woken.wait(request.wait_milliseconds / 1000):
                 self._queue.forget(woken.set)
                 raise WaitTimedOut("others")
             woken.clear()
             answer = self._queue.lease(sender.worker_id, sender.incarnation, announced=True, **asked)
-        said: dict[str, Any] = {"pass": answer.pass_}
-        if isinstance(answer, Leased):
-            portion = wire.Portion(**asdict(answer.portion))
-            return wire.LeaseReply(outcome="OUTCOME_LEASED", portion=portion, batch_size=answer.batch_size, **said)
-        if isinstance(answer, PassDone):
-            return wire.LeaseReply(outcome="OUTCOME_PASS_DONE", **said)
-        if isinstance(answer, Ended):
-            return wire.LeaseReply(outcome="OUTCOME_ENDED", message=answer.message, **said)
-        return wire.LeaseReply(outcome="OUTCOME_NOTHING_NOW", **said)
+        return answer
 
     def deliver(self, sender: Sender, request: wire.DeliverRequest) -> wire.DeliverReply:
         answer = self._queue.deliver(

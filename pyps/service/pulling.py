@@ -15,12 +15,12 @@ from pyps.service.conversation import Conversation, Request
 from pyps.service.serializations import Answer, ReplyFrame, Wanted
 from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
-from pyps.service.work_queue import LEASES_MAX, Ask, LeaseCall, lease_reply
-from pyps.work import LeaseAnswer, Leased
+from pyps.service.work_queue import LEASES_MAX, Ask, LeaseCall
 from pyps_wire import common_pb2 as common
 from pyps_wire import lane
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import InvalidArgument
+from pyps_wire.work_pb2 import LeaseReply
 
 # Shards of one call in memory: one is framed while another is sent.
 FRAMES_MAX = 2
@@ -77,13 +77,13 @@ class PullStream:
         if mutex is None:
             answer = await call.answer()
             await self._take(_Sent([_lease_frame(answer)]))
-            if isinstance(answer, Leased):
+            if answer.outcome == LeaseReply.OUTCOME_LEASED:
                 await self._send_each()
             return
         read = _Read(self, self._waits.shards, mutex)
         frames: list[Answer] = []
 
-        async def within(ask: Ask) -> LeaseAnswer:
+        async def within(ask: Ask) -> LeaseReply:
             with self._conversation.account.holding(read.held_bytes):
                 # Not on the loop: the mutex may be held by a push.
                 answer, frames[:] = await self._work.begin(partial(_lease_and_read, read, ask))
@@ -161,16 +161,16 @@ class _Sent(Request):
         return self._answers
 
 
-def _lease_and_read(read: _Read, ask: Ask) -> tuple[LeaseAnswer, list[ReplyFrame]]:
-    answers: list[LeaseAnswer] = []
+def _lease_and_read(read: _Read, ask: Ask) -> tuple[LeaseReply, list[ReplyFrame]]:
+    answers: list[LeaseReply] = []
 
     def leased() -> bool:
         answers.append(ask())
-        return isinstance(answers[0], Leased)
+        return answers[0].outcome == LeaseReply.OUTCOME_LEASED
 
     frames = read.read_where(leased)
     return answers[0], frames
 
 
-def _lease_frame(answer: LeaseAnswer) -> Answer:
-    return Answer(lane.PULL, wire.Parameters(lease=lease_reply(answer)).SerializeToString())
+def _lease_frame(answer: LeaseReply) -> Answer:
+    return Answer(lane.PULL, wire.Parameters(lease=answer).SerializeToString())

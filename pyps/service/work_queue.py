@@ -18,16 +18,7 @@ from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor
 from pyps.service.waiting import LongPoll, names_in_words
-from pyps.work import (
-    DataSpec,
-    Ended,
-    LeaseAnswer,
-    Leased,
-    NothingNow,
-    PassDone,
-    Portion,
-    WorkQueue,
-)
+from pyps.work import DataSpec, WorkQueue, lease_reply
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import WORK_QUEUE
@@ -39,7 +30,7 @@ LEASES_BYTES_MAX = convert.SMALL_BYTES_MAX + convert.LEASE_BYTES_MAX * LEASES_MA
 # Figures that a coordinator may send with a pass.
 SCALARS_MAX = 256
 
-Ask: TypeAlias = Callable[[], LeaseAnswer]
+Ask: TypeAlias = Callable[[], wire.LeaseReply]
 
 
 class WorkQueueService:
@@ -77,7 +68,7 @@ class WorkQueueService:
         """Answer with a portion once there is one, or with the reason why there will be none."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         answer = await LeaseCall(self._run, self._work, request).answer()
-        return lease_reply(answer).SerializeToString()
+        return answer.SerializeToString()
 
     async def claim(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse a portion's result."""
@@ -178,7 +169,7 @@ class WorkQueueService:
             raise RunFinished("the run has finished: no pass over its data set ends any more")
 
 
-async def _ask_directly(ask: Ask) -> LeaseAnswer:
+async def _ask_directly(ask: Ask) -> wire.LeaseReply:
     return ask()
 
 
@@ -191,7 +182,7 @@ class LeaseCall:
         self._work = work
         self._request = request
 
-    async def answer(self, within: Callable[[Ask], Awaitable[LeaseAnswer]] = _ask_directly) -> LeaseAnswer:
+    async def answer(self, within: Callable[[Ask], Awaitable[wire.LeaseReply]] = _ask_directly) -> wire.LeaseReply:
         """Return the queue's answer, after at most the request's wait.
 
         `within` calls the queue, again after each wait, for example under a lock that it holds for other work too.
@@ -207,7 +198,7 @@ class LeaseCall:
         # Only for its first call of the queue: it holds no other leases later.
         held: set[int] | None = set(request.held)
 
-        def ask() -> LeaseAnswer:
+        def ask() -> wire.LeaseReply:
             return queue.lease(
                 sender.worker_id,
                 sender.incarnation,
@@ -224,11 +215,11 @@ class LeaseCall:
             while True:
                 poll.look()
                 if run.state is RunState.FINISHED:
-                    return Ended(queue.pass_, "the run has finished")
+                    return lease_reply(wire.LeaseReply.OUTCOME_ENDED, queue.pass_, message="the run has finished")
                 _refuse_when_replaced(run, queue)
                 answer = await within(ask)
                 self._require_alive(queue)
-                if not (isinstance(answer, NothingNow) and wait_seconds):
+                if answer.outcome != wire.LeaseReply.OUTCOME_NOTHING_NOW or not wait_seconds:
                     return answer
                 await poll.wait()
                 held = None
@@ -298,25 +289,3 @@ def spec_from(message: wire.DataSpec) -> DataSpec:
 
 def spec_to(spec: DataSpec) -> wire.DataSpec:
     return wire.DataSpec(**asdict(spec))
-
-
-def portion_to(portion: Portion) -> wire.Portion:
-    return wire.Portion(**asdict(portion))
-
-
-def lease_reply(answer: LeaseAnswer) -> wire.LeaseReply:
-    reply = wire.LeaseReply(**{"pass": answer.pass_})  # type: ignore[arg-type]
-    match answer:
-        case Leased():
-            reply.outcome = wire.LeaseReply.OUTCOME_LEASED
-            reply.portion.CopyFrom(portion_to(answer.portion))
-            if answer.next is not None:
-                reply.next.CopyFrom(portion_to(answer.next))
-            reply.batch_size, reply.portions_per_stage = answer.batch_size, answer.portions_per_stage
-        case NothingNow():
-            reply.outcome = wire.LeaseReply.OUTCOME_NOTHING_NOW
-        case PassDone():
-            reply.outcome = wire.LeaseReply.OUTCOME_PASS_DONE
-        case Ended():
-            reply.outcome, reply.message = wire.LeaseReply.OUTCOME_ENDED, answer.message
-    return reply

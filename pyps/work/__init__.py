@@ -2,21 +2,10 @@
 
 portions.py    the data set, its division into portions, and those that no worker has
 waiting.py     calls that wait
-work_queue.py  the queue: passes, leases and deliveries; answers.py, its answers
+work_queue.py  the queue: passes, leases and deliveries
 """
 
-from pyps.work.answers import Ended, LeaseAnswer, Leased, NothingNow, PassDone, Verdict
 from pyps.work.portions import DataSpec, Portion
-from pyps.work.work_queue import WorkQueue
+from pyps.work.work_queue import WorkQueue, lease_reply
 
-__all__ = [
-    "DataSpec",
-    "Ended",
-    "LeaseAnswer",
-    "Leased",
-    "NothingNow",
-    "PassDone",
-    "Portion",
-    "Verdict",
-    "WorkQueue",
-]
+__all__ = ["DataSpec", "Portion", "WorkQueue", "lease_reply"]

@@ -34,6 +34,24 @@ class Lease:
         return self.portion.portion_id
 
 
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A delivered portion, with its lease, and its worker."""
+
+    pass_: int
+    portion: Portion
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a claim or a delivery is accepted, all of it or none, and why not."""
+
+    accepted: bool
+    message: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class WorkerProgress:
     """The queue's view of a worker. Times are in seconds of the run's clock."""

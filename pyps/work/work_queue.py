@@ -19,16 +19,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pyps.core.effects import Wake
-from pyps.work.answers import (
-    Delivered,
-    Ended,
-    LeaseAnswer,
-    Leased,
-    NothingNow,
-    PassDone,
-    Verdict,
-)
-from pyps.work.passes import Lease, WorkerProgress, WorkPass
+from pyps.work.passes import Delivered, Lease, Verdict, WorkerProgress, WorkPass
 from pyps.work.portions import DataSpec, Division, Portion
 from pyps.work.waiting import WaitingCalls
 from pyps_wire import work_pb2 as wire
@@ -44,6 +35,11 @@ PASSES_REMEMBERED = 8
 DELIVERIES_REMEMBERED = 50_000
 
 T = TypeVar("T")
+
+
+def lease_reply(outcome: wire.LeaseReply.Outcome, pass_: int, **more: Any) -> wire.LeaseReply:
+    # The field's name is a keyword of Python's.
+    return wire.LeaseReply(outcome=outcome, **{"pass": pass_, **more})
 
 
 @dataclass(slots=True)
@@ -150,7 +146,7 @@ class WorkQueue:
         wake: Wake | None = None,
         announced: bool = False,
         held: Collection[int] | None = None,
-    ) -> LeaseAnswer:
+    ) -> wire.LeaseReply:
         """Give a free worker a portion of a pass.
 
         Args:
@@ -160,7 +156,7 @@ class WorkQueue:
             passes: How many passes the worker trains; 0 if unknown. With it the portion may be of a later pass: the
                 worker will come for the rest of that one.
             now: The time.
-            wake: With NothingNow, called once when the worker may ask again; one a worker.
+            wake: With OUTCOME_NOTHING_NOW, called once when the worker may ask again; one a worker.
             announced: Whether the call was announced.
             held: The leases that the worker knows of; others of its own go back, as their answers were lost.
 
@@ -181,7 +177,7 @@ class WorkQueue:
                     worker.enter(lease.pass_)
                     worker.next_portion = lease.portion_id
             answer = self._answer(worker, pass_, passes=passes, now=now)
-            if isinstance(answer, NothingNow):
+            if answer.outcome == wire.LeaseReply.OUTCOME_NOTHING_NOW:
                 self._calls.wait(worker_id, wake, now=now)
             return answer
 
@@ -561,25 +557,27 @@ class WorkQueue:
         oldest = self.pass_ - PASSES_REMEMBERED + 1
         self._deliveries = {lease_id: done for lease_id, done in self._deliveries.items() if done.pass_ >= oldest}
 
-    def _answer(self, worker: WorkerProgress, number: int | None, *, passes: int, now: float) -> LeaseAnswer:
+    def _answer(self, worker: WorkerProgress, number: int | None, *, passes: int, now: float) -> wire.LeaseReply:
         if not self._coordinated:
             return self._answer_in_epoch(worker, number, passes=passes, now=now)
         if self._end_reason is not None:
-            return Ended(self.pass_, self._end_reason)
-        if not self._passes:
-            return NothingNow(self.pass_)
-        portion_id = self._choose(self._passes[0], worker)
+            return lease_reply(wire.LeaseReply.OUTCOME_ENDED, self.pass_, message=self._end_reason)
+        portion_id = None
+        if self._passes:
+            portion_id = self._choose(self._passes[0], worker)
+            if portion_id is None:
+                portion_id = self._passes[0].copy_for(worker)
+                self._counts.copies += portion_id is not None
         if portion_id is None:
-            portion_id = self._passes[0].copy_for(worker)
-            self._counts.copies += portion_id is not None
-        return (
-            NothingNow(self.pass_) if portion_id is None else self._give(self._passes[0], worker, portion_id, now=now)
-        )
+            return lease_reply(wire.LeaseReply.OUTCOME_NOTHING_NOW, self.pass_)
+        return self._give(self._passes[0], worker, portion_id, now=now)
 
-    def _answer_in_epoch(self, worker: WorkerProgress, number: int | None, *, passes: int, now: float) -> LeaseAnswer:
+    def _answer_in_epoch(
+        self, worker: WorkerProgress, number: int | None, *, passes: int, now: float
+    ) -> wire.LeaseReply:
         spec, current = self._require_open(), self._passes[0]
         if number is not None and number < current.number + current.done:
-            return PassDone(number)
+            return lease_reply(wire.LeaseReply.OUTCOME_PASS_DONE, number)
         if current.done:
             self._begin(self._epoch(spec, current.number + 1))
         # A request for a later pass gets the rest of an earlier one too: no other worker may come for it.
@@ -594,7 +592,7 @@ class WorkQueue:
             if any(lease.pass_ == number for lease in worker.leases.values()):
                 # It can end the pass, or its part of it: a worker alone never mixes two.
                 break
-        return NothingNow(self.pass_)
+        return lease_reply(wire.LeaseReply.OUTCOME_NOTHING_NOW, self.pass_)
 
     def _choose(self, work_pass: WorkPass, worker: WorkerProgress) -> int | None:
         """Return the pending portion that a worker should take; None if none is pending.
@@ -616,7 +614,7 @@ class WorkQueue:
         taken = any(other.pass_ == work_pass.number and other.next_portion == start for other in self._workers.values())
         return (start + stop) // 2 if taken else start
 
-    def _give(self, work_pass: WorkPass, worker: WorkerProgress, portion_id: int, *, now: float) -> Leased:
+    def _give(self, work_pass: WorkPass, worker: WorkerProgress, portion_id: int, *, now: float) -> wire.LeaseReply:
         worker.enter(work_pass.number)
         portion = work_pass.division.portion(portion_id, lease_id=self._next_lease)
         lease = Lease(work_pass.number, portion, worker, now, copy=portion_id in work_pass.running)
@@ -627,10 +625,11 @@ class WorkQueue:
         if worker.began is None and not lease.copy:
             worker.began = portion.start
         following = self._choose(work_pass, worker)
-        return Leased(
+        return lease_reply(
+            wire.LeaseReply.OUTCOME_LEASED,
             work_pass.number,
-            portion,
-            next=None if following is None else work_pass.division.portion(following),
+            portion=asdict(portion),
+            next=None if following is None else asdict(work_pass.division.portion(following)),
             batch_size=work_pass.batch_size,
             portions_per_stage=work_pass.portions_per_stage,
         )

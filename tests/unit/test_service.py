@@ -29,7 +29,7 @@ from pyps.service.serializations import ReplyFrame, Serializations, Wanted
 from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
 from pyps.service.work_queue import LeaseCall
-from pyps.work import DataSpec, Leased
+from pyps.work import DataSpec
 from pyps_client.transport import grpc as channel
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
@@ -37,7 +37,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model, Tensor
-from pyps_wire.work_pb2 import LeaseRequest
+from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 from shards import serving
 
 
@@ -175,7 +175,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     )
     request.codec = common.CODEC_FLOAT32
 
-    async def scene() -> Leased:
+    async def scene() -> LeaseReply:
         with run.mutex:
             host = host_of(run, work)
             call = Call(listener, host.awaited, host.budget)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
             await asyncio.wait([late])
             # The caller has lost its connection, and asks anew.
             answer = await LeaseCall(run, work, LeaseRequest(sender=SENDER)).answer()
-        assert isinstance(answer, Leased)
+        assert answer.outcome == LeaseReply.OUTCOME_LEASED
         return answer
 
     work = KernelExecutor(1)
@@ -196,7 +196,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     work.shutdown()
     # The thread that waited for the mutex is done.
     assert not listener.taken
-    deliver = partial(run.work.deliver, "a", 1, [leased.lease_id], example_count=3, now=run.clock())
+    deliver = partial(run.work.deliver, "a", 1, [leased.portion.lease_id], example_count=3, now=run.clock())
     assert deliver().accepted
 
 

@@ -4,26 +4,37 @@ import math
 
 import pytest
 
-from pyps.work import Ended, Leased, NothingNow, Verdict, WorkQueue
+from pyps.work import WorkQueue, lease_reply
+from pyps.work.passes import Verdict
 from pyps_wire.errors import InvalidArgument, StateLost, Superseded
-from pyps_wire.work_pb2 import AwaitPassReply
-from shards import begin_pass, coordinated_queue, counted, refusal, restored_queue
+from pyps_wire.work_pb2 import AwaitPassReply, LeaseReply
+from shards import (
+    begin_pass,
+    coordinated_queue,
+    counted,
+    examples_of,
+    is_leased,
+    nothing_now,
+    pass_of,
+    refusal,
+    restored_queue,
+)
 
 
 def lease(queue: WorkQueue, name: str, *, now: float = 0.0, **more):
     return queue.lease(name, 1, now=now, **more)
 
 
-def claim(queue: WorkQueue, name: str, leased: Leased, *, now: float = 1.0):
-    return queue.claim(name, 1, leased.lease_id, now=now)
+def claim(queue: WorkQueue, name: str, leased: LeaseReply, *, now: float = 1.0):
+    return queue.claim(name, 1, leased.portion.lease_id, now=now)
 
 
-def deliver(queue: WorkQueue, name: str, *leased: Leased, stage_id: int = 1, loss_sum: float = 0.0) -> Verdict:
+def deliver(queue: WorkQueue, name: str, *leased: LeaseReply, stage_id: int = 1, loss_sum: float = 0.0) -> Verdict:
     return queue.deliver(
-        *(name, 1, [answer.lease_id for answer in leased]),
+        *(name, 1, [answer.portion.lease_id for answer in leased]),
         stage_id=stage_id,
         loss_sum=loss_sum,
-        example_count=sum(answer.portion.num_examples for answer in leased),
+        example_count=sum(examples_of(answer) for answer in leased),
         now=2.0,
     )
 
@@ -36,7 +47,7 @@ def test_portions_are_equal_but_for_one_example():
     queue = coordinated_queue(23)
     begin_pass(queue, num_portions=5, portions_per_stage=4)
     portions = [lease(queue, "a") for _ in range(5)]
-    sizes = [answer.portion.num_examples for answer in portions]
+    sizes = [examples_of(answer) for answer in portions]
     assert sum(sizes) == 23
     assert max(sizes) - min(sizes) == 1
     assert {answer.portions_per_stage for answer in portions} == {4}
@@ -47,15 +58,15 @@ def test_portions_are_equal_but_for_one_example():
 
 def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
     queue, woken = coordinated_queue(4), []
-    assert lease(queue, "a", wake=lambda: woken.append("a")) == NothingNow(0)
+    assert lease(queue, "a", wake=lambda: woken.append("a")) == nothing_now(0)
     assert queue.waits_for("a") == ("the coordinator",)
     begin_pass(queue, 3, num_portions=1)
     assert woken == ["a"]
     only = lease(queue, "a")
-    assert only.pass_ == 3
+    assert pass_of(only) == 3
     claim(queue, "a", only)
     deliver(queue, "a", only)
-    assert lease(queue, "a") == NothingNow(3)
+    assert lease(queue, "a") == nothing_now(3)
     assert queue.waits_for("a") == ("the coordinator",)
 
 
@@ -74,7 +85,7 @@ def test_a_new_pass_ends_the_leases_of_the_one_before():
     begin_pass(queue, 2, num_portions=2)
     assert (
         claim(queue, "a", running).message
-        == f"lease {running.lease_id} ended with its pass, or the server was restored since"
+        == f"lease {running.portion.lease_id} ended with its pass, or the server was restored since"
     )
     assert not deliver(queue, "b", claimed).accepted
     assert queue.progress().pending == 2
@@ -111,12 +122,12 @@ def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
     lease(queue, "a", wake=lambda: woken.append("a"))
     queue.end(coordinator_epoch=1, message="converged")
     assert woken == ["a"]
-    assert lease(queue, "b") == Ended(0, "converged")
+    assert lease(queue, "b") == lease_reply(LeaseReply.OUTCOME_ENDED, 0, message="converged")
     assert queue.progress().ended
     with pytest.raises(InvalidArgument, match=r"the coordinator has ended the work \(converged\)"):
         begin_pass(queue, 1)
     begin_pass(queue, 1, epoch=2)
-    assert isinstance(lease(queue, "b"), Leased)
+    assert is_leased(lease(queue, "b"))
 
 
 def test_of_two_copies_the_first_to_claim_wins():
@@ -157,10 +168,10 @@ def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
     ]
     assert queue.progress().copies == 3
     woken = []
-    assert lease(queue, "e", now=5.0, wake=lambda: woken.append("e")) == NothingNow(1)
+    assert lease(queue, "e", now=5.0, wake=lambda: woken.append("e")) == nothing_now(1)
     queue.release("c", lost=True)
     assert woken == ["e"], "a copy may be made again"
-    assert isinstance(lease(queue, "e", now=6.0), Leased)
+    assert is_leased(lease(queue, "e", now=6.0))
 
 
 def test_one_copy_at_most_means_none_and_a_claimed_portion_gets_none():
@@ -170,7 +181,7 @@ def test_one_copy_at_most_means_none_and_a_claimed_portion_gets_none():
         mine = lease(queue, "a")
         if copies_max > 1:
             claim(queue, "a", mine)
-        assert lease(queue, "b") == NothingNow(1), copies_max
+        assert lease(queue, "b") == nothing_now(1), copies_max
 
 
 def test_a_backup_copy_does_not_move_anybody_s_place_in_the_next_pass():
@@ -210,14 +221,14 @@ def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end()
     assert queue.progress().lost == 0
     queue.tick(13.0)
     assert queue.progress().lost == 1
-    assert isinstance(lease(queue, "b", now=13.0), Leased)
+    assert is_leased(lease(queue, "b", now=13.0))
 
 
 def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
     queue = coordinated_queue(4)
     begin_pass(queue, num_portions=2)
     theirs = lease(queue, "a")
-    assert claim(queue, "b", theirs).message == f"lease {theirs.lease_id} is worker 'a''s, not 'b''s"
+    assert claim(queue, "b", theirs).message == f"lease {theirs.portion.lease_id} is worker 'a''s, not 'b''s"
     assert claim(queue, "a", theirs).accepted
     deliver(queue, "a", theirs)
     assert "was delivered by worker 'a' before" in claim(queue, "a", theirs).message
@@ -260,7 +271,10 @@ def test_what_was_not_claimed_cannot_be_delivered_and_goes_back():
     claimed, unclaimed = lease(queue, "a"), lease(queue, "a")
     claim(queue, "a", claimed)
     refused = deliver(queue, "a", claimed, unclaimed)
-    assert refused.message == f"lease {unclaimed.lease_id} was not claimed: claim it before its gradient enters a sum"
+    assert (
+        refused.message
+        == f"lease {unclaimed.portion.lease_id} was not claimed: claim it before its gradient enters a sum"
+    )
     assert queue.progress().pending == 3
 
 
@@ -299,7 +313,7 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
     queue = coordinated_queue(4)
     begin_pass(queue, 3, epoch=2)
     after = restored_queue(queue)
-    assert after.lease("a", 1, now=0.0) == NothingNow(3)
+    assert after.lease("a", 1, now=0.0) == nothing_now(3)
     with pytest.raises(StateLost, match="pass 3 is not under way: the server was restored from a checkpoint"):
         after.await_pass(3, coordinator_epoch=2)
     with pytest.raises(InvalidArgument, match="pass 3 cannot begin"):
@@ -307,7 +321,7 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
     with pytest.raises(Superseded):
         begin_pass(after, 4, epoch=1)
     begin_pass(after, 4, epoch=3)
-    assert isinstance(after.lease("a", 1, now=0.0), Leased)
+    assert is_leased(after.lease("a", 1, now=0.0))
 
 
 def test_an_attached_coordinator_fences_off_the_one_before_it():
@@ -331,7 +345,7 @@ def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own()
     begin_pass(queue, 4, epoch=2)
     held = queue.lease("a", 1, now=0.0)
     begin_pass(queue, 4, epoch=2)
-    assert queue.claim("a", 1, held.lease_id, now=1.0).accepted
+    assert queue.claim("a", 1, held.portion.lease_id, now=1.0).accepted
 
 
 def test_an_attached_coordinator_lifts_the_end_of_the_work():
@@ -340,10 +354,10 @@ def test_an_attached_coordinator_lifts_the_end_of_the_work():
     queue.attach(1)
     queue.end(coordinator_epoch=1, message="enough")
     queue.attach(1)
-    assert queue.lease("a", 1, now=0.0) == Ended(0, "enough")
+    assert queue.lease("a", 1, now=0.0) == lease_reply(LeaseReply.OUTCOME_ENDED, 0, message="enough")
     queue.attach(2)
     assert not queue.progress().ended
-    assert queue.lease("a", 1, now=0.0) == NothingNow(0)
+    assert queue.lease("a", 1, now=0.0) == nothing_now(0)
     assert told[-1] == "work continues: another coordinator attached"
 
 

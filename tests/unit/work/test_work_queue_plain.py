@@ -1,30 +1,44 @@
 """Plain work: epochs without a coordinator, each portion with one worker."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
-from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
+from pyps.work import DataSpec, WorkQueue
 from pyps_wire.errors import InvalidArgument, Superseded, WaitTimedOut
-from shards import begin_pass, counted, data_spec, effort_of, plain_queue, refusal, restored_queue
+from pyps_wire.work_pb2 import LeaseReply
+from shards import (
+    begin_pass,
+    counted,
+    data_spec,
+    effort_of,
+    examples_of,
+    is_leased,
+    nothing_now,
+    pass_done,
+    pass_of,
+    plain_queue,
+    refusal,
+    restored_queue,
+)
 
 
 def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, **more):
     return queue.lease(name, more.pop("incarnation", 1), pass_=pass_, now=now, **more)
 
 
-def deliver(queue: WorkQueue, *leased: Leased, name: str = "a", now: float = 1.0, incarnation: int = 1):
+def deliver(queue: WorkQueue, *leased: LeaseReply, name: str = "a", now: float = 1.0, incarnation: int = 1):
     return queue.deliver(
-        *(name, incarnation, [answer.lease_id for answer in leased]),
-        example_count=sum(answer.portion.num_examples for answer in leased),
+        *(name, incarnation, [answer.portion.lease_id for answer in leased]),
+        example_count=sum(examples_of(answer) for answer in leased),
         now=now,
     )
 
 
 def finish(queue: WorkQueue, pass_: int = 0, name: str = "a") -> None:
-    while isinstance(answer := lease(queue, name, pass_), Leased):
+    while is_leased(answer := lease(queue, name, pass_)):
         assert deliver(queue, answer, name=name).accepted
-    assert answer == PassDone(pass_)
+    assert answer == pass_done(pass_)
 
 
 class Woken:
@@ -37,32 +51,32 @@ class Woken:
 
 def test_one_worker_goes_through_the_data_in_order():
     queue, given = plain_queue(10, 3), []
-    while isinstance(answer := lease(queue), Leased):
+    while is_leased(answer := lease(queue)):
         given.append((answer.portion.start, answer.portion.stop))
         deliver(queue, answer)
     assert given == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert answer == PassDone(0)
+    assert answer == pass_done(0)
     assert counted(queue, 0) == list(range(10))
 
 
 def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
     queue = plain_queue(6, 3)
     # Who is ahead of a restored queue takes part in the older pass.
-    assert lease(queue, "ahead", pass_=7).pass_ == 0
+    assert pass_of(lease(queue, "ahead", pass_=7)) == 0
     queue.release("ahead", lost=False)
     assert (queue.progress().lost, queue.progress().pending) == (0, 2), "it left by itself"
     finish(queue)
     assert queue.pass_ == 0
-    assert lease(queue, pass_=0) == PassDone(0)
+    assert lease(queue, pass_=0) == pass_done(0)
     answer = lease(queue, pass_=1)
-    assert isinstance(answer, Leased) and answer.pass_ == queue.pass_ == 1
-    assert lease(queue, "late", 0) == PassDone(0)
+    assert is_leased(answer) and pass_of(answer) == queue.pass_ == 1
+    assert lease(queue, "late", 0) == pass_done(0)
     # Who asks for no pass in particular gets the present one and then the next.
     deliver(queue, answer)
-    assert lease(queue, pass_=None).pass_ == 1
+    assert pass_of(lease(queue, pass_=None)) == 1
     queue.release("a", lost=False)
     finish(queue, 1)
-    assert lease(queue, pass_=None).pass_ == 2
+    assert pass_of(lease(queue, pass_=None)) == 2
 
 
 def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
@@ -70,11 +84,11 @@ def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
     first, second = lease(queue, "a"), lease(queue, "b")
     deliver(queue, first)
     woken = Woken()
-    assert lease(queue, "a", 1, wake=woken) == NothingNow(0)
+    assert lease(queue, "a", 1, wake=woken) == nothing_now(0)
     assert queue.waits_for("a") == ("b",)
     deliver(queue, second, name="b")
     assert woken.times == 1
-    assert lease(queue, "a", 1, wake=woken, announced=True).pass_ == 1
+    assert pass_of(lease(queue, "a", 1, wake=woken, announced=True)) == 1
 
 
 def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
@@ -82,11 +96,11 @@ def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
     deliver(queue, lease(queue, "a"))
     lost = lease(queue, "b")
     woken = Woken()
-    assert lease(queue, "a", 1, wake=woken) == NothingNow(0)
+    assert lease(queue, "a", 1, wake=woken) == nothing_now(0)
     queue.release("b", lost=True)
     assert woken.times == 1
     answer = lease(queue, "a", 1, wake=woken, announced=True)
-    assert (answer.pass_, answer.portion.portion_id) == (0, lost.portion.portion_id)
+    assert (pass_of(answer), answer.portion.portion_id) == (0, lost.portion.portion_id)
 
 
 def test_portions_follow_the_growing_minibatch_of_the_server():
@@ -96,7 +110,7 @@ def test_portions_follow_the_growing_minibatch_of_the_server():
     sizes = []
     for pass_ in range(3):
         answer = lease(queue, pass_=pass_)
-        sizes.append((answer.batch_size, answer.portion.num_examples, queue.progress().num_portions))
+        sizes.append((answer.batch_size, examples_of(answer), queue.progress().num_portions))
         deliver(queue, answer)
         finish(queue, pass_)
     assert sizes == [(4, 8, 7), (8, 16, 4), (16, 32, 2)]
@@ -105,7 +119,7 @@ def test_portions_follow_the_growing_minibatch_of_the_server():
 def test_portions_of_a_minibatch_where_the_server_has_no_growth():
     queue = WorkQueue(stall_seconds=60, accumulate=lambda: 4)
     queue.open(DataSpec("train", 50, batch_size=5), worker_id="a")
-    assert lease(queue).portion.num_examples == 20
+    assert examples_of(lease(queue)) == 20
 
 
 def ahead_queue(num_portions: int, *, ahead: int = 1, **more) -> WorkQueue:
@@ -125,30 +139,30 @@ def test_a_free_worker_begins_the_next_pass_as_far_as_it_may_and_is_allowed():
         queue, given = ahead_queue(2, ahead=ahead), []
         slow = lease(queue, "slow", passes=passes)
         deliver(queue, lease(queue, "quick", passes=passes), name="quick")
-        while isinstance(answer := lease(queue, "quick", passes=passes), Leased):
-            given.append(answer.pass_)
+        while is_leased(answer := lease(queue, "quick", passes=passes)):
+            given.append(pass_of(answer))
             deliver(queue, answer, name="quick")
         # Nothing is over before the portion that is missing is in; then all is that has all of its own.
-        assert (given, answer, queue.progress().passes_done) == (begun, NothingNow(0), 0), (ahead, passes)
+        assert (given, answer, queue.progress().passes_done) == (begun, nothing_now(0), 0), (ahead, passes)
         assert (queue.pass_, queue.progress().ahead, queue.waits_for("quick")) == (0, len(begun), ("slow",))
         deliver(queue, slow, name="slow")
         assert queue.progress().passes_done == 1 + len(begun) // 2
-        assert lease(queue, "quick", queue.pass_, passes=passes) == PassDone(queue.pass_)
+        assert lease(queue, "quick", queue.pass_, passes=passes) == pass_done(queue.pass_)
 
 
 def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_free():
     queue = ahead_queue(2)
     slow, own = lease(queue, "slow", passes=9), lease(queue, "quick", passes=9)
     woken = Woken()
-    assert lease(queue, "quick", passes=9, wake=woken) == NothingNow(0)
+    assert lease(queue, "quick", passes=9, wake=woken) == nothing_now(0)
     deliver(queue, own, name="quick")
     assert woken.times == 1
     ahead = [lease(queue, "quick", passes=9, wake=woken, announced=True), lease(queue, "quick", passes=9)]
-    assert [answer.pass_ for answer in ahead] == [1, 1]
+    assert [pass_of(answer) for answer in ahead] == [1, 1]
     # One delivery may be of several passes.
     queue.release("slow", lost=True)
     back = lease(queue, "quick", passes=9)
-    assert (back.pass_, back.portion) == (0, replace(slow.portion, lease_id=back.lease_id))
+    assert (pass_of(back), back.portion.portion_id) == (0, slow.portion.portion_id)
     assert deliver(queue, ahead[0], back, name="quick").accepted
     assert (queue.pass_, queue.progress().done, queue.progress().running) == (1, 1, 1)
     assert deliver(queue, ahead[1], name="quick").accepted
@@ -162,8 +176,8 @@ def test_an_answer_of_a_pass_ahead_that_was_lost_is_given_again():
         deliver(queue, lease(queue, "quick", passes=9), name="quick")
     lost = lease(queue, "quick", passes=9, held=[])
     again = lease(queue, "quick", passes=9, held=[])
-    assert (again.pass_, again.portion) == (1, replace(lost.portion, lease_id=again.lease_id))
-    assert again.lease_id > lost.lease_id
+    assert (pass_of(again), again.portion.portion_id) == (1, lost.portion.portion_id)
+    assert again.portion.lease_id > lost.portion.lease_id
 
 
 def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_bound():
@@ -176,7 +190,7 @@ def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_
     assert not deliver(after, lost, name="slow").accepted
     finish(after, 0)
     assert (after.pass_, after.progress().done) == (2, 1)
-    assert lease(after, pass_=1) == PassDone(1)
+    assert lease(after, pass_=1) == pass_done(1)
     finish(after, 2)
     assert [counted(after, pass_) for pass_ in range(3)] == [[0, 1, 2]] * 3
 
@@ -189,9 +203,9 @@ def test_beside_a_worker_eight_times_slower_the_quick_one_stands_still_at_the_en
     pass_, at_work, gave_at, idle, now = dict.fromkeys(seconds, 0), {}, 0.0, 0.0, 0.0
     while queue.progress().passes_done < epochs:
         for name in sorted(seconds.keys() - at_work.keys()):
-            while (answer := lease(queue, name, pass_[name], passes=epochs, now=now)) == PassDone(pass_[name]):
+            while (answer := lease(queue, name, pass_[name], passes=epochs, now=now)) == pass_done(pass_[name]):
                 pass_[name] += 1
-            if isinstance(answer, Leased):
+            if is_leased(answer):
                 at_work[name] = now + seconds[name], answer
                 idle += now - gave_at if name == "quick" else 0.0
         name = min(at_work, key=lambda name: at_work[name][0])
@@ -229,7 +243,7 @@ def test_what_comes_next_is_told_and_not_held():
     answer = lease(queue, "a")
     assert (answer.next.portion_id, answer.next.lease_id) == (1, 0)
     assert lease(queue, "a").portion.portion_id == 1
-    assert lease(queue, "b").next is None
+    assert not lease(queue, "b").HasField("next")
 
 
 def test_a_lease_costs_as_much_however_many_workers_have_left():
@@ -272,8 +286,8 @@ def test_a_portion_whose_answer_was_lost_is_given_again():
     lost = lease(queue, held=[])
     again = lease(queue, held=[])
     assert again.portion.portion_id == lost.portion.portion_id
-    assert again.lease_id > lost.lease_id
-    assert lease(queue, held=[again.lease_id]).portion.portion_id == 1
+    assert again.portion.lease_id > lost.portion.lease_id
+    assert lease(queue, held=[again.portion.lease_id]).portion.portion_id == 1
     assert queue.progress().lost == 0
 
 
@@ -291,7 +305,7 @@ def test_another_worker_s_lease_is_refused():
     queue = plain_queue(6, 3)
     mine, theirs = lease(queue, "a"), lease(queue, "b")
     refused = deliver(queue, theirs, name="a")
-    assert refused.message == f"lease {theirs.lease_id} is worker 'b''s, not 'a''s"
+    assert refused.message == f"lease {theirs.portion.lease_id} is worker 'b''s, not 'a''s"
     assert deliver(queue, theirs, name="b").accepted
     assert "was delivered by worker 'b' before" in deliver(queue, theirs, name="a").message
     assert deliver(queue, mine, name="a").accepted
@@ -315,7 +329,7 @@ def test_a_delivery_names_leases_that_were_given_out_each_once_and_all_their_exa
         ([], 3, "expected one or more, each once"),
         ([1, 1], 3, "expected one or more, each once"),
         *(([lease_id], 3, f"lease {lease_id} was never given out") for lease_id in (0, 2, 99)),
-        ([answer.lease_id], 2, "worker 'a' delivers 2 examples, but its portions have 3"),
+        ([answer.portion.lease_id], 2, "worker 'a' delivers 2 examples, but its portions have 3"),
     ):
         assert words in refusal(queue.deliver, "a", 1, leases, example_count=example_count, now=0.0)
     assert deliver(queue, answer).accepted
@@ -325,7 +339,7 @@ def test_plain_work_needs_no_claim_and_no_coordinator():
     queue = plain_queue(6, 3)
     answer = lease(queue)
     for call in (
-        lambda: queue.claim("a", 1, answer.lease_id, now=0.0),
+        lambda: queue.claim("a", 1, answer.portion.lease_id, now=0.0),
         lambda: begin_pass(queue),
         lambda: queue.end(coordinator_epoch=1, message="done"),
     ):
@@ -339,7 +353,7 @@ def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothin
     stuck = lease(queue, "stuck", now=0.0)
     queue.tick(500.0)
     woken = Woken()
-    assert lease(queue, "b", now=500.0, wake=woken) == NothingNow(0)
+    assert lease(queue, "b", now=500.0, wake=woken) == nothing_now(0)
     queue.tick(509.0)
     assert not woken.times
     queue.tick(510.5)
@@ -396,7 +410,7 @@ def test_of_two_calls_of_one_worker_the_later_one_is_answered():
         lease(queue, "b", wake=former, announced=True)
     queue.release("a", lost=True)
     assert (former.times, later.times, ended.times) == (1, 1, 0)
-    assert isinstance(lease(queue, "b", wake=later, announced=True), Leased)
+    assert is_leased(lease(queue, "b", wake=later, announced=True))
 
 
 def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_back():
@@ -410,7 +424,7 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
     queue.announce("a", former)
     queue.announce("a", later)
     held = lease(queue, "a", held=(), wake=later, announced=True)
-    assert isinstance(held, Leased)
+    assert is_leased(held)
     with pytest.raises(WaitTimedOut, match="worker 'a' has made another call since"):
         lease(queue, "a", held=(), wake=former, announced=True)
     assert queue.progress().running == 1
@@ -464,25 +478,25 @@ def test_what_is_delivered_stays_delivered_and_what_was_running_is_done_again():
     assert deliver(after, first).accepted
     assert not deliver(after, running).accepted
     given = []
-    while isinstance(answer := lease(after), Leased):
+    while is_leased(answer := lease(after)):
         given.append(answer.portion.portion_id)
         deliver(after, answer)
     assert given == [1, 2, 3]
-    assert answer == PassDone(0)
+    assert answer == pass_done(0)
     assert counted(after, 0) == list(range(10))
 
 
 def test_numbers_of_leases_are_never_used_again():
     queue = plain_queue(10, 3)
-    before = {lease(queue).lease_id for _ in range(3)}
+    before = {lease(queue).portion.lease_id for _ in range(3)}
     kept = queue.state()
     # Given out after the checkpoint: only the owner's first_lease keeps clear of it.
-    before.add(lease(queue).lease_id)
+    before.add(lease(queue).portion.lease_id)
     after = WorkQueue(stall_seconds=60, first_lease=500)
     after.restore(kept)
-    assert lease(after).lease_id >= 500
+    assert lease(after).portion.lease_id >= 500
     late = restored_queue(queue, first_lease=2)
-    assert lease(late).lease_id > max(before)
+    assert lease(late).portion.lease_id > max(before)
 
 
 def test_a_pass_goes_on_as_it_was_cut_whatever_the_settings_are_now():
@@ -490,11 +504,11 @@ def test_a_pass_goes_on_as_it_was_cut_whatever_the_settings_are_now():
     queue.open(data_spec(40, 0), worker_id="a")
     after = restored_queue(queue, batch_size_of=lambda epoch: 8)
     answer = lease(after)
-    assert (answer.portion.num_examples, answer.batch_size) == (4, 4)
-    while isinstance(answer, Leased):
+    assert (examples_of(answer), answer.batch_size) == (4, 4)
+    while is_leased(answer):
         deliver(after, answer)
         answer = lease(after)
-    assert lease(after, pass_=1).portion.num_examples == 8
+    assert examples_of(lease(after, pass_=1)) == 8
 
 
 def test_the_data_set_is_known_to_a_restored_server():
@@ -505,7 +519,7 @@ def test_the_data_set_is_known_to_a_restored_server():
     # A queue that nobody opened can be kept too.
     after = restored_queue(WorkQueue(stall_seconds=60))
     after.open(data_spec(10, 3), worker_id="a")
-    assert isinstance(lease(after), Leased)
+    assert is_leased(lease(after))
 
 
 def test_counts_and_passes_go_on():

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pyps.work import Ended, Leased, NothingNow, PassDone, WorkQueue
-from shards import begin_pass, coordinated_queue, counted, plain_queue
+from pyps.work import WorkQueue
+from pyps_wire.work_pb2 import LeaseReply
+from shards import begin_pass, coordinated_queue, counted, examples_of, is_leased, pass_of, plain_queue
 
 
 @dataclass
@@ -23,8 +24,8 @@ class Worker:
     incarnation: int
     pass_: int = 0
     # What it knows that it holds: leases with their sizes; of coordinated work those that it may stage.
-    held: dict[int, Leased] = field(default_factory=dict)
-    claimed: dict[int, Leased] = field(default_factory=dict)
+    held: dict[int, LeaseReply] = field(default_factory=dict)
+    claimed: dict[int, LeaseReply] = field(default_factory=dict)
     # Not None while it waits.
     wake: Callable[[], None] | None = None
     woken: bool = False
@@ -104,19 +105,19 @@ class Chance:
             held={*worker.held, *worker.claimed},
             announced=again,
         )
-        if isinstance(answer, NothingNow):
+        if answer.outcome == LeaseReply.OUTCOME_NOTHING_NOW:
             # One that holds something must not wait for itself for ever: it goes on with that.
             if worker.held or worker.claimed:
                 self.end_wait(worker)
             return
         self.end_wait(worker)
-        if isinstance(answer, PassDone):
-            assert answer.pass_ == worker.pass_
+        if answer.outcome == LeaseReply.OUTCOME_PASS_DONE:
+            assert pass_of(answer) == worker.pass_
             worker.pass_ += 1
-        elif isinstance(answer, Leased) and not lose_answer:
-            worker.held[answer.lease_id] = answer
+        elif is_leased(answer) and not lose_answer:
+            worker.held[answer.portion.lease_id] = answer
         else:
-            assert lose_answer or isinstance(answer, Ended)
+            assert lose_answer or answer.outcome == LeaseReply.OUTCOME_ENDED
 
     def give(self, worker: Worker) -> None:
         lease_id = self.random.choice(list(worker.held))
@@ -127,11 +128,11 @@ class Chance:
             assert self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).accepted
             worker.claimed[lease_id] = leased
 
-    def deliver(self, worker: Worker, all_of: list[Leased]) -> None:
+    def deliver(self, worker: Worker, all_of: list[LeaseReply]) -> None:
         """A worker delivers portions, now and then twice."""
         self.stages += 1
-        leases = [leased.lease_id for leased in all_of]
-        examples = sum(leased.portion.num_examples for leased in all_of)
+        leases = [leased.portion.lease_id for leased in all_of]
+        examples = sum(examples_of(leased) for leased in all_of)
         loss = float(sum(range_sum(leased) for leased in all_of))
         for _ in range(self.random.choice((1, 1, 2))):
             delivery = self.queue.deliver(
@@ -165,10 +166,10 @@ class Chance:
             queue = copy.deepcopy(self.queue, {id(lock): lock})
             asking = queue._enter(worker.name, worker.incarnation)
             answer = queue._answer(asking, worker.pass_, passes=self.passes, now=self.now)
-            assert isinstance(answer, NothingNow), f"{worker.name} sleeps, and would get {answer}"
+            assert answer.outcome == LeaseReply.OUTCOME_NOTHING_NOW, f"{worker.name} sleeps, and would get {answer}"
 
 
-def range_sum(leased: Leased) -> int:
+def range_sum(leased: LeaseReply) -> int:
     """A loss of a portion that tells which examples are in it."""
     return sum(range(leased.portion.start, leased.portion.stop))
 
@@ -287,14 +288,14 @@ def test_threads_share_passes_and_none_sleeps_for_ever():
             while True:
                 woken = threading.Event()
                 answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set)
-                while isinstance(answer, NothingNow):
+                while answer.outcome == LeaseReply.OUTCOME_NOTHING_NOW:
                     assert woken.wait(60), f"{name} sleeps: {queue.progress()}"
                     woken.clear()
                     answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set, announced=True)
-                if not isinstance(answer, Leased):
+                if not is_leased(answer):
                     break
-                examples = answer.portion.num_examples
-                done = queue.deliver(name, 1, [answer.lease_id], example_count=examples, now=time.monotonic())
+                examples = examples_of(answer)
+                done = queue.deliver(name, 1, [answer.portion.lease_id], example_count=examples, now=time.monotonic())
                 assert done.accepted
 
     with ThreadPoolExecutor(8) as pool:
