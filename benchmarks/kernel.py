@@ -39,8 +39,7 @@ from measure import write_results
 
 from pyps import _kernels
 from pyps.core.arrays import aligned_copy, aligned_zeros
-from pyps.core.gradient import NATIVE
-from pyps.core.plan import Reply
+from pyps.core.gradient import NATIVE, Reply
 from pyps.core.rules import RULES, UpdateRule, validate
 from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.partition import DEFAULT_SHARD_SIZE

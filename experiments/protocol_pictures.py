@@ -22,8 +22,7 @@ from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.simulation.event import Kind
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.simulation import Simulation
-from pyps.simulation.worker import Computed, Step, WorkerPlan, normal
+from pyps.simulation.simulation import Computed, Simulation, Step, WorkerPlan, normal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

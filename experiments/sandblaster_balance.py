@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.sandblaster_crew import Span, VirtualCrew
-from pyps.simulation.worker import Timing, normal
+from pyps.simulation.simulation import Timing, normal
 
 WORKERS = 20
 # So many of them are SLOWDOWN times as slow; the others' speeds are exp(SPEED_SPREAD N(0, 1)).

@@ -16,14 +16,23 @@ import numpy as np
 
 from pyps.core.arrays import Floats
 from pyps.simulation.event import Scheduler
-from pyps.simulation.worker import Timing
-from pyps.work import DataSpec, Leased, Portion, WorkQueue
-from pyps_wire.work_pb2 import AwaitPassReply
+from pyps.simulation.simulation import Timing
+from pyps.work import DataSpec, Portion, WorkQueue
+from pyps_wire.work_pb2 import AwaitPassReply, LeaseReply
 
 COORDINATOR_EPOCH = 1
 INCARNATION = 1
 # A coordinated queue takes nothing away from a worker that is only slow.
 STALL_SECONDS = 3600.0
+
+
+def portion_of(leased: LeaseReply) -> Portion:
+    return Portion(leased.portion.portion_id, leased.portion.start, leased.portion.stop, leased.portion.lease_id)
+
+
+def pass_of(leased: LeaseReply) -> int:
+    # The field's name is a keyword of Python's.
+    return int(getattr(leased, "pass"))
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Worker:
     pulled_in: int = -1
     parameters: Floats | None = None
     # Claimed portions that are not yet laid aside.
-    claimed: list[Leased] = field(default_factory=list)
+    claimed: list[LeaseReply] = field(default_factory=list)
     gradient: Floats | None = None
     loss_sum: float = 0.0
 
@@ -168,34 +177,34 @@ class VirtualCrew:
         """Leases a portion and computes it, or lays aside what is claimed and waits."""
         self.messages["lease"] += 1
         answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now)
-        if not isinstance(answer, Leased) and worker.claimed:
+        if answer.outcome != LeaseReply.OUTCOME_LEASED and worker.claimed:
             self._deliver(worker)
             self.messages["lease"] += 1
             answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now)
-        if not isinstance(answer, Leased):
+        if answer.outcome != LeaseReply.OUTCOME_LEASED:
             wake = partial(self._scheduler.at, 0.0, partial(self._ask, worker), worker_id=worker.worker_id)
             answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now, wake=wake)
-        if isinstance(answer, Leased):
+        if answer.outcome == LeaseReply.OUTCOME_LEASED:
             self._begin(worker, answer)
 
-    def _begin(self, worker: Worker, leased: Leased) -> None:
-        if worker.pulled_in != leased.pass_:
+    def _begin(self, worker: Worker, leased: LeaseReply) -> None:
+        if worker.pulled_in != pass_of(leased):
             # What was claimed in a pass that is over is void.
             self._forget(worker)
-            worker.pulled_in = leased.pass_
+            worker.pulled_in = pass_of(leased)
             self.messages["pull"] += 1
             if self._numerics is not None:
                 worker.parameters = self._numerics.pull()
-        seconds = leased.portion.num_examples * worker.timing(worker.portions, worker.random)
+        seconds = portion_of(leased).num_examples * worker.timing(worker.portions, worker.random)
         worker.portions += 1
         ends = partial(self._end, worker, leased, self.now)
         self._scheduler.at(self.now + seconds, ends, worker_id=worker.worker_id)
 
-    def _end(self, worker: Worker, leased: Leased, started: float) -> None:
+    def _end(self, worker: Worker, leased: LeaseReply, started: float) -> None:
         self.messages["claim"] += 1
-        claim = self.queue.claim(worker.worker_id, INCARNATION, leased.lease_id, now=self.now)
+        claim = self.queue.claim(worker.worker_id, INCARNATION, leased.portion.lease_id, now=self.now)
         self.spans.append(
-            Span(worker.worker_id, leased.pass_, leased.portion, started, self.now, counted=claim.accepted)
+            Span(worker.worker_id, pass_of(leased), portion_of(leased), started, self.now, counted=claim.accepted)
         )
         if claim.accepted:
             self._gather(worker, leased)
@@ -203,11 +212,11 @@ class VirtualCrew:
             self._deliver(worker)
         self._ask(worker)
 
-    def _gather(self, worker: Worker, leased: Leased) -> None:
+    def _gather(self, worker: Worker, leased: LeaseReply) -> None:
         worker.claimed.append(leased)
         if self._numerics is not None:
             assert worker.parameters is not None
-            computed = self._numerics.compute(worker.parameters, leased.portion)
+            computed = self._numerics.compute(worker.parameters, portion_of(leased))
             worker.loss_sum += computed.loss_sum
             worker.gradient = computed.gradient if worker.gradient is None else worker.gradient + computed.gradient
 
@@ -216,15 +225,17 @@ class VirtualCrew:
         first = min(worker.claimed, key=lambda leased: leased.portion.portion_id)
         self.messages["stage"] += 1
         if self._numerics is not None and worker.gradient is not None:
-            self._numerics.stage(Stage(first.pass_, first.lease_id, first.portion.portion_id, worker.gradient))
+            self._numerics.stage(
+                Stage(pass_of(first), first.portion.lease_id, first.portion.portion_id, worker.gradient)
+            )
         self.messages["deliver"] += 1
         self.queue.deliver(
             worker.worker_id,
             INCARNATION,
-            [leased.lease_id for leased in worker.claimed],
-            stage_id=first.lease_id,
+            [leased.portion.lease_id for leased in worker.claimed],
+            stage_id=first.portion.lease_id,
             loss_sum=worker.loss_sum,
-            example_count=sum(leased.portion.num_examples for leased in worker.claimed),
+            example_count=sum(portion_of(leased).num_examples for leased in worker.claimed),
             now=self.now,
         )
         self._forget(worker)

@@ -19,7 +19,7 @@ from experiments.sandblaster_servers import NUM_SERVERS, LocalServers, coordinat
 from pyps.cli.coordination.link import Traffic
 from pyps.cli.coordination.settings import CoordinationSettings
 from pyps.lbfgs.optimizer import IterationReport
-from pyps.simulation.worker import normal
+from pyps.simulation.simulation import normal
 from pyps.work.portions import Portion
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire import vector_machine_pb2 as machine

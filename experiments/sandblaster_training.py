@@ -22,10 +22,9 @@ from pyps.core import protocols, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
 from pyps.lbfgs.optimizer import IterationReport
-from pyps.simulation import worker
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.simulation import Simulation
-from pyps.simulation.worker import normal
+from pyps.simulation.simulation import Computed as StepResult
+from pyps.simulation.simulation import Simulation, Step, WorkerPlan, normal
 from pyps.work.portions import Portion
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -137,13 +136,13 @@ def _downpour(trial: Trial, digits: Digits, first: Floats) -> Iterator[Point]:
     rule = "adagrad" if trial.method == DOWNPOUR else "sgd"
     settings = RuleSettings.make(rule, ({"learning_rate": trial.rate},))
 
-    def compute(step: worker.Step) -> worker.Computed:
+    def compute(step: Step) -> StepResult:
         batch = step.random.integers(digits.num_examples, size=BATCH_SIZE)
         gradient = digits_network.loss_gradient(step.parameters[0], digits.images[batch], digits.labels[batch])
-        return worker.Computed({0: gradient}, examples=BATCH_SIZE)
+        return StepResult({0: gradient}, examples=BATCH_SIZE)
 
     seconds = normal(BATCH_SIZE * EXAMPLE_SECONDS, variation=TIME_VARIATION)
-    plans = [worker.WorkerPlan(f"w{index:03}", seconds) for index in range(trial.workers)]
+    plans = [WorkerPlan(f"w{index:03}", seconds) for index in range(trial.workers)]
     server = ServerPlan(expected_workers=trial.workers)
     simulation = Simulation([first], settings, behaviour, plans, compute, server=server, seed=trial.seed)
     (shard,) = simulation.shards

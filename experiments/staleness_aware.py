@@ -42,8 +42,14 @@ from pyps.core.behaviour import Behaviour  # noqa: E402
 from pyps.core.receipt import Outcome  # noqa: E402
 from pyps.core.rule_settings import RuleSettings  # noqa: E402
 from pyps.simulation.server import ServerPlan  # noqa: E402
-from pyps.simulation.simulation import Simulation  # noqa: E402
-from pyps.simulation.worker import Compute, Computed, Step, WorkerPlan, normal  # noqa: E402
+from pyps.simulation.simulation import (  # noqa: E402
+    Compute,
+    Computed,
+    Simulation,
+    Step,
+    WorkerPlan,
+    normal,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,9 +20,8 @@ from pyps.config import ServerConfig, resolve
 from pyps.core import protocols, schedule, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Extent, Gradient, PayloadKind
+from pyps.core.gradient import Extent, Gradient, PayloadKind, PushPlan, Reply
 from pyps.core.ledger import Ledger
-from pyps.core.plan import PushPlan, Reply
 from pyps.core.protocols.base import Aggregation, Arrival, Contribution, Pending
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.recorder import Completed, Configured, Event, Pushed, Updated

@@ -18,8 +18,7 @@ from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.simulation import Simulation
-from pyps.simulation.worker import Compute, Computed, Step, Timing, WorkerPlan, fixed
+from pyps.simulation.simulation import Compute, Computed, Simulation, Step, Timing, WorkerPlan, fixed
 from shards import Log
 
 

@@ -35,7 +35,7 @@ import grpc
 from pyps import _kernels, logs
 from pyps.cli.main import app
 from pyps.config import ServerConfig, flag_name, resolve
-from pyps.launcher.ports import free_port
+from pyps.launcher.job import free_port
 from pyps.service.report import Addresses
 from pyps.service.server import Server
 from pyps_wire import inspector_pb2 as pb

@@ -12,7 +12,7 @@ import numpy as np
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps_wire.codecs import CODECS, FLOAT32, Codec
-from pyps_wire.errors import InvalidArgument, WrongSize
+from pyps_wire.errors import InvalidArgument, ServerUnavailable, WrongSize
 
 # The codecs that kernels read and write. Payloads in others become float32 first.
 NATIVE = tuple(CODECS[number] for number in _kernels.CODECS.values())
@@ -257,3 +257,40 @@ def _require_extents(extents: tuple[Extent, ...], *, shard_length: int) -> None:
         end = offset + length
     if end > shard_length:
         raise WrongSize(f"the last extent ends at {end}; the shard has {shard_length} parameters")
+
+
+class Reply(NamedTuple):
+    """Memory for a shard's parameters: `length` numbers of the codec from `offset` on, in bytes.
+
+    A bytes object must have no other reader yet.
+    """
+
+    buffer: bytes | bytearray | memoryview
+    offset: int
+    codec: Codec
+
+
+class SharedMemory:
+    """Memory that a worker shares, for a gradient or a reply. Once detached, the worker may overwrite it."""
+
+    attached = True
+
+    def require_attached(self) -> None:
+        """Raise ServerUnavailable once the worker's connection has ended: its call is over."""
+        if not self.attached:
+            raise ServerUnavailable("the worker's memory is attached no longer")
+
+
+class PushPlan(NamedTuple):
+    """One shard's part of a push."""
+
+    shard_id: int
+    gradient: Gradient
+    # Where parameters go that are newer than the worker's; None for a push that brings none back.
+    reply: Reply | None = None
+    # The version that the worker holds; -1 for none, and for one of another epoch.
+    held_version: int = -1
+    # The worker's shared memory, if gradient or reply lie there.
+    memory: SharedMemory | None = None
+    # The worker's secret.
+    secret: bytes = b""

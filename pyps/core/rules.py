@@ -16,8 +16,7 @@ import numpy as np
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import PayloadKind
-from pyps.core.plan import Reply
+from pyps.core.gradient import PayloadKind, Reply
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import UnsupportedOptimizer
 

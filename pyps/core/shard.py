@@ -13,9 +13,19 @@ from pyps.core import verdict
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.effects import ParkedCalls, Wake, wake_all
-from pyps.core.gradient import FINITE, Finding, Gradient, PayloadKind, norm_of, require_kind, require_rate, scan
+from pyps.core.gradient import (
+    FINITE,
+    Finding,
+    Gradient,
+    PayloadKind,
+    Reply,
+    SharedMemory,
+    norm_of,
+    require_kind,
+    require_rate,
+    scan,
+)
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
-from pyps.core.plan import Reply, SharedMemory
 from pyps.core.protocols.base import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder

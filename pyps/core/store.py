@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.effects import Wake
-from pyps.core.gradient import Finding, Gradient, PayloadKind
+from pyps.core.gradient import Finding, Gradient, PayloadKind, Reply, SharedMemory
 from pyps.core.ledger import LedgerState
-from pyps.core.plan import Reply, SharedMemory
 from pyps.core.protocols.base import Contribution
 from pyps.core.receipt import Receipt
 from pyps.core.roster import Roster

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pyps.core.gradient import Extent, Gradient, PayloadKind
-from pyps.core.plan import Reply
+from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply
 from pyps.core.protocols.base import Contribution, Part
 from pyps.core.rules import BoundRule, WeightedGradient
 

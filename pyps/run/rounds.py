@@ -18,6 +18,7 @@ from pyps.core.gradient import (
     Finding,
     Gradient,
     PayloadKind,
+    PushPlan,
     made_native,
     require_kind,
     require_possible_version,
@@ -26,7 +27,6 @@ from pyps.core.gradient import (
 )
 from pyps.core.membership import Membership
 from pyps.core.pacing import Free, StepGate
-from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster

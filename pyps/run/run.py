@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from pyps import __version__, logs
 from pyps.core.behaviour import Behaviour
 from pyps.core.election import Election
-from pyps.core.gradient import Finding, Gradient, scan
+from pyps.core.gradient import Finding, Gradient, PushPlan, scan
 from pyps.core.membership import Membership, WorkerInfo
-from pyps.core.plan import PushPlan
 from pyps.core.protocols import brought_policy
 from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings

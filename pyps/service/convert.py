@@ -10,8 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
-from pyps.core.gradient import Extent, Gradient, PayloadKind, require_few_extents
-from pyps.core.plan import PushPlan, Reply, SharedMemory
+from pyps.core.gradient import Extent, Gradient, PayloadKind, PushPlan, Reply, SharedMemory, require_few_extents
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyps import _kernels
-from pyps.core.gradient import NATIVE
-from pyps.core.plan import Reply
+from pyps.core.gradient import NATIVE, Reply
 from pyps.core.store import Store
 from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps_wire import parameter_server_pb2 as wire

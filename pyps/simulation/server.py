@@ -10,8 +10,7 @@ from functools import partial
 from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient
-from pyps.core.plan import PushPlan
+from pyps.core.gradient import Gradient, PushPlan
 from pyps.core.receipt import Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import RunRecorder

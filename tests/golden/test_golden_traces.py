@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.worker import WorkerPlan, fixed
+from pyps.simulation.simulation import WorkerPlan, fixed
 from simulated import Cluster, cluster, worker_plans
 
 FOLDER = Path(__file__).parent

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import Floats
-from pyps.core.plan import PushPlan
+from pyps.core.gradient import PushPlan
 from pyps.core.receipt import Outcome
 from pyps.core.rules import SGD, BoundRule, Slots, UpdateRule
 from pyps.core.shard import Shard
 from pyps.run.run import Run
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.worker import Computed, Step, fixed
+from pyps.simulation.simulation import Computed, Step, fixed
 from pyps_wire.partition import Model, Tensor
 from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together, serving
 from simulated import cluster, worker_plans

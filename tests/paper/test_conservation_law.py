@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
-from pyps.simulation.worker import exponential
+from pyps.simulation.simulation import exponential
 from simulated import Cluster, cluster, worker_plans
 
 PROTOCOLS = (

@@ -10,7 +10,7 @@ import pytest
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.worker import WorkerPlan, fixed, lognormal
+from pyps.simulation.simulation import WorkerPlan, fixed, lognormal
 from shards import pull, replay
 from simulated import Cluster, cluster, name, noisy, worker_plans
 

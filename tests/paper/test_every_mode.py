@@ -18,7 +18,7 @@ from pyps.core.rules import RULES, validate
 from pyps.core.shard import Shard
 from pyps.core.staleness import POLICIES
 from pyps.core.store import ShardState
-from pyps.simulation.worker import Computed, Step, WorkerPlan, lognormal
+from pyps.simulation.simulation import Computed, Step, WorkerPlan, lognormal
 from pyps_wire.codecs import FLOAT32
 from shards import digest, gradient, replay, roster
 from simulated import Cluster, cluster, name, noisy

@@ -10,9 +10,18 @@ import pytest
 from sklearn.datasets import load_digits
 
 from pyps.core.vectors.program import GRADIENT
-from pyps.lbfgs.line_search import Found, Line, LineSearch, Start
 from pyps.lbfgs.machine import DIRECTION, VECTORS, Evaluation, allocate, dot
-from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary, quasi_newton
+from pyps.lbfgs.optimizer import (
+    Found,
+    IterationReport,
+    Lbfgs,
+    LbfgsSettings,
+    Line,
+    LineSearch,
+    Start,
+    Summary,
+    quasi_newton,
+)
 from pyps.lbfgs.resume import Pair
 from pyps_wire.errors import NotFinite
 from sandblaster import NUM_PORTIONS, Doubles, Passes, PortionLoss, VectorWorld, rosenbrock, rosenbrock_start

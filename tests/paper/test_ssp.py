@@ -15,7 +15,7 @@ import pytest
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.worker import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal
+from pyps.simulation.simulation import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal
 from simulated import Cluster, cluster, name, noisy, worker_plans
 
 L = 5

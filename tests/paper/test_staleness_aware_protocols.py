@@ -10,7 +10,7 @@ import pytest
 
 from pyps.core.arrays import Floats
 from pyps.core.receipt import Outcome
-from pyps.simulation.worker import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal, normal
+from pyps.simulation.simulation import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal, normal
 from simulated import Cluster, cluster, noisy, worker_plans
 
 L = 30

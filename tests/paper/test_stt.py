@@ -10,7 +10,7 @@ import pytest
 
 from pyps.core.arrays import Floats
 from pyps.simulation.event import Kind
-from pyps.simulation.worker import Computed, Step, WorkerPlan, fixed, lognormal, scripted
+from pyps.simulation.simulation import Computed, Step, WorkerPlan, fixed, lognormal, scripted
 from shards import gradient, make_shard, pull, push, roster
 from simulated import cluster, name, worker_plans
 

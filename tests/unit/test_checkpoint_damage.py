@@ -14,10 +14,9 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from pyps.storage.checkpoint import MANIFEST, Checkpoint, CheckpointDamaged, CheckpointError
+from pyps.storage.checkpoint import MANIFEST, Checkpoint, CheckpointDamaged, CheckpointError, TensorReader
 from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder, newest
-from pyps.storage.tensor_file import TensorReader
 from shards import adagrad_shards, checkpoint_folder, make_shard, push, restored_run, waiting, write_checkpoint
 
 folder = checkpoint_folder

@@ -12,7 +12,7 @@ import pytest
 
 from pyps import logs
 from pyps.cli.run import PrefixedOutput, attention_only
-from pyps.launcher import ports
+from pyps.launcher import job
 from pyps.launcher.environment import START_SECONDS, Group, JobSettings, visible_gpus, worker_environment
 from support import ROOT
 
@@ -125,40 +125,40 @@ def test_python_means_the_launcher_s_own_unless_an_environment_is_active():
 
 
 def first_ephemeral() -> int:
-    return int(ports.EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
+    return int(job.EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
 
 
 def use_range(text: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "ip_local_port_range"
     if text is not None:
         file.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+    monkeypatch.setattr(job, "EPHEMERAL_RANGE", file)
 
 
 def test_a_port_lies_below_those_that_the_system_gives_away():
-    if first_ephemeral() <= ports.LOWEST:
+    if first_ephemeral() <= job.PORT_MIN:
         pytest.skip("this machine gives nearly all its ports away")
 
-    assert all(ports.LOWEST <= ports.free_port() < first_ephemeral() for _ in range(20))
+    assert all(job.PORT_MIN <= job.free_port() < first_ephemeral() for _ in range(20))
 
 
 def test_a_port_that_is_taken_or_promised_is_not_given(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
-        monkeypatch.setattr(ports, "LOWEST", taken)
+        monkeypatch.setattr(job, "PORT_MIN", taken)
         # Room for one port alone.
         use_range(f"{taken + 1}\t60999\n", tmp_path, monkeypatch)
 
-        assert ports.free_port() != taken
+        assert job.free_port() != taken
 
-    assert ports.free_port() == taken
-    assert ports.free_port(but={taken}) != taken
+    assert job.free_port() == taken
+    assert job.free_port(but={taken}) != taken
 
 
 def test_without_room_below_any_free_port_is_given(tmp_path, monkeypatch):
     for text in (None, "", "1024\t65535\n"):
         use_range(text, tmp_path, monkeypatch)
-        with socket.create_server(("127.0.0.1", ports.free_port())) as listener:
+        with socket.create_server(("127.0.0.1", job.free_port())) as listener:
             assert listener.getsockname()[1]
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pyps.launcher import JobSettings
+from pyps.launcher.job import Replicas
 from pyps.launcher.process import ChildProcess
-from pyps.launcher.replica import Replicas
 from support import wait_until
 
 # Programs of a process: how it ends, or what it takes to end it.

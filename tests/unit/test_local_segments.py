@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pyps.config import ServerConfig
-from pyps.core.gradient import Gradient
-from pyps.core.plan import Reply
+from pyps.core.gradient import Gradient, Reply
 from pyps.service.shm import listener
 from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
 from pyps_wire.codecs import FLOAT32

@@ -5,7 +5,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load, load_file, save
 
-from pyps.storage.tensor_file import TensorFile, TensorReader
+from pyps.storage.checkpoint import TensorFile, TensorReader
 
 
 def test_the_library_reads_what_was_written_in_parts(tmp_path):

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from threading import Lock
 
-from pyps.core.gradient import Finding, Gradient, first_of, require_few_extents
-from pyps.core.plan import PushPlan
+from pyps.core.gradient import Finding, Gradient, PushPlan, first_of, require_few_extents
 from pyps.core.store import Pushed, Store
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES

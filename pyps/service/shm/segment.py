@@ -13,9 +13,8 @@ from threading import Lock
 from typing import NamedTuple
 
 from pyps import logs
-from pyps.core.gradient import NATIVE
+from pyps.core.gradient import NATIVE, Reply, SharedMemory
 from pyps.core.membership import Membership
-from pyps.core.plan import Reply, SharedMemory
 from pyps.core.store import Store
 from pyps.service import convert
 from pyps_wire import common_pb2 as common

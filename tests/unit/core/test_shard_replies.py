@@ -12,8 +12,7 @@ import pytest
 from pyps import _kernels
 from pyps.core import shard as shard_module
 from pyps.core.arrays import Floats
-from pyps.core.gradient import NATIVE, Extent, Finding, Gradient, scan
-from pyps.core.plan import Reply
+from pyps.core.gradient import NATIVE, Extent, Finding, Gradient, Reply, scan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard

@@ -7,8 +7,7 @@ import pytest
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import NATIVE, Extent, PayloadKind
-from pyps.core.plan import Reply
+from pyps.core.gradient import NATIVE, Extent, PayloadKind, Reply
 from pyps.core.protocols.base import Contribution, Part
 from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing

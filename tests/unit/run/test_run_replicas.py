@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pyps.core.gradient import Gradient
-from pyps.core.plan import PushPlan
+from pyps.core.gradient import Gradient, PushPlan
 from pyps.core.receipt import Outcome
 from pyps.run.content import ReadyContent
 from pyps.run.handshake import Greeting, Opening

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Finding, Gradient, first_of
-from pyps.core.plan import PushPlan, Reply
+from pyps.core.gradient import Finding, Gradient, PushPlan, Reply, first_of
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.recorder import Pulled
 from pyps.storage.replay import ShardLog, log_paths, replay

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import PayloadKind
-from pyps.core.plan import PushPlan
+from pyps.core.gradient import PayloadKind, PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ScheduleOwned, WaitTimedOut

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pyps.simulation.event import Kind, Scheduler
-from pyps.simulation.worker import Computed, Step, WorkerPlan, exponential, fixed, lognormal, normal, scripted
+from pyps.simulation.simulation import Computed, Step, WorkerPlan, exponential, fixed, lognormal, normal, scripted
 from simulated import cluster, noisy, ones, worker_plans
 
 

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from pyps.lbfgs.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
-from pyps.lbfgs.optimizer import LbfgsSettings
+from pyps.lbfgs.optimizer import Armijo, Found, LbfgsSettings, LineSearch, Start, StrongWolfe
 from shards import refusal
 
 Curve = Callable[[float], tuple[float, float]]
