@@ -105,10 +105,7 @@ class Handshake:
         # The run's name is known at the latest after `join`.
         worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
         self.sender = Sender(
-            run_id=launch.run_id,
-            worker_id=worker_id,
-            incarnation=time.time_ns(),
-            secret=launch.worker_key.encode(),
+            run_id=launch.run_id, worker_id=worker_id, incarnation=time.time_ns(), secret=launch.worker_key.encode()
         )
         self._is_worker = partition is not None
         self._parts = parts
@@ -126,10 +123,7 @@ class Handshake:
         self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
 
     def join(
-        self,
-        connections: Sequence[Connection],
-        initial: Callable[[], Values] | None,
-        stop: threading.Event,
+        self, connections: Sequence[Connection], initial: Callable[[], Values] | None, stop: threading.Event
     ) -> list[HelloReply]:
         """Join the servers, server 0 first, waiting for them and for the run; create the run where elected.
 
@@ -350,10 +344,7 @@ class Handshake:
         )
         self.partition = own_partition(self.whole, self._parts, self._peers)
         self._joined, contacts = True, self.contacts
-        return [
-            first,
-            *(self._checked(each, self.hello_patiently(each)) for each in others if each.index in contacts),
-        ]
+        return [first, *(self._checked(each, self.hello_patiently(each)) for each in others if each.index in contacts)]
 
     def _request(self, server_index: int) -> HelloRequest:
         request = HelloRequest(

@@ -387,12 +387,7 @@ class Outgoing:
                 lost()
 
     def _early_message(
-        self,
-        early: EarlyShards,
-        messages: Mapping[int, PushRequest],
-        under_way: set[int],
-        *,
-        begins: bool = False,
+        self, early: EarlyShards, messages: Mapping[int, PushRequest], under_way: set[int], *, begins: bool = False
     ) -> tuple[PushRequest, Buffer] | None:
         """Return the next message that may be sent; None where there is none in this round."""
         shard_id = early.next(self.waiting, under_way, begins=begins)
@@ -514,11 +509,7 @@ def pushed_parts(
 
 
 def norm_of(
-    parts: Iterable[Part],
-    vectors: Sequence[npt.NDArray[Any]],
-    *,
-    kinds: Sequence[int],
-    encoder: Encoder,
+    parts: Iterable[Part], vectors: Sequence[npt.NDArray[Any]], *, kinds: Sequence[int], encoder: Encoder
 ) -> float:
     """Return the Euclidean norm of a push's gradients as they travel, without deltas. Summed in float64."""
     total = 0.0

@@ -29,12 +29,7 @@ def dtype_of(codec: Codec, *, converted: bool) -> np.dtype[Any]:
 
 
 def check_vectors(
-    vectors: Sequence[npt.NDArray[Any]],
-    model: Model,
-    dtype: np.dtype[Any],
-    *,
-    what: str,
-    writable: bool = False,
+    vectors: Sequence[npt.NDArray[Any]], model: Model, dtype: np.dtype[Any], *, what: str, writable: bool = False
 ) -> None:
     """Raise WrongSize for vectors that do not fit the model's groups; nothing is converted silently."""
     if len(vectors) != model.num_groups:

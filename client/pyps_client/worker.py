@@ -246,11 +246,7 @@ class Worker:
         return self._pushes.norm(plan)
 
     def pull(
-        self,
-        vectors: Vectors,
-        *,
-        min_versions: Mapping[int, int] | None = None,
-        wait_seconds: float | None = None,
+        self, vectors: Vectors, *, min_versions: Mapping[int, int] | None = None, wait_seconds: float | None = None
     ) -> set[int]:
         """Write parameters newer than `held_versions` into `vectors` (one a group); return the changed shards' ids.
 

@@ -282,9 +282,7 @@ class PortionComputation(PortionGradient):
 
 
 def loss_function(
-    model: torch.nn.Module,
-    loss: Callable[..., Any] | None,
-    loss_of: Callable[[Any, Any], Any] | None,
+    model: torch.nn.Module, loss: Callable[..., Any] | None, loss_of: Callable[[Any, Any], Any] | None
 ) -> Callable[[Any], Any]:
     """Return a function of a batch's loss, from either of the two forms that a user may give."""
     if (loss is None) == (loss_of is None):

@@ -146,9 +146,7 @@ class GrpcChannel(Transport):
 
     def _unary(self, method: str, request: Message, reply: type[Reply]) -> Any:
         return self._grpc.unary_unary(
-            METHODS[method],
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply.FromString,
+            METHODS[method], request_serializer=type(request).SerializeToString, response_deserializer=reply.FromString
         )
 
     def _stream(self, method: str) -> Stream:
