@@ -207,7 +207,7 @@ class Client:
         values = self._parameters
         if values.dtype != np.float32:
             values = self._pull_codec.decode(values.view(np.uint8).data, values.size)
-        return split_tensors(self._model, [values])
+        return split_tensors(self._model, [values.copy()])
 
     def _enter_step(self) -> None:
         """Wait for permission to begin the next step, once, where the protocol grants steps."""
@@ -334,7 +334,7 @@ class Observer:
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the newest parameters by tensor name, in new arrays; each shard of one version."""
         read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._receivers_into, poll=LongPoll(0.0))
-        return split_tensors(self.model, self._vectors)
+        return split_tensors(self.model, [vector.copy() for vector in self._vectors])
 
     def figures(self, every_seconds: float = 10.0) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the run's update and its figures by name (docs/trackers.md), now and after each pause.
@@ -388,15 +388,15 @@ class Observer:
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return copies of a model's tensors from its groups' vectors by name, blocks joined; missing blocks are NaN."""
+    """Return a model's tensors by name, as views of its groups' vectors; blocks are copied into one, NaN for others."""
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for tensor, begin in _places(model):
         values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
-        if not tensor.whole_shape:
-            tensors[tensor.name] = values.copy()
-            continue
-        whole = tensors.setdefault(tensor.name, np.full(tensor.whole_shape, np.nan, np.float32))
-        whole[place(tensor.offset, tensor.shape)] = values
+        if tensor.whole_shape:
+            whole = tensors.setdefault(tensor.name, np.full(tensor.whole_shape, np.nan, np.float32))
+            whole[place(tensor.offset, tensor.shape)] = values
+        else:
+            tensors[tensor.name] = values
     return tensors
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -26,9 +25,8 @@ from pyps_client.torch.memory import (
     recorded_event,
     tensor_over,
 )
-from pyps_wire import blocks
 from pyps_wire.errors import InvalidArgument
-from pyps_wire.partition import ShardRange, Tensor
+from pyps_wire.partition import ShardRange
 
 # torch's count of a tensor's writes.
 _version = attrgetter("_version")
@@ -121,11 +119,6 @@ class Parameters:
 
     def note_read(self) -> None:
         self._events += map(recorded_event, self._streams)
-
-    def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
-        """Return the tensors in such vectors by name, on the CPU; views of the vectors, unless a tensor has blocks."""
-        places = places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
-        return _joined(zip(self._layout.model.tensors, places, strict=True))
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -377,18 +370,6 @@ def _sample_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     memory = memoryview((ctypes.c_char * (count * size)).from_address(tensor.data_ptr()))
     numbers: npt.NDArray[Any] = np.frombuffer(memory, np.dtype(f"V{size}"))
     return numbers[:: max(1, count // NUM_SAMPLES)]
-
-
-def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return tensors by name; the blocks of a tensor become one new tensor."""
-    by_name: dict[str, torch.Tensor] = {}
-    for tensor, values in tensors:
-        if tensor.whole_shape:
-            whole = by_name.setdefault(tensor.name, values.new_full(tensor.whole_shape, math.nan))
-            whole[blocks.place(tensor.offset, tensor.shape)] = values
-        else:
-            by_name[tensor.name] = values
-    return by_name
 
 
 def initial_values(layout: Layout) -> Callable[[ShardRange], npt.NDArray[np.float32]]:

@@ -25,6 +25,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from pyps_client.arrays import split_tensors
 from pyps_client.log import logger
 from pyps_client.pull import LeaseCall
 from pyps_client.push import Plan
@@ -267,7 +268,8 @@ class Steps:
         """Return the servers' present parameters by name. The model keeps its own until the next pull."""
         vectors = [np.empty(size, np.float32) for size in self.layout.model.group_sizes]
         self.session.snapshot(vectors)
-        return self.parameters.tensors_of(vectors)
+        tensors = split_tensors(self.layout.model, vectors)
+        return {name: torch.from_numpy(values) for name, values in tensors.items()}
 
     def hand_out_gradients(self) -> None:
         """Let the next minibatch's gradients be computed in the memory that is pushed from, where it goes alone.
