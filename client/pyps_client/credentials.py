@@ -17,9 +17,6 @@ _PROBE_SECONDS = 3.0
 _SIGNS = ("handshake failed", "verification check failed", "socket closed", "connection reset", "missing selected alpn")
 # OpenSSL's reason for a file that is no PEM, where it gives one.
 _NO_PEM = "NO_CERTIFICATE_OR_CRL_FOUND"
-_KEYS = "gRPC takes RSA, P-256 and P-384"
-# OpenSSL's numbers of what is wrong with a certificate.
-_NOT_YET, _EXPIRED, _NAMES, _SIGNERS = 9, 10, (62, 64), (18, 19, 20, 21)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -337,10 +337,6 @@ def _tell_of_no_name() -> None:
     )
 
 
-def _flag(text: str) -> bool:
-    return _one_of(_YES + _NO, text.lower()) in _YES
-
-
 def _one_of(names: Container[str], text: str) -> str:
     if text not in names:
         raise ValueError(text)
@@ -358,7 +354,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "worker_key": (str, "a line of text"),
     **dict.fromkeys(("worker_index", "worker_count", "parts", "shard_size"), (int, "a whole number")),
     **dict.fromkeys(_WAITS, (float, "a number of seconds")),
-    "use_proxy": (_flag, "yes or no"),
+    "use_proxy": (lambda text: _one_of(_YES + _NO, text.lower()) in _YES, "yes or no"),
     **dict.fromkeys(("gradient_codec", "parameter_codec"), _choice(codec_names())),
     "transport": _choice(TRANSPORTS),
 }

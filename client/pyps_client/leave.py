@@ -70,7 +70,9 @@ def expect(worker: Any, *, of: object = None) -> None:
 
     `of`: leave once this object is collected; the worker must not hold it.
     """
-    _close_at_exit()
+    # What was made before the newest worker, such as torch's process group, is there until all have left.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
     _open.add(worker)
     if of is not None:
         weakref.finalize(of, _abandoned, worker, ForkGuard()).atexit = False
@@ -190,12 +192,6 @@ def watch(lease: Any) -> None:
         return
     _pipe = pipe
     threading.Thread(target=_listen, args=(reader,), name="pyps-sigterm", daemon=True).start()
-
-
-def _close_at_exit() -> None:
-    # What was made before the newest worker, such as torch's process group, is there until all have left.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
 
 
 def _close_all() -> None:

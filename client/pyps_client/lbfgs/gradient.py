@@ -190,7 +190,9 @@ class PortionLoader:
         """
         own = self._ranges(portion)
         order = own + (self._ranges(upcoming) if upcoming is not None else [])
-        self._forget_others(order)
+        # Batches of a wrong hint.
+        for examples in self._ahead.keys() - set(order):
+            self._ahead.pop(examples).cancel()
         for place, examples in enumerate(own):
             for wanted in order[place : place + 1 + BATCHES_AHEAD]:
                 if wanted not in self._ahead:
@@ -207,11 +209,6 @@ class PortionLoader:
     def _ranges(self, portion: Portion) -> list[range]:
         begins = range(portion.start, portion.stop, self._batch_size)
         return [range(begin, min(begin + self._batch_size, portion.stop)) for begin in begins]
-
-    def _forget_others(self, wanted: Sequence[range]) -> None:
-        """Drop batches of a wrong hint."""
-        for examples in self._ahead.keys() - set(wanted):
-            self._ahead.pop(examples).cancel()
 
     def _read(self, examples: range) -> Any:
         # With a generator of its own it draws nothing from the program's.

@@ -157,7 +157,8 @@ class TcpLane(Transport):
                     break
         except BaseException as error:
             # The next round must not take the rest of this one for its replies.
-            self._lose(wire)
+            self.is_closed = True
+            wire.shut()
             if sending is not None:
                 # No thread may read the numbers after the return.
                 parts.abandon()
@@ -240,10 +241,6 @@ class TcpLane(Transport):
             raise
         _open.add(wire)
         return wire
-
-    def _lose(self, wire: lane.Lane) -> None:
-        self.is_closed = True
-        wire.shut()
 
     def _waited(self) -> None:
         if time.monotonic() >= self._deadline:
