@@ -88,18 +88,10 @@ class Handshake:
         peers: Group = ALONE,
         greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
-        """Prepare a handshake.
+        """`partition`: how a worker slices and places the model if it creates the run; None for an observer.
 
-        Args:
-            launch: The servers and the caller's name.
-            partition: How a worker slices and places the model if it creates the run. None for an observer.
-            parts: The parts of the model that the caller holds; () for all.
-            optimizer: A worker's optimizer.
-            device: A worker's device, for people.
-            codecs: How a worker's gradients and the parameters travel.
-            peers: The processes of the caller's replica.
-            greeted: Called with each reply to a worker's Hello, on any thread: from then on the server expects
-                heartbeats.
+        `parts`: of the model, which the caller holds; () for all. `codecs`: of gradients, and of parameters. `greeted`
+        is called with each reply to a worker's Hello, on any thread: from then on the server expects heartbeats.
         """
         self.launch = launch
         # The run's name is known at the latest after `join`.
@@ -153,13 +145,7 @@ class Handshake:
     def hello(
         self, connection: Connection, channel: GrpcChannel, timeout_seconds: float, *, asks_only: bool = False
     ) -> HelloReply:
-        """Say Hello once, as an observer if it `asks_only`.
-
-        Raises:
-            InvalidArgument: The server does not know a codec.
-            LimitExceeded: The server takes no message as long as a shard.
-            ModelMismatch: The server has other slices or another placement than the joined run.
-        """
+        """Say Hello once, as an observer if it `asks_only`; refuse a server that cannot serve this caller."""
         request = self._request(connection.index)
         if asks_only:
             request.role = ROLE_OBSERVER

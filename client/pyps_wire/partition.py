@@ -215,16 +215,9 @@ class Partition:
 
     @classmethod
     def of_tables(cls, model: Model, lengths: Sequence[int], *, servers: Sequence[int], num_servers: int) -> Partition:
-        """Make the partition of a whole model from its two stored tables.
+        """Make the partition of a whole model from its two stored tables: the shards' lengths, and their servers.
 
-        Args:
-            model: The model.
-            lengths: The shards' numbers of parameters, in order.
-            servers: The server of each shard.
-            num_servers: How many servers there are.
-
-        Raises:
-            InvalidArgument: The model is not whole, the lengths do not slice it, or a shard has no server.
+        Raises InvalidArgument where the model is not whole, the lengths do not slice it, or a shard has no server.
         """
         model.require_whole()
         if len(lengths) > SHARDS_MAX:
