@@ -133,7 +133,7 @@ def end_process(words: str, status: int) -> None:
 
 
 def install_process_hooks() -> None:
-    """Makes this process a worker as `pyps run` starts one, before its first client is made.
+    """Make this process a worker as `pyps run` starts one; call it before the first client is made.
 
     * An uncaught error of pyps ends it with one sentence; that one, any other and `sys.exit(1)` are reported to the
       servers as the worker's failure (`sys.excepthook`, `sys.exit`), and `raise SystemExit(1)` from Python 3.12 on.

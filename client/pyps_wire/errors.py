@@ -188,7 +188,7 @@ class NotFinite(PypsError):
 
 
 def from_status(status: str, message: str, name: str | None = None) -> PypsError:
-    """Makes the error that a call ended with: of the class named, else of the class the status stands for."""
+    """Return a call's error: of the named class, else of the status's class."""
     error_class = _BY_NAME.get(name or "") or _BY_STATUS.get(status, PypsError)
     error = error_class(message)
     if error_class is PypsError:

@@ -1,4 +1,4 @@
-"""Messages of a lane (lane.proto), sent from where their numbers lie and received where these are used."""
+"""Messages of a lane (lane.proto): numbers are sent from their own memory and received into their place."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class Lane:
     """One end of a lane, whose socket blocks. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket, *, waited: Callable[[], None] = lambda: None):
-        """`waited` is called, and may raise, while the other end has more to do: when the socket's own time limit has
-        passed, where it has one, and when a part has come."""
+        """`waited` is called while a message is under way: after each part, and at the socket's time limit. It may
+        raise."""
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What stands between forgets connections on which nothing comes for long.
+        # Routers drop connections that are idle for long.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
         self._socket = end
         self._waited = waited
-        # What has come and is not taken yet lies between these.
+        # Received bytes that are not taken yet lie between these.
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = self._stop = 0
 
     def handshake(self) -> None:
-        """Returns once both ends have shown who they are, before any message: in the clear the ticket does."""
+        """Wait until both ends are authenticated, before any message. Without TLS the ticket does that."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come that is not taken."""
+        """Whether all received bytes are taken."""
         return self._start == self._stop
 
     @property
     def has_more(self) -> bool:
-        """Whether something has come that `fill` takes without the socket."""
+        """Whether `fill` has bytes to take without the socket."""
         return not self.is_empty
 
     @property
@@ -79,7 +79,7 @@ class Lane:
         return begun is not None and PREFIX.size + begun[1] + begun[2] > len(self._ahead)
 
     def fill(self) -> None:
-        """Take in what has come, without waiting. BlockingIOError where that is nothing, LaneClosed at the end."""
+        """Take the received bytes, without waiting. BlockingIOError where there are none, LaneClosed at the end."""
         num_bytes = self._stop - self._start
         if self._start:
             self._ahead[:num_bytes] = bytes(self._ahead[self._start : self._stop])
@@ -111,7 +111,7 @@ class Lane:
             view = view[Lane._sent(self, [view]) :]
 
     def send(self, kind: int, header: bytes, payload: Buffer = b"") -> None:
-        """Sends a message, whose payload must not change meanwhile."""
+        """Send a message; its payload must not change meanwhile."""
         view = memoryview(payload).cast("B")
         first = PREFIX.pack(kind, len(header), view.nbytes) + header
         sent = 0
@@ -122,13 +122,13 @@ class Lane:
             sent += self._sent([view[sent:]])
 
     def wait(self) -> None:
-        """Returns once something has come."""
+        """Wait for the first bytes of a message."""
         while self.is_empty:
             self._start = 0
             self._stop = self._received(self._ahead)
 
     def receive(self, *, header_bytes_max: int) -> tuple[int, bytes, int]:
-        """The next message but for its payload, which is to be taken next: kind, header, and the payload's length.
+        """Return the next message without its payload: kind, header, and the payload's length. Take the payload next.
 
         LimitExceeded where the header is longer than it may be.
         """
@@ -140,7 +140,7 @@ class Lane:
         return kind, self._take(header_bytes), payload_bytes
 
     def receive_into(self, place: memoryview) -> None:
-        """Takes as many bytes as there is place, a payload or a part of it."""
+        """Fill the place with bytes of a payload."""
         at = min(self._stop - self._start, place.nbytes)
         place[:at] = self._ahead[self._start : self._start + at]
         self._start += at
@@ -150,25 +150,25 @@ class Lane:
                 self._waited()
 
     def silent_seconds(self) -> float:
-        """For how long nothing has come, by what the system tells; 0 where it tells nothing."""
+        """Return for how many seconds nothing was received, as the system reports it; 0 where it does not."""
         with suppress(AttributeError, OSError):
             told = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SILENT_AT + 4)
             return float(struct.unpack_from("I", told, _SILENT_AT)[0]) / 1000
         return 0.0
 
     def shut(self) -> None:
-        """Makes fail whatever is done with the lane, on any thread."""
+        """Let every operation on the lane fail, on any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
 
     def shut_reading(self) -> None:
-        """Makes the other end's messages end; what is to be sent still goes."""
+        """Receive no more messages; messages may still be sent."""
         self._socket.shutdown(socket.SHUT_RD)
 
     def end(self) -> None:
-        """Sends no more, and throws away what still comes until the other end closes.
+        """Send no more, and discard received bytes until the other end closes.
 
         A lane closed with bytes unread is reset, and the last message would be lost with it.
         """
@@ -177,7 +177,7 @@ class Lane:
             continue
 
     def close(self) -> None:
-        """Lets go of the socket, which no thread may use any more."""
+        """Close the socket; no thread may use it any more."""
         self._socket.close()
 
     def _take(self, count: int) -> bytes:

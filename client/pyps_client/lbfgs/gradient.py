@@ -70,7 +70,7 @@ class PortionGradient:
             self._gathered.take_back()
 
     def compute_batches(self, batches: Iterable[tuple[Any, int]]) -> float:
-        """Computes the gradient over batches, each with its number of examples; returns the sum of their losses.
+        """Compute the gradient over batches, each with its number of examples; return the sum of their losses.
 
         The gradient that was computed before is lost, unless it was kept. The sum of losses is in float64.
         """

@@ -38,8 +38,9 @@ def sandblaster(
     servers: str | Sequence[str] | None = None,
     launch: Launch | None = None,
 ) -> SandblasterResult:
-    """Computes portions of the data set for a coordinator (`pyps sandblaster`) until it ends the work; brings the last
-    parameters into the model.
+    """Compute portions of the data set for a coordinator (`pyps sandblaster`), until it ends the work.
+
+    The model gets the last parameters then.
 
         pyps_client.sandblaster(model, torch.nn.functional.cross_entropy, dataset)
 
@@ -56,7 +57,7 @@ def sandblaster(
     use more processors.
     `servers` and `launch` are as for RemoteOptimizer. What the loss raises ends this worker; others compute its
     portions. Raises a ConfigurationError for a call that is wrong, or servers that run no Sandblaster, and a
-    ConnectionFailed where servers were waited for in vain.
+    ConnectionFailed where servers did not answer in time.
     """
     leave.install_where_asked()
     launch = Launch.of(servers, launch)

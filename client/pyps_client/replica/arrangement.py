@@ -110,7 +110,7 @@ class Arrangement:
 
 
 def arrange(claims: Sequence[Sequence[Claim]], index: int, *, run: Model | None = None, shard_size: int) -> Arrangement:
-    """Makes parts of what the processes of a replica hold; `claims[k]` is process k's, `index` is this process.
+    """Arrange the tensors of a replica's processes in parts; `claims[k]` is process k's, `index` is this process.
 
     Without a `run` the processes make one: part k is what process k trains, and a tensor that several hold goes to
     the one that has the least so far. Otherwise the run's model is taken as it is cut, and each of its parts goes to a

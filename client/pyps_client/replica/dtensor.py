@@ -95,7 +95,7 @@ class ModelCut:
 
 
 def claims_of(groups: Sequence[Sequence[tuple[str, torch.Tensor]]], replica: Group) -> Claimed:
-    """Reads what this process holds of the parameters, by name, in each of the optimizer's groups.
+    """Return the parameters that this process holds, by name, in each of the optimizer's groups.
 
     All processes of a replica call it, and what one of them must refuse all refuse. Raises InvalidArgument for
     placements that no server can hold, and for names that no process has.

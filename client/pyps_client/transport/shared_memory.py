@@ -231,7 +231,7 @@ class Segment(Memory):
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where the system has no such thing, or not so much memory."""
+        """Raise OSError where the system has no memfd, or too little memory."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self.num_bytes = num_bytes
