@@ -141,6 +141,10 @@ def test_the_oldest_connections_without_a_call_end_for_newcomers(start_server, m
         ask(inspector_pb2.GetStatusRequest(), timeout=20)
         worker = stack.enter_context(WireWorker(server.data))
         worker.join(1.0)
+        stubs = [health_pb2_grpc.HealthStub(channel) for channel in (earlier[0], worker.channel)]
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for stub in stubs]
+        for watch in watches:
+            next(watch)
         for address in (server.control, server.data):
             for _ in range(100):
                 idle = stack.enter_context(socket.create_connection(address.rsplit(":", 1), timeout=20))
@@ -163,6 +167,8 @@ def test_the_oldest_connections_without_a_call_end_for_newcomers(start_server, m
         wait_until(joined, what="a place at the data port")
         ask(inspector_pb2.GetStatusRequest(), timeout=20)
         worker.push(worker.push_request(1.0))
+        # A call in a new connection would go through too.
+        assert all(watch.is_active() for watch in watches)
     server.wait_for_output("connections that made no call were ended for others")
 
 
