@@ -32,7 +32,7 @@ from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.hosting import Grpc
 from pyps.service.inspector import Inspector
-from pyps.service.lane.listener import Tcp
+from pyps.service.lane.connection import Tcp
 from pyps.service.limits import ByteBudget
 from pyps.service.metrics import MetricsServer, RunCollector
 from pyps.service.parameter_server import ParameterServer

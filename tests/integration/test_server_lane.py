@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from pyps.core.store import Pushed
-from pyps.service.lane.connection import MESSAGE_SECONDS, Connection
-from pyps.service.lane.listener import Tcp
+from pyps.service.lane.connection import MESSAGE_SECONDS, Connection, Tcp
 from pyps.service.pushing import Message
 from pyps.service.serializations import Answer
 from pyps_wire import common_pb2 as common
@@ -480,7 +479,7 @@ def test_a_large_message_has_more_time(server, worker, monkeypatch):
 
 
 def test_beyond_the_bound_no_lane_is_offered(server, worker, monkeypatch):
-    monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
+    monkeypatch.setattr("pyps.service.lane.connection.LANES_MAX", 1)
     with open_lane(worker), WireWorker(server.data, "b") as other:
         assert not other.hello().HasField("lane")
         # It may come again itself: one that is open is its own, and ends.
