@@ -303,10 +303,7 @@ class Observer:
     """
 
     def __init__(self, servers: str | Sequence[str] | None = None, *, launch: Launch | None = None) -> None:
-        """Connect to all of the run's servers, waiting for them and for the run's first parameters.
-
-        The arguments are those of Client.
-        """
+        """Connect to all of the run's servers, with the arguments of Client; wait for the run's first parameters."""
         leave.install_where_asked()
         launch = Launch.of(servers, launch)
         # This refuses "local": a new server has no run.

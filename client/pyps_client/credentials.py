@@ -21,10 +21,7 @@ _NO_PEM = "NO_CERTIFICATE_OR_CRL_FOUND"
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """A token, and files with certificates; each empty for none.
-
-    Raises InvalidArgument for certificates that do not go together.
-    """
+    """A token, and files with certificates that go together; each empty for none."""
 
     token: str = field(default="", repr=False)
     # The file that the token came from.

@@ -364,10 +364,7 @@ class IncomingPull:
 def receivers(
     servers: Servers, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter = NUMPY
 ) -> list[Receiver]:
-    """Return what receives each server's parameters into the vectors, one a group.
-
-    Vectors are of the codec's type, or float32: then parameters are converted.
-    """
+    """Return what receives each server's parameters into the vectors, which are float32 or of the codec's type."""
     dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
     check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
     return [

@@ -303,10 +303,7 @@ class Template:
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One push to one server; after a loss it sends only the shards without a receipt again.
-
-    With an receiver it is an exchange: newer parameters arrive there.
-    """
+    """One push to one server, with a receiver an exchange; after a loss only shards without a receipt go again."""
 
     template: Template
     plan: Plan

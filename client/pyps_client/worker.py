@@ -389,18 +389,9 @@ class Worker:
         return not any(connection.is_local for connection in self._servers)
 
     @property
-    def clips(self) -> bool:
-        return self.view.state.terms.clip_norm > 0
-
-    @property
     def protocol(self) -> str:
         """The protocol in force ("async"), as server 0 last reported it after `connect`."""
         return self.view.state.terms.protocol
-
-    @property
-    def staleness(self) -> str:
-        """The staleness policy in force ("divide"); as `protocol`."""
-        return self.view.state.terms.staleness
 
     @property
     def batch_size(self) -> int:

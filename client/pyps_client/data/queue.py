@@ -47,11 +47,7 @@ class RemoteQueue:
         self.held: tuple[int, ...] = ()
 
     def open(self, data: DataSpec) -> OpenWorkReply:
-        """Say what the data set is.
-
-        Raises InvalidArgument where an earlier worker said otherwise, and ProtocolMismatch where the server has no
-        portions.
-        """
+        """Say what the data set is. Raises InvalidArgument where an earlier worker said otherwise."""
         request = OpenWorkRequest(sender=self._session.sender, data=data)
         try:
             # Each process of a replica opens it, lest they compute different examples as one portion.

@@ -184,10 +184,7 @@ class PortionLoader:
         self._ahead: dict[range, Future[Any]] = {}
 
     def batches(self, portion: Portion, upcoming: Portion | None = None) -> Iterator[tuple[Any, int]]:
-        """Yield the portion's batches, each with its number of examples; the last may have fewer.
-
-        Raises the data set's own errors.
-        """
+        """Yield the portion's batches, each with its number of examples; the last may have fewer."""
         own = self._ranges(portion)
         order = own + (self._ranges(upcoming) if upcoming is not None else [])
         # Batches of a wrong hint.

@@ -100,10 +100,7 @@ def agreed(peers: Group, action: Callable[[], T]) -> T:
 
 
 def own_partition(whole: Partition, parts: Sequence[int], peers: Group | None) -> Partition:
-    """The partition of a process that holds those parts; of all, the whole itself.
-
-    Raises InvalidArgument where one of several processes names none.
-    """
+    """Return the partition of a process that holds those parts; of all, the whole itself."""
     if peers is not None and peers.count > 1 and not parts:
         raise InvalidArgument(
             f"process {peers.index} of replica {peers.name!r} holds no part of the model: give each of its "

@@ -67,7 +67,7 @@ class Backward(Off):
 
     @classmethod
     def possible_with(cls, session: Worker) -> type[Off]:
-        if session.clips:
+        if session.view.state.terms.clip_norm > 0:
             raise InvalidArgument(
                 "overlap is 'backward', but the servers clip each push by its norm (--clip-norm), which nobody knows "
                 "before all of it is computed: use overlap='step' or 'off'."

@@ -80,10 +80,7 @@ class ReplicaSteps(Steps):
         self._hand_on()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return the servers' present parameters by name: the whole model, read as an observer.
-
-        The other processes need not call it.
-        """
+        """Return the whole model's present parameters by name, as an observer: other processes need not call it."""
         launch = self.session.launch
         launch = launch.with_(run_id=self.session.run_id, start_wait_seconds=launch.loss_wait_seconds)
         with Observer(launch=launch) as observer:
@@ -126,7 +123,7 @@ class ReplicaSteps(Steps):
         if self.overlap.in_parallel:
             # Found here: a collective call of another thread would mix with this one's.
             plan.gradient_norm = 0.0
-            if self.session.clips:
+            if self.view.state.terms.clip_norm > 0:
                 self.gradients.ready()
                 plan.gradient_norm = self.session.norm(plan)
         return plan

@@ -58,10 +58,7 @@ COPIED_BYTES_MAX = 1 << 16
 
 
 class GrpcChannel(Transport):
-    """A gRPC channel to one server; a new one resolves the address again.
-
-    Calls raise the server's own error, LinkLost or Busy.
-    """
+    """A gRPC channel to one server. Calls raise the server's own error, LinkLost or Busy."""
 
     name = "grpc"
     # Whether the server has answered, here or on a channel before: what TLS refuses then may be renewed.

@@ -90,10 +90,7 @@ class Future(Generic[T]):
 
 
 class Threads:
-    """Daemon threads, kept for reuse. Unlike a thread pool's, they do not delay the interpreter's end.
-
-    A forked child has none.
-    """
+    """Daemon threads, kept for reuse: they do not delay the interpreter's end, and a forked child has none."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
