@@ -265,6 +265,7 @@ class RecordingSession:
     def __post_init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self._pushing = threading.Lock()
         self.held = -1
         # For each list of vectors, the version that was last pulled into it.
         self._brought: dict[int, int] = {}
@@ -293,7 +294,11 @@ class RecordingSession:
 
     def exchange(self, plan: Plan) -> list[Receipt]:
         self.events.append("push" if plan.parameters is None else "exchange")
-        receipts = self._push(plan)
+        assert self._pushing.acquire(blocking=False), "a push began while another was under way"
+        try:
+            receipts = self._push(plan)
+        finally:
+            self._pushing.release()
         if plan.parameters is not None and not self.pull_needed:
             self._pull(plan.parameters)
         return receipts

@@ -388,14 +388,20 @@ def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rest
         worker.step(gradient(1.0))
 
 
-def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog):
+def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog, monkeypatch):
     caplog.set_level("INFO")
     worker, session, parameter = make_worker(rate=1.0, overlap="step", session_has={"protocol": "hardsync"})
+    wait = worker.overlap.wait
+
+    def wait_until_sent() -> None:
+        session.gate.set()
+        wait()
+
+    monkeypatch.setattr(worker.overlap, "wait", wait_until_sent)
     session.gate.clear()
     for _ in range(2):
         worker.step(gradient(1.0))
     assert session.pushes == []  # under way, beside the computation
-    session.gate.set()
     session.current_version_only = True
     for count in range(3):
         worker.step(gradient(1.0))
