@@ -39,11 +39,7 @@ _servers: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def start() -> str:
-    """Start a server with a run of its own, and return its data address.
-
-    Raises:
-        InvalidArgument: The package pyps is not installed, or the server refused to start.
-    """
+    """Start a server with a run of its own, and return its data address. Raises InvalidArgument where none starts."""
     if importlib.util.find_spec("pyps") is None:
         raise InvalidArgument(
             "servers='local' starts a server on this machine, which needs the package pyps: install it from the "

@@ -251,10 +251,8 @@ class Worker:
         """Write parameters newer than `held_versions` into `vectors` (one a group); return the changed shards' ids.
 
         `vectors` are float32, or of the pull codec's type. Waits for the versions in the receipts of earlier pushes (a
-        round's end), or for `min_versions` (shard id -> version, {} for none) instead.
-
-        Raises:
-            WaitTimedOut: After `wait_seconds`, by default the launch's; the message names the other workers.
+        round's end), or for `min_versions` (shard id -> version, {} for none) instead. WaitTimedOut, after
+        `wait_seconds`, by default the launch's, names the other workers.
         """
         self._check_open()
         indices = [connection.index for connection in self._servers]
@@ -307,9 +305,7 @@ class Worker:
         """Wait until the next step may begin; no call is made unless the protocol in force paces workers.
 
         Call it between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all wait.
-
-        Raises:
-            WaitTimedOut: The message names the other workers.
+        WaitTimedOut names the other workers.
         """
         self._check_open()
         if self.view.state.finished or not self.view.state.terms.ask_to_proceed:

@@ -56,10 +56,7 @@ def own_place(layout: Layout, vectors: Sequence[npt.NDArray[Any]], index: int) -
 
 
 def may_lie_in_vectors(layout: Layout, index: int) -> bool:
-    """Return whether a tensor's numbers, or its gradient's, can lie in a float32 vector on the host.
-
-    Shared buffers cannot: the model moves them.
-    """
+    """Return whether a tensor, or its gradient, can lie in a float32 vector on the host: the model moves buffers."""
     parameter = layout.parameters[index]
     return (
         index < layout.first_buffer

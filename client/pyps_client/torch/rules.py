@@ -113,10 +113,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
 
 
 def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
-    """The table's entry for an optimizer; a class that is not there is refused by name.
-
-    A subclass is refused too: it may compute something else.
-    """
+    """Return the table's entry for an optimizer; refuse others, and subclasses, which may compute something else."""
     if isinstance(optimizer, type):
         raise UnsupportedOptimizer(
             f"{_class_name(optimizer)} is a class: make an optimizer of it first, as "
