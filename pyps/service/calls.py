@@ -124,6 +124,8 @@ class Call:
         self._writer: asyncio.Task[Any] | None = None
         self._since = 0.0
         self._late = False
+        # Whether its headers were sent.
+        self._has_begun = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -165,6 +167,10 @@ class Call:
         if self._timer is None:
             self._timer = self._loop.call_later(CROWDED_WRITE_SECONDS, self._look)
         try:
+            if not self._has_begun:
+                # Apart from the first message: gRPC could not abort a call of which it sends both at once.
+                self._has_begun = True
+                await self._context.send_initial_metadata(())
             await self._context.write(message.whole if isinstance(message, Answer) else message)
         except asyncio.CancelledError:
             if not self._late:

@@ -30,6 +30,9 @@ class Caller:
         if not deaf:
             self._listens.set()
 
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        pass
+
     async def write(self, message: bytes) -> None:
         await self._listens.wait()
         self.taken.append(message)

@@ -118,6 +118,9 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
             header = wire.PushRequest(sender=SENDER, sequence=1, kind=1, codec=1, epoch=run.content.epoch, num_shards=1)
             return grpc.aio.EOF if answers else framing.join(header, bytes(4 * length))
 
+        async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+            pass
+
         async def write(self, message: bytes) -> None:
             answers.append(message)
 
@@ -135,6 +138,9 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
 class Listener:
     def __init__(self) -> None:
         self.taken: list[wire.Parameters] = []
+
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        pass
 
     async def write(self, message: bytes) -> None:
         self.taken.append(wire.Parameters.FromString(message))
