@@ -196,6 +196,20 @@ class Conversation:
         if (sent := self._release(answers)) is not None:
             await sent
 
+    def answer(self, request: Request, send: Callable[[Any], None]) -> None:
+        """Work on a request and send its answers, on a thread that may wait, while no other request is under way.
+
+        Raises LimitExceeded where its bytes have no room; nothing is done then.
+        """
+        more_bytes = request.held_bytes - request.bytes_held
+        self.account.hold(more_bytes)
+        try:
+            # As in `_release`: what waits until an answer is durable waits here too.
+            for answer in request.work():
+                send(answer)
+        finally:
+            self.account.release(more_bytes)
+
     def _release(self, answers: list[Any]) -> Awaitable[object] | None:
         """Send the answers to a request whose work is done; await what this returns.
 

@@ -123,13 +123,13 @@ class Pushes:
         self.parts: list[Message] = []
         # The push whose messages are applied one by one. It goes on so when a mutex comes into force meanwhile: it
         # could not become whole any more.
-        self._singly: tuple[str, int] | None = None
+        self.singly: tuple[str, int] | None = None
 
     def take(self, message: Message) -> Awaitable[object] | None:
         """Apply a message and answer it; await what this returns before taking the next."""
-        if self.parts or (self._run.rounds.behaviour.aggregation.whole_model and message.push_id != self._singly):
+        if self.parts or (self._run.rounds.behaviour.aggregation.whole_model and message.push_id != self.singly):
             return self._stage(message)
-        self._singly = message.push_id
+        self.singly = message.push_id
         return self._conversation.take(message)
 
     async def end(self) -> None:
@@ -150,7 +150,7 @@ class Pushes:
         self.parts.append(message)
         if self._run.mutex is None:
             # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
-            self._singly = message.push_id
+            self.singly = message.push_id
         if self._run.mutex is None or len(self.parts) == message.num_shards:
             await self._push_whole()
 

@@ -381,6 +381,37 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyps_wire.lane._AHEAD_BYTES", 64)
 
 
+THREE_SHARDS = Model((Tensor("x", (48,)),), shard_size=16)
+
+
+@pytest.mark.usefixtures("all_large")
+def test_large_messages_of_a_push_are_answered_until_one_is_refused_or_of_another_kind(start_server):
+    server = start_server()
+    pull = wire.PullRequest(role=common.ROLE_WORKER)
+    with WireWorker(server.data, model=THREE_SHARDS) as worker:
+        worker.join(1.0)
+        pull.sender.CopyFrom(worker.sender)
+        with open_lane(worker) as lane:
+            # A pull comes before the push is whole.
+            for shard_id in (0, 1):
+                lane.send(EXCHANGE, *apart(worker.push_request(0.25, shard_id, sequence=50, num_shards=3)))
+            lane.send(PULL, pull.SerializeToString())
+            assert [lane.receive()[0] for _ in range(6)] == [EXCHANGE, EXCHANGE, PULL, PULL, PULL, END]
+            # The rest, and another push, of which one message is cut short.
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, 2, sequence=50, num_shards=3)))
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, 0, base_version=1, sequence=51, num_shards=3)))
+            header, payload = apart(worker.push_request(0.25, 1, base_version=1, sequence=51, num_shards=3))
+            lane.send(EXCHANGE, header, payload[4:])
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, 2, base_version=1, sequence=51, num_shards=3)))
+            for version in (1, 2):
+                kind, header, payload = lane.receive()
+                assert (kind, wire.ExchangeReply.FromString(header).version) == (EXCHANGE, version)
+                np.testing.assert_array_equal(np.frombuffer(payload, np.float32), np.float32(1 - 0.25 * version))
+            assert lane.refusal().startswith("WrongSize")
+        wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
+    assert versions(server) == [2, 1, 1]
+
+
 @pytest.mark.usefixtures("all_large")
 def test_a_slow_sender_is_disconnected(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.2)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,9 +21,9 @@ from pyps.config import ConfigError
 from pyps.run.handshake import Greeting
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, failure_of, write_seconds
-from pyps.service.conversation import Conversation
+from pyps.service.conversation import AHEAD_BYTES_MAX, Conversation
 from pyps.service.hosting import address_of, busy_port, listening_socket
-from pyps.service.limits import check_message_bytes
+from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.listener import AUTO, OFF, Caller, Listener, peer_of
 from pyps.service.pulling import PullStream, pull_request
 from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Pushes
@@ -53,8 +54,9 @@ T = TypeVar("T")
 class Connection(Caller):
     """A lane from its beginning to its end. For the event loop.
 
-    A thread takes part while a large message is received, and another while one is sent. At most READ_AHEAD_MAX pushes
-    are here at once, or one while all callers together hold much.
+    While the large messages of a push come, a thread receives them, and another applies and answers them: a hand-over
+    to the event loop for each would double their time. At most READ_AHEAD_MAX pushes are here at once, or one while all
+    callers together hold much.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Connection(Caller):
         # The newest message that a thread sends.
         self._sending: asyncio.Task[None] | None = None
         self._sending_lock = threading.Lock()
+        # Whether threads have the messages of a push.
+        self._in_burst = False
         # Blocking work that may still use the socket.
         self._blocking: set[Future[Any]] = set()
         # When the other end is to have opened the lane, or sent a message. None while it owes nothing.
@@ -121,7 +125,8 @@ class Connection(Caller):
 
     @property
     def idle(self) -> bool:
-        return self._receives_until is None and self._pulling is None and not self._conversation.under_way
+        is_answered = not self._conversation.under_way and not self._in_burst
+        return self._receives_until is None and self._pulling is None and is_answered
 
     def shut(self) -> None:
         self._lane.shut()
@@ -215,7 +220,9 @@ class Connection(Caller):
                 if (message := self._lane.whole()) is not None:
                     sent = self._take(*message)
                 elif self._lane.is_large:
-                    sent = self._take(*await self._in_thread(self._receive))
+                    large = await (self._take_burst() if self._may_burst else self._in_thread(self._receive))
+                    sent = None if large is None else self._take(*large)
+                    del large
                 elif self._fill():
                     sent = None
                 else:
@@ -250,6 +257,80 @@ class Connection(Caller):
         self._lane.receive_into(payload)
         return kind, header, payload, payload_bytes
 
+    @property
+    def _may_burst(self) -> bool:
+        """Return whether all is answered and sent, and pushes are applied message by message."""
+        is_free = self._pulling is None and self._sending is None and not self._conversation.under_way
+        return is_free and not self._pushes.parts and not self._host.run.rounds.behaviour.aggregation.whole_model
+
+    async def _take_burst(self) -> tuple[int, bytes, memoryview, int] | None:
+        """Take all messages of a push, and return one that is not of it where such comes before its end."""
+        burst = _Burst(self._host.budget)
+        self._in_burst = True
+        try:
+            answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst)))
+            receiving = asyncio.ensure_future(self._in_thread(partial(self._receive_burst, burst)))
+            for thread in (answering, receiving):
+                # Its error counts as seen where the other's ends the lane.
+                thread.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            try:
+                await asyncio.wait([answering, receiving], return_when=asyncio.FIRST_EXCEPTION)
+                if answering.done():
+                    answering.result()
+                await asyncio.wait([receiving])
+                # What came before a failure is answered first.
+                await answering
+                return receiving.result()
+            finally:
+                burst.end()
+        finally:
+            self._in_burst = False
+
+    def _receive_burst(self, burst: _Burst) -> tuple[int, bytes, memoryview, int] | None:
+        try:
+            push_id = None
+            while burst.may_receive():
+                self._lane.wait()
+                message = self._receive()
+                kind, header, payload, bytes_held = message
+                if kind not in (lane.PUSH, lane.EXCHANGE):
+                    return message
+                part = self._message(kind, header, payload, bytes_held)
+                if push_id is None:
+                    self._pushes.singly = push_id = part.push_id
+                    left = part.num_shards
+                elif part.push_id != push_id:
+                    return message
+                self._receives_until = None
+                burst.put(part)
+                del message, payload, part
+                left -= 1
+                if left <= 0:
+                    break
+            return None
+        finally:
+            burst.put(None)
+
+    def _answer_burst(self, burst: _Burst) -> None:
+        try:
+            while (part := burst.get()) is not None:
+                num_bytes = part.bytes_held
+                self._conversation.answer(part, self._send_answer)
+                # Its memory is free while the next is waited for.
+                del part
+                self._account.release(num_bytes)
+                burst.answered()
+        finally:
+            burst.end()
+
+    def _send_answer(self, answer: Answer) -> None:
+        self._sends = time.monotonic(), len(answer.payload)
+        try:
+            with self._sending_lock:
+                self._lane.send(answer.kind, answer.header, answer.payload)
+        finally:
+            self._sends = None
+
     def _check(self, kind: int, header_bytes: int, payload_bytes: int) -> None:
         """Refuse a message that no worker sends, before memory is taken for it."""
         check_message_bytes(header_bytes + payload_bytes, bytes_max=self._host.config.max_message_bytes)
@@ -260,22 +341,22 @@ class Connection(Caller):
 
     def _take(self, kind: int, header: bytes, payload: memoryview, bytes_held: int = 0) -> Awaitable[object] | None:
         self._receives_until = None
-        received_bytes = payload.nbytes
         if kind not in (lane.PUSH, lane.EXCHANGE):
-            self._check(kind, len(header), received_bytes)
+            self._check(kind, len(header), payload.nbytes)
             self._begin_pull(header)
             return None
+        return self._pushes.take(self._message(kind, header, payload, bytes_held))
+
+    def _message(self, kind: int, header: bytes, payload: memoryview, bytes_held: int) -> Message:
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
         self._require_own(request.sender)
-        return self._pushes.take(
-            Message(
-                self._host.run,
-                request,
-                payload,
-                exchanges=kind == lane.EXCHANGE,
-                received_bytes=received_bytes,
-                bytes_held=bytes_held,
-            )
+        return Message(
+            self._host.run,
+            request,
+            payload,
+            exchanges=kind == lane.EXCHANGE,
+            received_bytes=payload.nbytes,
+            bytes_held=bytes_held,
         )
 
     def _require_own(self, sender: Sender) -> None:
@@ -352,6 +433,43 @@ class Connection(Caller):
         self._blocking.add(future)
         future.add_done_callback(self._blocking.discard)
         return await asyncio.wrap_future(future)
+
+
+class _Burst:
+    """The messages of a push between the thread that receives and the one that answers."""
+
+    def __init__(self, budget: ByteBudget):
+        self._budget = budget
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        # Messages that may still be received.
+        self._room = threading.Semaphore(READ_AHEAD_MAX)
+        self._has_ended = False
+
+    def may_receive(self) -> bool:
+        """Return once there is room for one more; False after the end."""
+        self._room.acquire()
+        if self._budget.bytes_held >= AHEAD_BYTES_MAX:
+            # Where callers together hold much, each has one at a time: the others keep the processors busy.
+            for _ in range(READ_AHEAD_MAX - 1):
+                self._room.acquire()
+            self._room.release(READ_AHEAD_MAX - 1)
+        return not self._has_ended
+
+    def put(self, message: Message | None) -> None:
+        """Hand a message to the thread that answers, None as the last."""
+        self._messages.put(message)
+
+    def get(self) -> Message | None:
+        return self._messages.get()
+
+    def answered(self) -> None:
+        self._room.release()
+
+    def end(self) -> None:
+        """Let both threads end, whatever they wait for here."""
+        self._has_ended = True
+        self._room.release(READ_AHEAD_MAX)
+        self._messages.put(None)
 
 
 def _failure(error: Exception) -> Answer:
