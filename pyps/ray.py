@@ -418,7 +418,7 @@ class Server:
         flags += [*own_folders(plan.config, self._name), *(["--resume"] if own and again else [])]
         self._child = ChildProcess(
             self._name,
-            [sys.executable, "-m", "pyps", "serve", *flags],
+            [sys.executable, "-P", "-m", "pyps", "serve", *flags],
             environment={"PYTHONUNBUFFERED": "1", **os.environ, **plan.environment, **plan.settings},
             on_line=_print,
             on_end=self._end,

@@ -289,7 +289,8 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
     addresses = [address.strip() for address in listed if address.strip()]
     if not addresses:
         raise InvalidArgument(
-            "No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610]."
+            "No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610]; 'local' "
+            "instead starts one for this worker alone."
         )
     if LOCAL in addresses:
         raise InvalidArgument(

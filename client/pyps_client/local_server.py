@@ -52,7 +52,7 @@ def start() -> str:
     with tempfile.TemporaryDirectory(prefix="pyps-local-") as folder:
         ready = Path(folder, "ready.json")
         process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, *_FLAGS, str(ready)],
+            [sys.executable, "-P", "-c", _CODE, *_FLAGS, str(ready)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,

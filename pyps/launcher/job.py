@@ -33,6 +33,8 @@ from pyps.launcher.environment import (
 )
 from pyps.launcher.process import COORDINATOR, SUPERSEDED, ChildProcess, Coordinator
 
+# -P: the current folder may be a clone, where the package of this name has no kernels.
+PYPS = (sys.executable, "-P", "-m", "pyps")
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Well-known services are below.
 PORT_MIN = 10_000
@@ -243,7 +245,7 @@ class Job:
         # Of a flag that is given twice the last one holds.
         flags += [*self.settings.server_flags, *own_folders(config, name)]
         environment = {"PYTHONUNBUFFERED": "1"} | os.environ
-        return self._start_child(name, [sys.executable, "-m", "pyps", "serve", *flags], environment)
+        return self._start_child(name, [*PYPS, "serve", *flags], environment)
 
     def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
         deadline = time.monotonic() + self.settings.start_seconds
@@ -281,7 +283,7 @@ class Job:
         servers = ",".join(server.data for server in self.addresses)
         flags = ["--servers", servers, "--run-id", self.run_id, *self.settings.coordinator_flags]
         environment = {"PYTHONUNBUFFERED": "1"} | os.environ
-        command = [sys.executable, "-m", "pyps", "coordinate", *flags]
+        command = [*PYPS, "coordinate", *flags]
         return self._start_child(COORDINATOR, command, environment)
 
     def _coordinators(self) -> list[ChildProcess]:

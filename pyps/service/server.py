@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import resource
 import signal
@@ -140,7 +139,7 @@ class Server:
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._status = 0
-        self._signalled_at = -math.inf
+        self._signalled_at: float | None = None
 
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
         """Serve until a signal or the end of the job, then drain, save and return the exit status.
@@ -215,15 +214,18 @@ class Server:
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = self._clock()
+        if self._signalled_at is not None:
+            if now - self._signalled_at > SIGNALS_APART_SECONDS:
+                log.warning("second signal: exit at once, nothing more is saved", signal=number.name)
+                os._exit(128 + number)
+            return
+        self._signalled_at = now
+        # It may be ending already for another reason.
         if not self._stop.is_set():
-            self._signalled_at = now
             if self._config.exit_condition.workers == "finished":
                 # Else an engine that drains a machine would take the server's part of the job for done.
                 self._status = 128 + number
             self.stop(number.name)
-        elif now - self._signalled_at > SIGNALS_APART_SECONDS:
-            log.warning("second signal: exit at once, nothing more is saved", signal=number.name)
-            os._exit(128 + number)
 
     def _announce(self, addresses: Addresses) -> None:
         facts = self._facts(addresses)

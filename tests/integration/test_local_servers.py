@@ -35,6 +35,30 @@ def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch):
     assert [process.returncode for process in processes] == [0, 0]
 
 
+def test_a_folder_named_pyps_where_the_worker_runs_is_not_taken_for_the_package(monkeypatch, tmp_path):
+    (tmp_path / "pyps").mkdir()
+    (tmp_path / "pyps" / "__init__.py").write_text("raise ImportError('a clone without kernels')")
+    monkeypatch.chdir(tmp_path)
+    with Client(ones(1), SGD, servers="local") as client:
+        assert float(client.exchange(ones(0.25))["w"][0]) == 0.75
+    job = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pyps",
+        "run",
+        "--servers",
+        "1",
+        "--workers",
+        "1",
+        "--",
+        sys.executable,
+        "-c",
+        "0",
+    ]
+    assert subprocess.run(job, timeout=120, check=False).returncode == 0
+
+
 def test_who_is_not_alone_is_told_to_start_a_server():
     for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
         with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):

@@ -78,6 +78,21 @@ def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start
         assert "Traceback" not in server.output()
 
 
+def test_the_first_signal_does_not_cut_an_end_short_that_began_before(start_server_process):
+    server = start_server_process("--drain-seconds", "100", "--exit-when", "gone")
+    model = Model((Tensor("x", (16_000_000,)),))
+    with WireWorker(server.data, model=model) as worker:
+        worker.join()
+        # A pull that nobody reads holds up the drain.
+        pull = worker.stub.Pull(wire.PullRequest(sender=worker.sender, role=common.ROLE_OBSERVER), timeout=100)
+        assert next(pull).version == 0
+        worker.leave()
+        server.wait_for_output("server ends")
+        server.signal(signal.SIGTERM)
+        pull.cancel()
+        assert server.wait() == 0
+
+
 def test_a_second_signal_ends_the_server_at_once(start_server_process):
     server = start_server_process("--drain-seconds", "100")
     model = Model((Tensor("x", (16_000_000,)),))
