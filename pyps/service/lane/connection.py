@@ -95,6 +95,10 @@ class Connection(Caller):
         self._sending_lock = threading.Lock()
         # Whether threads have the messages of a push.
         self._in_burst = False
+        # For the thread that receives and the one that answers: the same for every push, since each allocates from
+        # memory of its own.
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="lane receives")
+        self._answerer = ThreadPoolExecutor(1, thread_name_prefix="lane answers")
         # Blocking work that may still use the socket.
         self._blocking: set[Future[Any]] = set()
         # When the other end is to have opened the lane, or sent a message. None while it owes nothing.
@@ -162,6 +166,8 @@ class Connection(Caller):
             while self._blocking:
                 # The system would give their socket's number to another.
                 await asyncio.wait([asyncio.wrap_future(future) for future in list(self._blocking)])
+            for threads in (self._receiver, self._answerer):
+                threads.shutdown(wait=False)
             self._lane.close()
             self._account.close()
             self._on_closed(self)
@@ -268,8 +274,8 @@ class Connection(Caller):
         burst = _Burst(self._host.budget)
         self._in_burst = True
         try:
-            answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst)))
-            receiving = asyncio.ensure_future(self._in_thread(partial(self._receive_burst, burst)))
+            answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst), self._answerer))
+            receiving = asyncio.ensure_future(self._in_thread(partial(self._receive_burst, burst), self._receiver))
             for thread in (answering, receiving):
                 # Its error counts as seen where the other's ends the lane.
                 thread.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -295,15 +301,17 @@ class Connection(Caller):
                 kind, header, payload, bytes_held = message
                 if kind not in (lane.PUSH, lane.EXCHANGE):
                     return message
-                part = self._message(kind, header, payload, bytes_held)
+                request = self._request(header)
+                each_id = request.sender.worker_id, request.sequence
                 if push_id is None:
-                    self._pushes.singly = push_id = part.push_id
-                    left = part.num_shards
-                elif part.push_id != push_id:
+                    self._pushes.singly = push_id = each_id
+                    left = request.num_shards
+                elif each_id != push_id:
                     return message
                 self._receives_until = None
-                burst.put(part)
-                del message, payload, part
+                # Memory for the answer is for the other thread, which uses the same again.
+                burst.put(partial(self._message, kind, request, payload, bytes_held))
+                del message, payload
                 left -= 1
                 if left <= 0:
                     break
@@ -313,11 +321,12 @@ class Connection(Caller):
 
     def _answer_burst(self, burst: _Burst) -> None:
         try:
-            while (part := burst.get()) is not None:
+            while (make := burst.get()) is not None:
+                part = make()
                 num_bytes = part.bytes_held
                 self._conversation.answer(part, self._send_answer)
                 # Its memory is free while the next is waited for.
-                del part
+                del part, make
                 self._account.release(num_bytes)
                 burst.answered()
         finally:
@@ -345,11 +354,14 @@ class Connection(Caller):
             self._check(kind, len(header), payload.nbytes)
             self._begin_pull(header)
             return None
-        return self._pushes.take(self._message(kind, header, payload, bytes_held))
+        return self._pushes.take(self._message(kind, self._request(header), payload, bytes_held))
 
-    def _message(self, kind: int, header: bytes, payload: memoryview, bytes_held: int) -> Message:
+    def _request(self, header: bytes) -> wire.PushRequest:
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
         self._require_own(request.sender)
+        return request
+
+    def _message(self, kind: int, request: wire.PushRequest, payload: memoryview, bytes_held: int) -> Message:
         return Message(
             self._host.run,
             request,
@@ -423,9 +435,9 @@ class Connection(Caller):
         with self._sending_lock:
             send()
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T], threads: Executor | None = None) -> T:
         try:
-            future = self._threads.submit(work)
+            future = (threads or self._threads).submit(work)
         except RuntimeError as error:
             # No thread is left, or the server has ended.
             log.warning("a lane was cut off", reason=str(error))
@@ -440,7 +452,7 @@ class _Burst:
 
     def __init__(self, budget: ByteBudget):
         self._budget = budget
-        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._messages: SimpleQueue[Callable[[], Message] | None] = SimpleQueue()
         # Messages that may still be received.
         self._room = threading.Semaphore(READ_AHEAD_MAX)
         self._has_ended = False
@@ -455,11 +467,11 @@ class _Burst:
             self._room.release(READ_AHEAD_MAX - 1)
         return not self._has_ended
 
-    def put(self, message: Message | None) -> None:
+    def put(self, message: Callable[[], Message] | None) -> None:
         """Hand a message to the thread that answers, None as the last."""
         self._messages.put(message)
 
-    def get(self) -> Message | None:
+    def get(self) -> Callable[[], Message] | None:
         return self._messages.get()
 
     def answered(self) -> None:
