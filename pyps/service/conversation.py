@@ -71,7 +71,7 @@ class _Begun(NamedTuple):
 
 
 class Conversation:
-    """Answers requests in the order in which they are taken. For the event loop.
+    """Answers requests in the order in which they are taken. For the event loop, except `answer`.
 
     Little work is done where it is taken, without task or thread, when no request is under way. Else it runs on
     threads, in parallel with requests on other shards and after those on its own, while further requests are taken.
@@ -136,6 +136,20 @@ class Conversation:
         while self.under_way:
             await self._end_of_one()
 
+    def answer(self, request: Request, send: Callable[[Any], None]) -> None:
+        """Work on a request and send its answers, on a thread that may wait, while no other request is under way.
+
+        Raises LimitExceeded where its bytes have no room; nothing is done then.
+        """
+        more_bytes = request.held_bytes - request.bytes_held
+        self.account.hold(more_bytes)
+        try:
+            # As in `_release`: what waits until an answer is durable waits here too.
+            for answer in request.work():
+                send(answer)
+        finally:
+            self.account.release(more_bytes)
+
     async def _take_long(self, request: Request) -> None:
         await self._begin(request)
         del request
@@ -196,25 +210,11 @@ class Conversation:
         if (sent := self._release(answers)) is not None:
             await sent
 
-    def answer(self, request: Request, send: Callable[[Any], None]) -> None:
-        """Work on a request and send its answers, on a thread that may wait, while no other request is under way.
-
-        Raises LimitExceeded where its bytes have no room; nothing is done then.
-        """
-        more_bytes = request.held_bytes - request.bytes_held
-        self.account.hold(more_bytes)
-        try:
-            # As in `_release`: what waits until an answer is durable waits here too.
-            for answer in request.work():
-                send(answer)
-        finally:
-            self.account.release(more_bytes)
-
     def _release(self, answers: list[Any]) -> Awaitable[object] | None:
         """Send the answers to a request whose work is done; await what this returns.
 
-        Every answer passes here, between its push and its reply. An answer that may not be sent before something is
-        durable is to wait here; nothing waits yet.
+        Every answer passes here or through `answer`, between its push and its reply. An answer that may not be sent
+        before something is durable is to wait there; nothing waits yet.
         """
         if len(answers) == 1:
             return self._write(answers[0])

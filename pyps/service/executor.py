@@ -44,7 +44,7 @@ class KernelExecutor:
     def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Begin work on a thread; its error is not reported as lost where nothing waits for it any more."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        future.add_done_callback(_look_at_error)
+        future.add_done_callback(look_at_error)
         return future
 
     def hand_over(self, work: Job) -> None:
@@ -183,7 +183,7 @@ class _Stages:
             return self._num_open == 0
 
 
-def _look_at_error(future: asyncio.Future[T]) -> None:
+def look_at_error(future: asyncio.Future[T]) -> None:
     if not future.cancelled():
         future.exception()
 

@@ -17,12 +17,12 @@ import numpy as np
 import psutil
 import pytest
 
-from pyps.core.store import Pushed
-from pyps.service.lane.connection import MESSAGE_SECONDS, Connection, Tcp
-from pyps.service.pushing import Message
-from pyps.service.serializations import Answer
+from pyps.service.conversation import AHEAD_BYTES_MAX
+from pyps.service.lane.connection import MESSAGE_SECONDS, Connection, Tcp, _Burst
+from pyps.service.limits import ByteBudget
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.lane import Lane
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
 from pyps_wire.partition import Model, Tensor
@@ -354,25 +354,19 @@ def test_mangled_messages_are_answered_or_refused(server, worker, count):
     assert "bug" not in server.output()
 
 
-def test_under_load_a_lane_has_one_message_at_a_time(worker, monkeypatch):
-    monkeypatch.setattr("pyps.service.conversation.AHEAD_BYTES_MAX", 1)
-    # Each message is long, and its work goes to a thread.
-    monkeypatch.setattr("pyps.service.pushing.SHORT_BYTES", 0)
-    monkeypatch.setattr("pyps.service.executor.KernelExecutor.is_little", lambda executor, count: False)
-    begun, answer = list[int](), Message.answer
-
-    def count(message: Message, pushed: Pushed) -> Answer:
-        begun.append(message.plan.gradient.sequence)
-        return answer(message, pushed)
-
-    monkeypatch.setattr(Message, "answer", count)
-    messages = [apart(worker.push_request(0.25)) for _ in range(4)]
-    with open_lane(worker) as lane:
-        for message in messages:
-            lane.send(PUSH, *message)
-        for number in range(1, 5):
-            assert lane.receive()[0] == PUSH
-            assert len(begun) <= number + 1
+def test_under_load_a_lane_has_one_message_at_a_time():
+    budget = ByteBudget(2**30)
+    burst = _Burst(budget)
+    with budget.account("b").holding(AHEAD_BYTES_MAX), ThreadPoolExecutor(1) as pool:
+        assert burst.may_receive()
+        second = pool.submit(burst.may_receive)
+        try:
+            wait_until(lambda: burst._room._value == 0, what="the wait for the first's answer")
+            assert not second.done()
+            burst.answered()
+            assert second.result(DEADLINE_SECONDS)
+        finally:
+            burst.end()
 
 
 @pytest.fixture
@@ -410,6 +404,65 @@ def test_large_messages_of_a_push_are_answered_until_one_is_refused_or_of_anothe
             assert lane.refusal().startswith("WrongSize")
         wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [2, 1, 1]
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_worker_that_is_forgotten_amid_a_push_loses_its_lane(start_server):
+    server = start_server()
+    with WireWorker(server.data, model=THREE_SHARDS) as worker:
+        worker.join(1.0)
+        with open_lane(worker) as lane:
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, 0, sequence=50, num_shards=3)))
+            assert lane.receive()[0] == EXCHANGE
+            worker.leave()
+            assert lane.refusal() == ""
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_push_for_which_no_thread_is_left_ends_its_lane(start_server, monkeypatch):
+    server = start_server()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("lane receives"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with WireWorker(server.data, model=THREE_SHARDS) as worker:
+        worker.join(1.0)
+        with open_lane(worker) as lane:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, 0, sequence=50, num_shards=3)))
+            assert lane.refusal() == ""
+
+
+def test_a_pull_ends_with_a_lane_whose_answers_cannot_be_sent(start_server, monkeypatch):
+    # So that the answers to pushes are sent by a task of the conversation.
+    monkeypatch.setattr("pyps.service.pushing.SHORT_BYTES", 0)
+    monkeypatch.setattr("pyps.service.executor.KernelExecutor.is_little", lambda executor, count: False)
+    send_now = Lane.send_now
+
+    def fail(lane: Lane, kind: int, header: bytes, payload: bytes = b"") -> memoryview:
+        if kind == PUSH:
+            raise BrokenPipeError
+        return send_now(lane, kind, header, payload)
+
+    monkeypatch.setattr(Lane, "send_now", fail)
+    server = start_server()
+    with WireWorker(server.data) as worker, WireWorker(server.data, "b") as other:
+        worker.join()
+        other.join()
+        wants = [wire.PullRequest.Want(shard_id=0, min_version=3)]
+        pull = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, wants=wants, wait_milliseconds=60_000)
+        with open_lane(worker) as lane:
+            lane.send(PULL, pull.SerializeToString())
+            lane.send(PUSH, *apart(worker.push_request(0.25)))
+            assert lane.refusal() == ""
+        for _ in range(2):
+            other.push(other.push_request(0.25))
+        other.observe()
+        assert versions(server) == [3]
+        assert not inspect(server.control, "GetMemory").in_flight_bytes
 
 
 @pytest.mark.usefixtures("all_large")

@@ -22,6 +22,7 @@ from pyps.run.handshake import Greeting
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, failure_of, write_seconds
 from pyps.service.conversation import AHEAD_BYTES_MAX, Conversation
+from pyps.service.executor import look_at_error
 from pyps.service.hosting import address_of, busy_port, listening_socket
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.listener import AUTO, OFF, Caller, Listener, peer_of
@@ -55,8 +56,8 @@ class Connection(Caller):
     """A lane from its beginning to its end. For the event loop.
 
     While the large messages of a push come, a thread receives them, and another applies and answers them: a hand-over
-    to the event loop for each would double their time. At most READ_AHEAD_MAX pushes are here at once, or one while all
-    callers together hold much.
+    to the event loop for each would double their time. At most READ_AHEAD_MAX messages are here at once, or one while
+    all callers together hold much.
     """
 
     def __init__(
@@ -87,14 +88,12 @@ class Connection(Caller):
         # Done with the error that ends the lane.
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # Its error counts as seen where a failed delivery ends the lane first.
-        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._ended.add_done_callback(look_at_error)
         # Until its end is sent, after which the worker may begin another.
         self._pulling: asyncio.Task[None] | None = None
         # The newest message that a thread sends.
         self._sending: asyncio.Task[None] | None = None
         self._sending_lock = threading.Lock()
-        # Whether threads have the messages of a push.
-        self._in_burst = False
         # For the thread that receives and the one that answers: the same for every push, since each allocates from
         # memory of its own.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="lane receives")
@@ -114,8 +113,9 @@ class Connection(Caller):
         return None if self._sender is None else (self._sender.worker_id, self._sender.incarnation)
 
     def is_overdue(self, now: float) -> bool:
-        if self._sends is not None:
-            since, num_bytes = self._sends
+        # Once: a thread may set it to None meanwhile.
+        if (sends := self._sends) is not None:
+            since, num_bytes = sends
             if now > since + max(write_seconds(self._host.budget), num_bytes / BYTES_PER_SECOND_MIN):
                 return True
         limits = self._receives_until, self._completes_until
@@ -129,7 +129,8 @@ class Connection(Caller):
 
     @property
     def idle(self) -> bool:
-        is_answered = not self._conversation.under_way and not self._in_burst
+        # A push whose rest does not come is answered too: its worker may be gone.
+        is_answered = not self._conversation.under_way and not self._account.num_bytes
         return self._receives_until is None and self._pulling is None and is_answered
 
     def shut(self) -> None:
@@ -163,6 +164,10 @@ class Connection(Caller):
         finally:
             self._loop.remove_reader(self._end)
             self._lane.shut()
+            if self._pulling is not None:
+                # Where a delivery ended the lane it goes on; what it holds is on the account that closes here.
+                self._pulling.cancel()
+                await asyncio.wait([self._pulling])
             while self._blocking:
                 # The system would give their socket's number to another.
                 await asyncio.wait([asyncio.wrap_future(future) for future in list(self._blocking)])
@@ -226,7 +231,9 @@ class Connection(Caller):
                 if (message := self._lane.whole()) is not None:
                     sent = self._take(*message)
                 elif self._lane.is_large:
-                    large = await (self._take_burst() if self._may_burst else self._in_thread(self._receive))
+                    large = await (
+                        self._take_burst() if self._may_burst else self._in_thread(self._receive, self._receiver)
+                    )
                     sent = None if large is None else self._take(*large)
                     del large
                 elif self._fill():
@@ -272,25 +279,23 @@ class Connection(Caller):
     async def _take_burst(self) -> tuple[int, bytes, memoryview, int] | None:
         """Take all messages of a push, and return one that is not of it where such comes before its end."""
         burst = _Burst(self._host.budget)
-        self._in_burst = True
+        answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst), self._answerer))
+        receiving = asyncio.ensure_future(self._in_thread(partial(self._receive_burst, burst), self._receiver))
+        for thread in (answering, receiving):
+            # Its error counts as seen where the other's ends the lane.
+            thread.add_done_callback(look_at_error)
         try:
-            answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst), self._answerer))
-            receiving = asyncio.ensure_future(self._in_thread(partial(self._receive_burst, burst), self._receiver))
-            for thread in (answering, receiving):
-                # Its error counts as seen where the other's ends the lane.
-                thread.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            try:
-                await asyncio.wait([answering, receiving], return_when=asyncio.FIRST_EXCEPTION)
-                if answering.done():
-                    answering.result()
-                await asyncio.wait([receiving])
-                # What came before a failure is answered first.
-                await answering
-                return receiving.result()
-            finally:
-                burst.end()
+            await asyncio.wait([answering, receiving], return_when=asyncio.FIRST_EXCEPTION)
+            if answering.done():
+                answering.result()
+            await asyncio.wait([receiving])
+            # Also where no thread was left to receive.
+            burst.put(None)
+            # What came before a failure is answered first.
+            await answering
+            return receiving.result()
         finally:
-            self._in_burst = False
+            burst.end()
 
     def _receive_burst(self, burst: _Burst) -> tuple[int, bytes, memoryview, int] | None:
         try:
@@ -298,6 +303,7 @@ class Connection(Caller):
             while burst.may_receive():
                 self._lane.wait()
                 message = self._receive()
+                self._receives_until = None
                 kind, header, payload, bytes_held = message
                 if kind not in (lane.PUSH, lane.EXCHANGE):
                     return message
@@ -308,7 +314,6 @@ class Connection(Caller):
                     left = request.num_shards
                 elif each_id != push_id:
                     return message
-                self._receives_until = None
                 # Memory for the answer is for the other thread, which uses the same again.
                 burst.put(partial(self._message, kind, request, payload, bytes_held))
                 del message, payload
@@ -494,7 +499,7 @@ def _until(seconds: float, payload_bytes: int) -> float:
 
 
 BACKLOG = 128
-# Each may have two threads; further workers go by gRPC.
+# Each has two threads of its own, and may use one more; further workers go by gRPC.
 LANES_MAX = 64
 
 
@@ -508,7 +513,7 @@ class Tcp(Listener):
 
     def __init__(self, host: Host):
         super().__init__(host)
-        self._threads = ThreadPoolExecutor(2 * LANES_MAX + self.unauthenticated_max, thread_name_prefix="lane")
+        self._threads = ThreadPoolExecutor(LANES_MAX + self.unauthenticated_max, thread_name_prefix="lane")
 
     @property
     def facts(self) -> Mapping[str, str]:
