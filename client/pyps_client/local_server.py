@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from pyps_client.fork import at_fork
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 START_SECONDS = 60.0
@@ -36,6 +37,8 @@ _FLAGS = (
 
 # By data address.
 _servers: dict[str, subprocess.Popen[bytes]] = {}
+# A forked child cannot wait for them, and would take each for ended.
+at_fork(after_in_child=_servers.clear)
 
 
 def start() -> str:
@@ -48,11 +51,12 @@ def start() -> str:
     # The worker's settings are none of the server's.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYPS_")}
     environment |= {name: os.environ[name] for name in ("PYPS_ISA",) if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    # Behind the child's own: the script's folder may be a clone, where the package of this name has no kernels.
+    code = f"import sys\nsys.path += {list(filter(None, sys.path))!r}\n{_CODE}"
     with tempfile.TemporaryDirectory(prefix="pyps-local-") as folder:
         ready = Path(folder, "ready.json")
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE, *_FLAGS, str(ready)],
+            [sys.executable, "-P", "-c", code, *_FLAGS, str(ready)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -75,6 +79,16 @@ def start() -> str:
             raise
     _servers[address] = process
     return address
+
+
+def check(address: str) -> None:
+    """Raise ServerUnavailable where the server that `start` started there has ended: it does not come back."""
+    process = _servers.get(address)
+    if process is not None and process.poll() is not None:
+        raise ServerUnavailable(
+            f"The server that this worker started at {address} (servers='local') has ended, with status "
+            f"{process.returncode}, and its run with it: make a new client, or name servers that keep checkpoints."
+        )
 
 
 def end(address: str) -> None:

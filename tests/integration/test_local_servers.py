@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pyps_client import Client, Launch, Observer, local_server
-from pyps_wire.errors import InvalidArgument, UnsupportedOptimizer
+from pyps_wire.errors import InvalidArgument, ServerUnavailable, UnsupportedOptimizer
 from support import PythonProcess, shell, wait_until
 
 SGD = ("sgd", {"learning_rate": 1.0})
@@ -33,6 +33,15 @@ def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch):
         assert len(processes) == 2
     assert not local_server._servers
     assert [process.returncode for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_a_server_that_was_killed_is_not_waited_for(transport):
+    with Client(ones(1), SGD, launch=Launch("local", transport=transport)) as client:
+        [server] = local_server._servers.values()
+        server.kill()
+        with pytest.raises(ServerUnavailable, match="has ended, with status -9"):
+            client.exchange(ones(0.25))
 
 
 def test_a_folder_named_pyps_where_the_worker_runs_is_not_taken_for_the_package(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from pyps_client import fork
+from pyps_client import fork, local_server
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
@@ -103,6 +103,7 @@ class Connection:
         return GrpcChannel(address, self._launch.credentials, use_proxy=self._launch.use_proxy)
 
     def _find(self) -> None:
+        local_server.check(self.place)
         try:
             address = address_of(self.place, index_at=self._index_at)
         except (InvalidArgument, ServerUnavailable) as error:
