@@ -130,10 +130,13 @@ def run(
     handshake.check_name(run_id, what="run_id")
     if run_id != run_id.strip():
         raise ConfigError(f"run_id is {run_id!r}; expected a name without spaces around it")
+    if checkpoint_dir is None:
+        checkpoint_dir = os.environ.get(variable_name("checkpoint_dir")) or None
     if checkpoint_dir is not None:
         if not (isinstance(checkpoint_dir, str | os.PathLike) and str(checkpoint_dir)):
             raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder's path")
-        checkpoint_dir = Path(checkpoint_dir).absolute()
+        # Actors have other working directories.
+        checkpoint_dir = Path(checkpoint_dir).expanduser().absolute()
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
     if unknown := settings.keys() - known:
         raise ConfigError(
@@ -150,7 +153,10 @@ def run(
         bundles=[_bundle("server_resources", server_resources)] * servers + [_bundle("resources", resources)] * workers,
         max_restarts=max_restarts,
         run_id=run_name,
-        flags=("--run-id", run_name) if run_id or not config.resume else (),
+        flags=(
+            *(("--resume",) if config.resume else ()),
+            *(("--run-id", run_name) if run_id or not config.resume else ()),
+        ),
         environment={name: os.environ[name] for name in ours},
         settings={variable_name(name): value for name, value in given.items()},
         config=config,

@@ -225,11 +225,14 @@ def test_what_cannot_go_on_ends_in_words(cluster, tmp_path):
         assert "pyps: no worker finished; their last lines say why" in script.output()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how):
+@pytest.mark.parametrize(
+    ("how", "environment", "folder"),
+    [(signal.SIGINT, (), ("--checkpoint-dir", "kept")), (signal.SIGTERM, ("PYPS_CHECKPOINT_DIR=kept",), ())],
+)
+def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how, environment, folder):
     kept = tmp_path / "kept"
     script = ("--", "python", str(FOLDER / "ray_script.py"), str(tmp_path))
-    with cluster.start("pyps", "ray", *PLACES, "--checkpoint-dir", str(kept), *script) as job:
+    with cluster.start("env", *environment, "pyps", "ray", *PLACES, *folder, *script, cwd=tmp_path) as job:
         wait_until(lambda: lives(tmp_path))
         [(look, metrics)] = re.findall(r"Look inside: (.*)\npyps: metrics: (\S+)", job.output())
         certificate, token = re.findall(r"=(/\S+)", look)
