@@ -506,7 +506,7 @@ class LoggedShard(Shard):
     def __init__(self, shard_id: int, parameters: Floats, *, recorder: Recorder, **options: Any) -> None:
         super().__init__(shard_id, parameters, recorder=recorder, **options)
         self._log = recorder
-        # Taken before _lock. A callback of `when_version` may call the shard on the thread that has the turn.
+        # Taken before _lock. Callbacks of `when_version` are called within it: they may call this shard, and no other.
         self._turn = RLock()
 
     def push(self, gradient: Gradient, **options: Any) -> Pushed:
@@ -521,11 +521,16 @@ class LoggedShard(Shard):
         with self._turn, self._written():
             return super().configure(**options)
 
-    def pull(self, reply: Reply, **options: Any) -> int | None:
-        with self._turn, self._written():
+    def pull(self, reply: Reply, *, worker_id: str | None = None, **options: Any) -> int | None:
+        if worker_id is None:
+            # An observer's pull is not recorded: it need not wait for the log.
             return super().pull(reply, **options)
+        with self._turn, self._written():
+            return super().pull(reply, worker_id=worker_id, **options)
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
+        if worker_id is None:
+            return super().note_pull(version, worker_id=None)
         with self._turn, self._written():
             return super().note_pull(version, worker_id=worker_id)
 
