@@ -1,4 +1,4 @@
-"""Pulls: the held versions, the way of newer parameters into vectors, and waits for other workers."""
+"""Pulls: the held versions, the receivers of newer parameters, and waits for other workers."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ class IncomingPull:
             if num_bytes > LARGE_BYTES:
                 keep_large_blocks()
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
-            shares = self.lent and not request.HasField("portion")
+            shares = self.lent and self.connection.is_local and not request.HasField("portion")
             parts = Parts(
                 [(request, b"")],
                 waited_milliseconds / 1000 + call_seconds(num_bytes),

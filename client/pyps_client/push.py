@@ -465,8 +465,9 @@ class Outgoing:
     def _payloads_to_keep(self, template: Template) -> list[memoryview] | None:
         """Return the payloads of lent vectors, which later pushes find in the same place; None of others."""
         vectors = self.vectors
-        is_whole = all(extents == () for _, extents in template.parts)
-        if self.lent_index is None or not is_whole or vectors[0].dtype != template.codec.dtype:
+        if self.lent_index is None or vectors[0].dtype != template.codec.dtype:
+            return None
+        if any(extents != () for _, extents in template.parts):
             return None
         payloads = [part_of(vectors, shard).view(np.uint8).data for shard, _ in template.parts]
         template.payloads[self.lent_index] = payloads

@@ -31,6 +31,10 @@ def parameter_servers(**settings: Any) -> Any:
                 configure = module.configure_optimizers
                 module.configure_optimizers = lambda: self._on_servers(module, configure())
 
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            # Lightning calls no teardown then.
+            self.teardown(trainer, module, "fit")
+
         def teardown(self, trainer: Any, module: Any, stage: str) -> None:
             vars(module).pop("configure_optimizers", None)
 

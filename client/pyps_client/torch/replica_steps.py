@@ -27,7 +27,6 @@ from pyps_client.replica.processes import Replica
 from pyps_client.torch.gradients import Finite, all_fit, surely_fit
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.overlap import Step
-from pyps_client.torch.rates import RateChanges
 from pyps_client.torch.schedule import Due, Pace
 from pyps_client.torch.steps import Minibatch, Off, Steps
 from pyps_client.transport.threads import Future
@@ -59,15 +58,13 @@ class ReplicaSteps(Steps):
         layout: Layout,
         *,
         pace: Pace,
-        local_rates: Callable[[], Sequence[float]],
-        rate_changes: RateChanges,
         replica: Replica,
         cut: ModelCut,
         takes_local_steps: bool,
+        **common: Any,
     ) -> None:
-        """`takes_local_steps`: whether local rates are ever other than 0."""
-        overlap = ReplicaStep if pace.overlap == "step" else Off
-        super().__init__(worker, layout, pace=pace, local_rates=local_rates, rate_changes=rate_changes, overlap=overlap)
+        """`takes_local_steps`: whether local rates are ever other than 0. `common`: of Steps."""
+        super().__init__(worker, layout, pace=pace, overlap=ReplicaStep if pace.overlap == "step" else Off, **common)
         self.finite = Finite(layout.model, checks=False)
         self._replica = replica
         self._cut = cut
