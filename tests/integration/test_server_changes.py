@@ -83,3 +83,13 @@ def test_a_late_joiner_s_own_rate_is_no_difference_after_the_owner_changed_it(st
         owner.push(owner.push_request(1.0, learning_rate=0.25))
         with WireWorker(server.data, "late") as late:
             assert late.hello().state == common.RUN_STATE_READY
+
+
+def test_status_and_an_event_warn_of_a_softsync_that_does_not_divide_its_workers(start_server):
+    server = start_server("--protocol", "softsync:n=2", "--expected-workers", "3")
+    with crew(server, 3) as workers:
+        for worker in workers:
+            worker.push(worker.push_request(1.0))
+        [warning] = wait_until(lambda: events_of(server, "warning"), 20, "the warning")
+        assert "softsync:n=2" in warning and "3" in warning
+        assert list(status_of(server).warnings) == [warning]

@@ -58,8 +58,8 @@ def test_pulls_are_parked_until_the_version_arrives_and_say_what_they_wait_for(s
 
 
 def test_who_does_not_take_the_first_answer_for_long_gets_the_reason(start_server, monkeypatch):
-    monkeypatch.setattr(calls, "CROWDED_WRITE_SECONDS", 1.0)
-    monkeypatch.setattr(calls, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(calls, "CROWDED_WRITE_SECONDS", 3.0)
+    monkeypatch.setattr(calls, "WRITE_SECONDS", 3.0)
     server = start_server()
     # A shard is more than this caller lets gRPC receive ahead.
     narrow = [*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
@@ -67,7 +67,7 @@ def test_who_does_not_take_the_first_answer_for_long_gets_the_reason(start_serve
         worker.join()
         want = wire.PullRequest.Want(shard_id=0, held_version=-1)
         request = wire.PullRequest(sender=worker.sender, wants=[want])
-        pull = stub_of(PARAMETER_SERVER, channel).Pull(request, timeout=10)
+        pull = stub_of(PARAMETER_SERVER, channel).Pull(request, timeout=60)
         wait_until(lambda: inspect(server.control, "GetMemory").in_flight_bytes, 20, "the answer to be held")
         wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, 20, "its memory to be free")
         status, name, text = refusal_of(list, pull)

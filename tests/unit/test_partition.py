@@ -168,6 +168,8 @@ def test_the_fingerprint_is_of_model_and_slices_and_not_of_the_placement():
     assert elsewhere.fingerprint == plan.fingerprint
     otherwise = Partition.of_tables(plan.model, [2496, 2504, 7], servers=[0, 1, 0], num_servers=2)
     assert otherwise.fingerprint != plan.fingerprint
+    # Another digest needs another number in its text "pyps slices 1": releases then refuse each other.
+    assert partition(BASE, num_servers=2).fingerprint == "f409a06ff4755ffa729d1189b2b2c6b2"
 
 
 @settings(max_examples=30)
