@@ -269,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         survivors = _run(chosen, whole=options.whole, out=options.out)
     finally:
-        _build_anew(any(mutant.is_native for mutant in chosen))
+        _build_kernels(any(mutant.is_native for mutant in chosen))
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants were found, {survivors} survived")
     return 1 if survivors else 0
 
@@ -281,7 +281,7 @@ def _run(mutants: Sequence[Mutant | Sampled], *, whole: bool, out: Path | None) 
     for mutant in mutants:
         began, name = time.monotonic(), mutant.name
         with _seeded(mutant):
-            _build_anew(mutant.is_native)
+            _build_kernels(mutant.is_native)
             found = mutant.find(whole=whole)
         survivors += not found
         seconds = time.monotonic() - began
@@ -303,7 +303,7 @@ def _seeded(mutant: Mutant | Sampled) -> Iterator[None]:
         mutant.path.write_bytes(original)
 
 
-def _build_anew(native: bool) -> None:
+def _build_kernels(native: bool) -> None:
     """Build the kernels of the sources as they are."""
     if native:
         for command in (BUILDERS, REBUILD):

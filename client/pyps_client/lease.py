@@ -194,7 +194,7 @@ class Heartbeat:
                         is_shut_out = True
                         logger.warning(
                             "%s refuses this worker's calls from now on: %s. Training goes on by what is open "
-                            "(streams, a lane, shared memory); what is opened anew is refused until that is mended",
+                            "(streams, a lane, shared memory); new connections are refused until that is mended",
                             *(connection.name, error),
                         )
                 else:

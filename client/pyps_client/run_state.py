@@ -67,8 +67,8 @@ class RunState(NamedTuple):
 class View:
     """The state that servers report. Any thread may read `state`, without a lock; several may note.
 
-    The processes of a replica need one state, or one would wait for a step that another does not take: reports are
-    active from the next `meet` on, which takes the leader's, and any process's report of the run's end.
+    The processes of a replica need one state, or one would wait for a step that another does not take: reports
+    apply from the next `meet` on, which takes the leader's, and any process's report of the run's end.
     """
 
     def __init__(self, peers: Group = ALONE) -> None:

@@ -209,20 +209,20 @@ class Worker:
         state = self.view.state
         if state.finished:
             raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
-        into, lent_index, ways = plan.parameters, plan.lent_index, None
+        into, lent_index, receivers = plan.parameters, plan.lent_index, None
         if lent_index is None:
             lent_index = self._sharing.gradients(plan.gradients)
             if into is not None and not self._sharing.are_parameters(into):
                 # Both go by one transport.
                 lent_index = None
         if into is not None:
-            ways = self._receivers if plan.lent_index is not None else self._receivers_into(into)
+            receivers = self._receivers if plan.lent_index is not None else self._receivers_into(into)
         sent_at = time.monotonic()
         pushes = self._pushes.outgoing(
             plan,
             clock=self.clock if plan.clock is None else plan.clock,
             clip_norm=state.terms.clip_norm,
-            receivers=ways,
+            receivers=receivers,
             lent_index=lent_index,
         )
         receipts: list[Receipt] = []

@@ -176,7 +176,7 @@ class ReplicaLost(RunEnded):
 
 
 class StateLost(RunEnded):
-    """Raised when a server lost updates that it had acknowledged. Restore a checkpoint, or start anew."""
+    """Raised when a server lost updates that it had acknowledged. Restore a checkpoint, or start again."""
 
     status = "DATA_LOSS"
 

@@ -2,8 +2,7 @@
 
 Read `shard.py` first; it uses the others in this order:
 
-    gradient.py      what a worker pushes, and whether it can be used
-    plan.py          a push as every transport describes it: where its parameters go
+    gradient.py      what a worker pushes, whether it can be used, and where the reply goes
     roster.py        which workers are active now
     ledger.py        receipts of earlier pushes (exactly-once)
     behaviour.py     the settings of the following: protocol, policy, schedule, clipping

@@ -189,7 +189,7 @@ class Membership:
                     f"worker {worker_id!r} cannot join: {self.num_alive} workers are alive and the limit is"
                     f" {self.workers_max}; raise --max-workers on the server"
                 )
-            before = _GONE if known is None else _presence(known)
+            before = _GONE if known is None else _roster_key(known)
             is_later = known is not None and known.incarnation != incarnation
             if known is not None and not is_later:
                 # It says Hello again, and keeps its figures.
@@ -289,7 +289,7 @@ class Membership:
             member.taken_at, member.stalls = now, 0
             if member.active:
                 return NONE
-            before, member.active = _presence(member), True
+            before, member.active = _roster_key(member), True
             self._moved(member, before=before)
         return tell("counts", "worker is active", worker=worker_id, workers=self.roster.num_workers)
 
@@ -414,7 +414,7 @@ class Membership:
                 return False
             for each in self._alive_of(member.replica) if member.replica else [member]:
                 if each.active:
-                    before, each.active = _presence(each), False
+                    before, each.active = _roster_key(each), False
                     each.stalls += 1
                     self._moved(each, before=before)
             return True
@@ -613,7 +613,7 @@ class Membership:
         return effects
 
     def _out(self, member: Member, state: WorkerState) -> None:
-        before, member.state, member.active = _presence(member), state, False
+        before, member.state, member.active = _roster_key(member), state, False
         self._moved(member, before=before)
 
     def _present_roster(self) -> Roster:
@@ -635,7 +635,7 @@ class Membership:
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, active: bool) -> None:
         """Note a heartbeat, and drop the roster if that makes the worker alive, active or arrived."""
-        before = _presence(member)
+        before = _roster_key(member)
         member.state, member.was_heard = _ALIVE, True
         member.heard_at = max(now, member.heard_at)
         member.pushed_at = pushed_at
@@ -644,9 +644,9 @@ class Membership:
             member.clock = clock
         self._moved(member, before=before)
 
-    def _moved(self, member: Member, *, before: Presence) -> None:
+    def _moved(self, member: Member, *, before: RosterKey) -> None:
         """Drop the roster if it would no longer be the same."""
-        now = _presence(member)
+        now = _roster_key(member)
         if now != before:
             self._roster = None
             self.num_alive += now[0] - before[0]
@@ -678,11 +678,11 @@ _STALLED = {
 }
 
 # What a roster depends on: whether a worker is alive, is active, and has yet to push.
-Presence = tuple[bool, bool, bool]
-_GONE: Presence = (False, False, False)
+RosterKey = tuple[bool, bool, bool]
+_GONE: RosterKey = (False, False, False)
 
 
-def _presence(member: Member) -> Presence:
+def _roster_key(member: Member) -> RosterKey:
     return member.state is _ALIVE, member.active, member.pushed_at is None
 
 

@@ -5,7 +5,7 @@ A policy gives two numbers, because scaling a gradient does nothing durable unde
 
 To add one: a frozen dataclass whose fields are its settings, and its name in POLICIES. A policy that
 scales each element by itself (DC-ASGD, Gap-Aware) needs what the worker pulled, kept by the shard, and
-a kernel: it would say so in a field of `Weighing`, beside the two scalars, and the shard would hand both to
+a kernel: it would say so in a field of `Weighing`, next to the two scalars, and the shard would hand both to
 the update.
 """
 

@@ -163,8 +163,8 @@ def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
 
 def own_folders(config: ServerConfig, server: str) -> tuple[str, ...]:
     """Return the flags of a server's folders, each inside the job's for checkpoints or update logs."""
-    job_s = {name: getattr(config, name) for name in ("checkpoint_dir", "update_log")}
-    return spelled({name: str(folder / server) for name, folder in job_s.items() if folder})
+    folders = {name: getattr(config, name) for name in ("checkpoint_dir", "update_log")}
+    return spelled({name: str(folder / server) for name, folder in folders.items() if folder})
 
 
 def check_job(

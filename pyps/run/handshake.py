@@ -267,7 +267,7 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         difference = first_difference(mine.model, theirs.model, mine_name="the run", theirs_name="the worker")
     if difference is not None:
         raise ModelMismatch(
-            f"the worker's model is not the run's: {difference}: give all workers one model, or begin anew: "
+            f"the worker's model is not the run's: {difference}: give all workers one model, or start another run: "
             "`pyps reset` with the run's name, or other servers with another run id"
         )
     if theirs.fingerprint and theirs.fingerprint != mine.fingerprint:
@@ -304,7 +304,7 @@ def check_initialization(
 
 
 def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding, waited: bool) -> None:
-    """Refuse whoever does not fit the run that is there; `waited` callers belong to it, whoever named it."""
+    """Refuse a caller that does not fit the run; one that `waited` for it belongs to it and need not name it."""
     requested = content.run_id if waited and not greeting.run_id else greeting.run_id
     check_run(requested, holding, observer=greeting.observer)
     if greeting.num_servers:

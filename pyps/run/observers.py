@@ -28,8 +28,8 @@ class Event:
     number: int
     # In seconds of the run's clock.
     time: float
-    # "joined", "left", "expired", "back", "stalled", "round", "configured", "owner", "ready", "finished",
-    # "replica".
+    # Of workers "joined", "counts", "back", "left", "expired", "stalled", "replica" and "owner"; of the run "round",
+    # "work", "coordinator", "configured", "warning", "checkpoint", "standstill", "finished" and "reset".
     kind: str
     message: str
     # The worker that it is about; empty for none.

@@ -2,7 +2,8 @@
 
 portions.py    the data set, its division into portions, and those that no worker has
 waiting.py     calls that wait
-work_queue.py  the queue: passes, leases and deliveries
+passes.py      a pass: its portions, their leases, and their workers
+work_queue.py  the queue of a run: passes one after the other, leases and deliveries
 """
 
 from pyps.work.portions import DataSpec, Portion

@@ -454,14 +454,14 @@ class Connection(Caller):
         """Answer at once where that is little work and nothing has to be waited for."""
         attachment = self.attachment
         if attachment is not None:
-            asked: Request
+            wanted: Request
             if request.HasField("exchange"):
-                asked = Exchange(self._host, attachment, request.exchange)
+                wanted = Exchange(self._host, attachment, request.exchange)
             elif request.HasField("pull"):
-                asked = Pull(self._host, attachment, request.pull.request)
+                wanted = Pull(self._host, attachment, request.pull.request)
             else:
                 raise InvalidArgument("expected LocalExchange or LocalPull: memory is attached once a connection")
-            return cast("Coroutine[Any, Any, None] | None", self._conversation.take(asked))
+            return cast("Coroutine[Any, Any, None] | None", self._conversation.take(wanted))
         if not request.HasField("attach") or self._descriptor < 0:
             raise InvalidArgument(
                 "expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message"
