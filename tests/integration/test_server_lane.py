@@ -26,7 +26,7 @@ from pyps_wire.lane import Lane
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
 from pyps_wire.partition import Model, Tensor
-from support import DEADLINE_SECONDS, ServerThread, Start, inspect, wait_until
+from support import DEADLINE_SECONDS, ServerThread, Start, configure, inspect, wait_until
 from wire_worker import WireWorker
 
 OPEN, PUSH, EXCHANGE, PULL, END, FAILURE = range(1, 7)
@@ -404,6 +404,28 @@ def test_large_messages_of_a_push_are_answered_until_one_is_refused_or_of_anothe
             assert lane.refusal().startswith("WrongSize")
         wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
     assert versions(server) == [2, 1, 1]
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_push_is_applied_as_a_whole_when_one_mutex_came_into_force_before_it(start_server):
+    server = start_server("--staleness", "none")
+    with WireWorker(server.data, model=THREE_SHARDS) as worker:
+        worker.join(1.0)
+        with open_lane(worker) as lane:
+            for sequence in (50, 51):
+                for shard_id in range(3):
+                    push = worker.push_request(0.25, shard_id, sequence - 50, sequence=sequence, num_shards=3)
+                    lane.send(EXCHANGE, *apart(push))
+                    if sequence == 50:
+                        assert lane.receive()[0] == EXCHANGE
+                configure(server, protocol="asgd")
+            assert [lane.receive()[0] for _ in range(3)] == [EXCHANGE] * 3
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, 0, 2, sequence=52, num_shards=3)))
+            lane.socket.shutdown(socket.SHUT_WR)
+            with pytest.raises((EOFError, ConnectionResetError)):
+                lane.receive()
+    # A part alone changes nothing.
+    assert versions(server) == [2, 2, 2]
 
 
 @pytest.mark.usefixtures("all_large")

@@ -274,10 +274,18 @@ class Connection(Caller):
     def _may_burst(self) -> bool:
         """Return whether all is answered and sent, and pushes are applied message by message."""
         is_free = self._pulling is None and self._sending is None and not self._conversation.under_way
-        return is_free and not self._pushes.parts and not self._host.run.rounds.behaviour.aggregation.whole_model
+        return is_free and not self._pushes.parts and not self._whole_model
+
+    @property
+    def _whole_model(self) -> bool:
+        return self._host.run.rounds.behaviour.aggregation.whole_model
 
     async def _take_burst(self) -> tuple[int, bytes, memoryview, int] | None:
-        """Take all messages of a push, and return one that is not of it where such comes before its end."""
+        """Take pushes until the lane ends or another message comes, and return that message.
+
+        A worker that pushes large messages goes on doing so: to wait for the next push on the thread saves two
+        hand-overs a push.
+        """
         burst = _Burst(self._host.budget)
         answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst), self._answerer))
         receiving = asyncio.ensure_future(self._in_thread(partial(self._receive_burst, burst), self._receiver))
@@ -299,7 +307,7 @@ class Connection(Caller):
 
     def _receive_burst(self, burst: _Burst) -> tuple[int, bytes, memoryview, int] | None:
         try:
-            push_id = None
+            push_id, left = None, 0
             while burst.may_receive():
                 self._lane.wait()
                 message = self._receive()
@@ -309,7 +317,7 @@ class Connection(Caller):
                     return message
                 request = self._request(header)
                 each_id = request.sender.worker_id, request.sequence
-                if push_id is None:
+                if left <= 0 and not self._whole_model:
                     self._pushes.singly = push_id = each_id
                     left = request.num_shards
                 elif each_id != push_id:
@@ -318,8 +326,6 @@ class Connection(Caller):
                 burst.put(partial(self._message, kind, request, payload, bytes_held))
                 del message, payload
                 left -= 1
-                if left <= 0:
-                    break
             return None
         finally:
             burst.put(None)
