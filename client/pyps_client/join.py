@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
-from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds, contacts_of
+from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_client.version import SOFTWARE
@@ -60,19 +60,6 @@ _HEADER_BYTES_MAX = 4096
 WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
 
 
-class _Word(NamedTuple):
-    """The answer of server 0 to the leader of a replica."""
-
-    # The run's name; empty where it has none yet.
-    run_id: str
-    # Whether the run has parameters.
-    ready: bool
-    # Whether the replica is elected to send the first ones: under this name, in this term.
-    elected: bool = False
-    term: int = 0
-    lease_seconds: float = 0.0
-
-
 class Handshake:
     """Introduces one caller to the servers of a run: a worker with a model, or an observer without."""
 
@@ -104,7 +91,7 @@ class Handshake:
         self._peers = peers
         # The run's partition; until it is known, the one that this worker would create.
         self.whole = partition
-        # Its shards of the caller's parts.
+        # The caller's parts of it.
         self.partition = partition and own_partition(partition, parts, peers)
         self._joined = False
         self._optimizer = optimizer
@@ -127,27 +114,36 @@ class Handshake:
         self.sender.incarnation, key = self._peers.broadcast((self.sender.incarnation, self.launch.worker_key))
         self.sender.secret = key.encode()
         if self.launch.dialer.insists and self.partition is not None:
-            agreed(self._peers, partial(self._check_shareable, connections, self.partition))
+            agreed(self._peers, partial(self._check_transport, connections, self.partition))
         first = self._await_parameters(connections, initial)
         return agreed(self._peers, partial(self._greet_all, connections, first))
 
     @property
     def contacts(self) -> list[int]:
-        """The servers that the caller calls, 0 first."""
-        if self.partition is None or self.whole is None or not self._is_worker:
+        """The servers that this process calls, 0 first: an observer calls all, a worker those of its parts' shards.
+
+        The leader, or a worker of one process, calls those without any shards, too: they belong to the run.
+        """
+        own, whole = self.partition, self.whole
+        if own is None or whole is None or not self._is_worker:
             return list(range(len(self.launch.servers)))
-        return contacts_of(self.partition, self.whole, leads=self._peers.index == 0)
+        leads = self._peers.index == 0
+        return [
+            index
+            for index in range(whole.num_servers)
+            if index == 0 or own.of_server(index) or (leads and not whole.of_server(index))
+        ]
 
     def rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> HelloReply:
         """Say Hello again to a server of the joined run, which may have been restarted meanwhile."""
         return self._checked(connection, self.hello(connection, channel, timeout_seconds))
 
     def hello(
-        self, connection: Connection, channel: GrpcChannel, timeout_seconds: float, *, asks_only: bool = False
+        self, connection: Connection, channel: GrpcChannel, timeout_seconds: float, *, as_observer: bool = False
     ) -> HelloReply:
-        """Say Hello once, as an observer if it `asks_only`; refuse a server that cannot serve this caller."""
+        """Say Hello once; refuse a server that cannot serve this caller."""
         request = self._request(connection.index)
-        if asks_only:
+        if as_observer:
             request.role = ROLE_OBSERVER
         reply = channel.call("Hello", request, HelloReply, timeout_seconds=timeout_seconds)
         if request.role == ROLE_WORKER:
@@ -169,9 +165,9 @@ class Handshake:
         connection.epoch = reply.epoch
         return reply
 
-    def hello_patiently(self, connection: Connection, *, asks_only: bool = False) -> HelloReply:
-        """Say Hello until there is a verdict, or the time for a start is over."""
-        return self._patiently(connection, partial(self.hello, connection, asks_only=asks_only))
+    def hello_patiently(self, connection: Connection, *, as_observer: bool = False) -> HelloReply:
+        """Say Hello until the server answers or refuses, for the launch's `start_wait_seconds` at most."""
+        return self._patiently(connection, partial(self.hello, connection, as_observer=as_observer))
 
     def _checked(self, connection: Connection, reply: HelloReply) -> HelloReply:
         """Return the server's reply; StateLost where it has no parameters, while the run has."""
@@ -184,7 +180,7 @@ class Handshake:
         )
 
     def _patiently(self, connection: Connection, attempt: Callable[[GrpcChannel, float], T]) -> T:
-        """Try until the server is there; each attempt gets the channel and its own deadline."""
+        """Try until the server answers; each attempt gets the channel and its own deadline."""
         wait = self._start.begin(connection.name, stop=self._stop, advice=ADVICE)
         while True:
             channel = None
@@ -200,71 +196,71 @@ class Handshake:
                 wait.end()
                 return result
 
-    def _asked(self, connection: Connection, *verdicts: type[PypsError]) -> HelloReply | None:
-        """Return the reply to a Hello that only asks; None for a refusal other than these, which will come again."""
+    def _observe(self, connection: Connection, *raised: type[PypsError]) -> HelloReply | None:
+        """Return the reply to a Hello as an observer, of which the server keeps nothing; raise only these refusals.
+
+        A worker's own Hello follows, and meets any other refusal again.
+        """
         try:
             # Not as a worker: an unfinished initialisation is replaced only where no worker is alive.
-            return self.hello_patiently(connection, asks_only=True)
-        except verdicts:
+            return self.hello_patiently(connection, as_observer=True)
+        except raised:
             raise
         except PypsError as error:
             logger.debug("before joining: %s", error)
             return None
 
-    def _check_shareable(self, connections: Sequence[Connection], plan: Partition) -> None:
-        """Raise ServerUnavailable before any server knows of a worker that could share no memory."""
+    def _check_transport(self, connections: Sequence[Connection], plan: Partition) -> None:
+        """Raise ServerUnavailable where the required transport fails, before any server knows of the worker."""
         for connection in connections:
             if plan.of_server(connection.index):
-                reply = self._asked(connection, ServerUnavailable, RunFinished)
+                reply = self._observe(connection, ServerUnavailable, RunFinished)
                 if reply is not None and (reason := self.launch.dialer.hindrance(reply)):
                     raise self.launch.dialer.refusal(connection.name, reason)
 
     def _await_parameters(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None
     ) -> HelloReply | None:
-        """Wait until the run has parameters, and send them where elected; the leader asks, and gets the last reply."""
+        """Wait until the run has parameters, and send them where elected; the leader gets server 0's last reply."""
         connection = connections[0]
         initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
         wait = initialiser.begin(f"the first parameters on {connection.name}", stop=self._stop)
-        replies: list[HelloReply] = []
 
-        def ask() -> _Word:
-            replies.append(self.hello_patiently(connection))
-            return self._word_of(replies[-1], may_send=initial is not None)
+        def hello_of_leader() -> HelloReply:
+            reply = self.hello_patiently(connection)
+            reply.run_id = self.sender.run_id or reply.run_id
+            reply.initialize &= reply.state in WITHOUT_PARAMETERS and initial is not None
+            if reply.initialize:
+                # The run gets its name when server 0 has its parameters; until then another worker's name may win.
+                self.sender.run_id = reply.run_id
+                reply.run_id = reply.run_id or f"run-{secrets.token_hex(4)}"
+            return reply
 
         entered = False
         while True:
-            word = led(self._peers, ask)
-            if not (word.ready or entered):
+            reply = led(self._peers, hello_of_leader)
+            ready = reply.state not in WITHOUT_PARAMETERS
+            if not (ready or entered):
                 # The servers notice if one of the processes is lost while all wait. The leader has said Hello.
                 agreed(self._peers, lambda: self.hello_patiently(connection) if self._peers.index > 0 else None)
                 entered = True
-            if word.ready or not word.elected:
-                self.sender.run_id = self.sender.run_id or word.run_id
-            if word.ready:
-                return replies[-1] if replies else None
-            if word.elected and initial is not None:
-                problem = self._initialize(connections, word, initial)
+            if not reply.initialize:
+                self.sender.run_id = self.sender.run_id or reply.run_id
+            if ready:
+                return reply if self._peers.index == 0 else None
+            if reply.initialize and initial is not None:
+                problem = self._initialize(connections, reply, initial)
                 if not problem:
                     continue
             else:
                 problem = "no worker has finished sending them"
             led(self._peers, partial(wait.pause, problem, WaitTimedOut))
 
-    def _word_of(self, reply: HelloReply, *, may_send: bool) -> _Word:
-        ready = reply.state not in WITHOUT_PARAMETERS
-        run_id = self.sender.run_id or reply.run_id
-        if ready or not (reply.initialize and may_send):
-            return _Word(run_id, ready)
-        # The run gets its name when server 0 has its parameters; until then another worker's name may win.
-        self.sender.run_id = run_id
-        name = run_id or f"run-{secrets.token_hex(4)}"
-        return _Word(name, ready, elected=True, term=reply.term, lease_seconds=reply.initialize_lease_seconds)
-
-    def _initialize(self, connections: Sequence[Connection], elected: _Word, initial: Callable[[], Values]) -> str:
+    def _initialize(self, connections: Sequence[Connection], elected: HelloReply, initial: Callable[[], Values]) -> str:
         """Send the first parameters to all servers, server 0 last, once all processes have sent theirs to the others.
 
-        The leader keeps the election's lease meanwhile. Returns what went wrong where trying again may help.
+        `elected`: server 0's reply, with the run's name. The leader keeps the election's lease meanwhile.
+        Returns what went wrong where trying again may help.
         """
         assert self.partition is not None and self.whole is not None and self._optimizer is not None
         sender = Sender()
@@ -284,12 +280,11 @@ class Handshake:
         plan, contacts = self.partition, self.contacts
         turn = agreed(self._peers, lambda: Initialization(opening, plan, initial()))
         first, *others = [connection for connection in connections if connection.index in contacts]
-        lease = InitializeLease(
-            elected.term, elected.lease_seconds, lambda: self.hello(first, first.channel, CALL_SECONDS)
-        )
+        seconds = elected.initialize_lease_seconds
+        lease = InitializeLease(elected.term, seconds, lambda: self.hello(first, first.channel, CALL_SECONDS))
         with lease if self._peers.index == 0 else contextlib.nullcontext():
             # All limits are checked before anything is sent.
-            agreed(self._peers, lambda: [self._asked(other, LimitExceeded, ServerUnavailable) for other in others])
+            agreed(self._peers, lambda: [self._observe(other, LimitExceeded, ServerUnavailable) for other in others])
             try:
                 agreed(self._peers, lambda: self._send(turn, others[::-1], lease))
                 agreed(self._peers, lambda: self._send(turn, [first], lease))

@@ -179,7 +179,7 @@ class Worker:
         self._encoder.converter = converter or self._encoder.converter
         layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converts=converter is not None)
         self._servers.on_all([partial(self._greet_where_stale, each) for each in self._servers])
-        lent = self._sharing.lend(layout).lent
+        lent = self._sharing.lend(layout)
         self._receivers = self._receivers_into(lent.parameters)
         return lent
 

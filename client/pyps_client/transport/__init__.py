@@ -15,8 +15,7 @@ from google.protobuf.message import Message
 
 from pyps_client.credentials import Credentials
 from pyps_client.log import logger
-from pyps_client.retry import LocalLost
-from pyps_client.transport.memory import Memory
+from pyps_client.transport.memory import Segment
 from pyps_wire.common_pb2 import Receipt, Sender
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from pyps_wire.local_pb2 import LocalRequest
@@ -140,13 +139,9 @@ class Dialer:
         """Return a transport for messages by what the server offers, in place of the former one."""
         return None
 
-    def memory(self, num_bytes: int) -> Memory:
-        """Allocate memory that a server may share. Raises OSError."""
-        raise OSError("this transport shares no memory")
-
-    def attach(self, offer: LocalTransport, memory: Memory, request: LocalRequest, *, name: str) -> Transport:
+    def attach(self, offer: LocalTransport, memory: Segment, request: LocalRequest, *, name: str) -> Transport:
         """Share memory with the server `name`. Raises LinkLost or a PypsError with the reason against it."""
-        raise LocalLost(f"{name} cannot see this worker's memory")
+        raise NotImplementedError
 
     def hindrance(self, reply: HelloReply) -> str:
         """Return why this transport cannot be opened to the server of that reply; empty where nothing is known."""

@@ -22,7 +22,6 @@ from pyps_wire.common_pb2 import ROLE_OBSERVER, RUN_STATE_DRAINING, Sender
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, NotInitialized, PypsError, RunFinished, ServerUnavailable, UnknownWorker
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
-from pyps_wire.partition import Partition
 
 T = TypeVar("T")
 Operation = Callable[[GrpcChannel, threading.Event], T]
@@ -337,18 +336,6 @@ class Servers:
         # A server answers Hello when no earlier request of the caller works in its memory any more.
         with contextlib.suppress(LinkLost, PypsError):
             self._rejoin(connection, connection.channel, SETTLE_SECONDS)
-
-
-def contacts_of(own: Partition, whole: Partition, *, leads: bool) -> list[int]:
-    """Return the servers that a process of a replica calls: server 0 and those that hold shards of its parts.
-
-    The leader, or a worker of one process, calls those without any shards, too: they belong to the run.
-    """
-    return [
-        index
-        for index in range(whole.num_servers)
-        if index == 0 or own.of_server(index) or (leads and not whole.of_server(index))
-    ]
 
 
 def _close(*transports: Transport | None) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
-import mmap
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -21,7 +17,7 @@ from google.protobuf.message import DecodeError
 from pyps_client.fork import at_fork
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
 from pyps_client.transport import NO_OFFER, Greeted, Parts, Take, Transport
-from pyps_client.transport.memory import HEAD_BYTES, Memory
+from pyps_client.transport.memory import HEAD_BYTES, Segment
 from pyps_client.transport.tcp import Tcp, verdict_of
 from pyps_wire.errors import PypsError
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
@@ -39,8 +35,6 @@ _PEER = struct.Struct("3i")
 _READ_BYTES = 1 << 16
 # Some hundred bytes a shard.
 REPLY_BYTES_MAX = 1 << 26
-# The same on every Linux; Python has no name for it.
-_MAP_FIXED = 0x10
 
 
 class SharedMemory(Tcp):
@@ -48,11 +42,7 @@ class SharedMemory(Tcp):
 
     shares = True
 
-    def memory(self, num_bytes: int) -> Memory:
-        return Segment(num_bytes)
-
-    def attach(self, offer: LocalTransport, memory: Memory, request: LocalRequest, *, name: str) -> Transport:
-        assert isinstance(memory, Segment)
+    def attach(self, offer: LocalTransport, memory: Segment, request: LocalRequest, *, name: str) -> Transport:
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link = SharedMemoryLink(connected, name=name)
         try:
@@ -223,48 +213,6 @@ class SharedMemoryLink(Transport):
         raise verdict_of(reply.failure, self._server)
 
 
-class Segment(Memory):
-    """A memfd sealed against shrinking and growing, mapped as a whole. It is gone when its last user is.
-
-    A forked child's writes stay its own. Where it has not written it goes on to see what its parent and the servers
-    write.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        """Raise OSError where the system has no memfd, or too little memory."""
-        if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memfd_create")
-        self.num_bytes = num_bytes
-        self.fd = os.memfd_create("pyps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, num_bytes)
-            # All of it now: memory that is not there must be an error here, not the end of the process later.
-            os.posix_fallocate(self.fd, 0, num_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._memory = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.nonce = secrets.randbits(64)
-        self._memory[:8] = self.nonce.to_bytes(8, "little")
-        self._close = weakref.finalize(self, os.close, self.fd)
-        _segments.add(self)
-
-    def keep_own_copy(self) -> None:
-        """In a forked child: from now on writes stay in this process, and the file is let go."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        mapped = libc.mmap(address, self.num_bytes, protection, mmap.MAP_PRIVATE | _MAP_FIXED, self.fd, 0)
-        if mapped != address and libc.mprotect(address, self.num_bytes, mmap.PROT_READ) != 0:
-            # Without a copy to write to, a child that writes must end rather than spoil its parent's run.
-            os.abort()
-        self._close()
-
-
 def _lost(error: OSError) -> LocalLost:
     silent = isinstance(error, BlockingIOError)
     return LocalLost("no answer within the call's deadline" if silent else error.strerror or str(error))
@@ -275,13 +223,10 @@ def _path_of(offer: LocalTransport) -> str:
     return "\0" + offer.address[1:] if offer.address.startswith("@") else offer.address
 
 
-_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 _links: weakref.WeakSet[SharedMemoryLink] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for segment in list(_segments):
-        segment.keep_own_copy()
     for link in list(_links):
         link.forget()
 

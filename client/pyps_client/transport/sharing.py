@@ -11,7 +11,7 @@ from pyps_client.launch import Launch
 from pyps_client.retry import LinkLost, LocalLost
 from pyps_client.transport import NO_LANE, NO_OFFER, TICKET_SECONDS
 from pyps_client.transport.connection import Connection
-from pyps_client.transport.memory import Layout, Lending
+from pyps_client.transport.memory import Layout, Lent, Segment
 from pyps_client.vectors import Vectors
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import GRADIENT_BUFFERS_MAX
@@ -21,21 +21,22 @@ from pyps_wire.partition import Partition
 
 
 class Sharing:
-    """One session's vectors, and the servers that share their memory. The others take messages; the log has why."""
+    """One session's vectors, and the servers that share their memory. The others take messages; the log says why."""
 
     def __init__(self, launch: Launch, partition: Partition, connections: Sequence[Connection], sender: Sender) -> None:
         self._launch = launch
         # To servers that hold shards.
         self._connections = [connection for connection in connections if partition.of_server(connection.index)]
         self._sender = sender
-        self._lending: Lending | None = None
-        # By server index, of the newest Hello.
-        self._offers: dict[int, LocalTransport | None] = {}
-        self._offered_at: dict[int, float] = {}
+        self._lent: Lent | None = None
+        # Where the vectors are shared: their segment, and the request to attach it, but for the ticket.
+        self._shared: tuple[Segment, Layout] | None = None
+        # By server index: the newest Hello's offer, and its time.
+        self._offers: dict[int, tuple[LocalTransport | None, float]] = {}
 
-    def lend(self, layout: Layout) -> Lending:
+    def lend(self, layout: Layout) -> Lent:
         """Make the vectors, in memory shared with each server that offers it; once a session."""
-        if self._lending is not None:
+        if self._lent is not None:
             raise InvalidArgument(
                 "This session has lent its vectors already: keep what lend() returned, or make another."
             )
@@ -43,37 +44,37 @@ class Sharing:
             raise InvalidArgument(
                 f"gradient_buffers is {layout.gradient_buffers}; expected 1 to {GRADIENT_BUFFERS_MAX} of them."
             )
-        lending = self._shared(layout)
-        if lending is not None:
-            attached = [self._attach(connection, lending) for connection in self._connections]
-        if lending is None or not any(attached):
-            lending = Lending(layout)
-        self._lending = lending
-        return lending
+        segment = self._segment(layout) if self._launch.dialer.shares else None
+        if segment is not None:
+            self._shared = segment, layout
+            attached = [self._attach(connection) for connection in self._connections]
+            if not any(attached):
+                self._shared = segment = None
+        self._lent = layout.vectors(segment)
+        return self._lent
 
     def greeted(self, connection: Connection, reply: HelloReply) -> None:
         """Keep a server's offer; a server that was lost shares the same memory again."""
-        self._offers[connection.index] = reply.local if self._launch.dialer.shares and reply.HasField("local") else None
-        self._offered_at[connection.index] = time.monotonic()
-        lending = self._lending
-        if lending is not None and lending.memory is not None and connection in self._connections:
-            self._attach(connection, lending)
+        offer = reply.local if self._launch.dialer.shares and reply.HasField("local") else None
+        self._offers[connection.index] = offer, time.monotonic()
+        if self._lent is not None and self._shared is not None and connection in self._connections:
+            self._attach(connection)
 
     def is_stale(self, connection: Connection) -> bool:
         """Return whether another Hello is needed before memory is shared, since tickets are valid for seconds."""
-        aged = time.monotonic() > self._offered_at[connection.index] + TICKET_SECONDS
-        return aged and self._offers[connection.index] is not None
+        offer, offered_at = self._offers[connection.index]
+        return offer is not None and time.monotonic() > offered_at + TICKET_SECONDS
 
     def gradients(self, vectors: Vectors) -> int | None:
         """Return the index of these gradients among the session's; None for others."""
-        if self._lending is not None:
-            for index, lent in enumerate(self._lending.lent.gradients):
+        if self._lent is not None:
+            for index, lent in enumerate(self._lent.gradients):
                 if _same(vectors, lent):
                     return index
         return None
 
     def are_parameters(self, vectors: Vectors) -> bool:
-        return self._lending is not None and _same(vectors, self._lending.lent.parameters)
+        return self._lent is not None and _same(vectors, self._lent.parameters)
 
     @property
     def transport(self) -> str:
@@ -81,17 +82,15 @@ class Sharing:
         names = {connection.transport for connection in self._connections}
         return "mixed" if len(names) > 1 else names.pop()
 
-    def _shared(self, layout: Layout) -> Lending | None:
-        """Return vectors in memory to share; None where no server would share it, or the system has none."""
-        if not self._launch.dialer.shares:
-            return None
-        offered = [connection for connection in self._connections if self._offers.get(connection.index)]
+    def _segment(self, layout: Layout) -> Segment | None:
+        """Return memory to share; None where no server would share it, or the system has none."""
+        offered = [connection for connection in self._connections if self._offers[connection.index][0]]
         reason = NO_OFFER
         if offered:
             try:
                 for codec in layout.codecs:
                     codec.require_divisible()
-                return Lending(layout, self._launch.dialer.memory(layout.num_bytes))
+                return Segment(layout.num_bytes)
             except InvalidArgument as refused:
                 reason = str(refused)
             except OSError as error:
@@ -100,19 +99,19 @@ class Sharing:
             self._refuse(connection, reason if connection in offered else NO_OFFER)
         return None
 
-    def _attach(self, connection: Connection, lending: Lending) -> bool:
-        """Share the memory with a server; return False where messages are to serve."""
+    def _attach(self, connection: Connection) -> bool:
+        """Share the memory with a server; return False where messages serve instead."""
         if connection.link is not None:
             connection.drop_lane()
             return True
+        assert self._shared is not None
+        segment, layout = self._shared
         try:
-            offer = self._offers.get(connection.index)
+            offer, _ = self._offers[connection.index]
             if offer is None:
                 raise LocalLost(NO_OFFER)
-            assert lending.memory is not None
-            request = lending.attach_request(self._sender, offer.ticket)
-            attach = partial(self._launch.dialer.attach, offer, lending.memory, request, name=connection.name)
-            connection.attach(attach)
+            request = layout.attach_request(self._sender, offer.ticket)
+            connection.attach(partial(self._launch.dialer.attach, offer, segment, request, name=connection.name))
         except (LinkLost, PypsError) as problem:
             self._refuse(connection, str(problem))
             return False

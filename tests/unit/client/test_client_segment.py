@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pyps_client.launch import Launch
-from pyps_client.transport.memory import ALIGNMENT_BYTES, Layout, Lending
-from pyps_client.transport.shared_memory import Segment
+from pyps_client.transport.memory import ALIGNMENT_BYTES, Layout, Lent, Segment
 from pyps_client.transport.sharing import Sharing
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import Sender
@@ -23,12 +22,11 @@ LAYOUT = Layout(MODEL, BFLOAT16, FLOAT32, 2)
 
 
 @pytest.fixture(params=["segment", "own memory"])
-def lending(request: pytest.FixtureRequest) -> Lending:
-    return Lending(LAYOUT, Segment(LAYOUT.num_bytes) if request.param == "segment" else None)
+def lent(request: pytest.FixtureRequest) -> Lent:
+    return LAYOUT.vectors(Segment(LAYOUT.num_bytes) if request.param == "segment" else None)
 
 
-def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending):
-    lent = lending.lent
+def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lent):
     assert [[vector.size for vector in vectors] for vectors in (lent.parameters, *lent.gradients)] == [[1000, 0, 7]] * 3
     assert {vector.dtype for vector in lent.parameters} == {FLOAT32.dtype}
     assert {vector.dtype for vectors in lent.gradients for vector in vectors} == {BFLOAT16.dtype}
@@ -43,16 +41,16 @@ def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending):
 
 def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way():
     layout = Layout(MODEL, BFLOAT16, FLOAT16, 2, converts=True)
-    own, shared = Lending(layout).lent, Lending(layout, Segment(layout.num_bytes)).lent
+    own, shared = layout.vectors(), layout.vectors(Segment(layout.num_bytes))
     dtypes = [{vector.dtype.name for vector in (*lent.parameters, *lent.gradients[0])} for lent in (own, shared)]
     assert dtypes == [{"float32"}, {"float16", "uint16"}]
     assert (own.converted_to, shared.converted_to) == (BFLOAT16, None)
 
 
-def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending):
-    lent, sharing = lending.lent, Sharing(Launch(servers=("a:1",)), partition(MODEL, num_servers=1), [], Sender())
+def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lent):
+    sharing = Sharing(Launch(servers=("a:1",)), partition(MODEL, num_servers=1), [], Sender())
     assert sharing.gradients(lent.gradients[0]) is None
-    sharing._lending = lending
+    sharing._lent = lent
     assert [sharing.gradients(vectors) for vectors in lent.gradients] == [0, 1]
     assert sharing.gradients(list(lent.gradients[1])) == 1
     assert sharing.are_parameters(lent.parameters)
@@ -64,13 +62,12 @@ def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending):
 
 
 def test_the_request_to_attach_says_where_the_numbers_are():
-    lending = Lending(LAYOUT, Segment(LAYOUT.num_bytes))
-    segment = lending.memory
-    assert isinstance(segment, Segment)
-    lending.lent.gradients[1][0][:] = 0x3F80
-    lending.lent.parameters[2][:] = 0.5
+    segment = Segment(LAYOUT.num_bytes)
+    lent = LAYOUT.vectors(segment)
+    lent.gradients[1][0][:] = 0x3F80
+    lent.parameters[2][:] = 0.5
 
-    attach = lending.attach_request(Sender(worker_id="a"), b"ticket").attach
+    attach = LAYOUT.attach_request(Sender(worker_id="a"), b"ticket").attach
 
     whole = os.pread(segment.fd, segment.num_bytes, 0)
     assert attach.segment_bytes == len(whole)

@@ -10,8 +10,8 @@ import pytest
 
 from pyps_client.retry import Busy, LocalLost
 from pyps_client.transport import Parts
-from pyps_client.transport.memory import Layout, Lending
-from pyps_client.transport.shared_memory import Segment, SharedMemory, SharedMemoryLink
+from pyps_client.transport.memory import Layout, Segment
+from pyps_client.transport.shared_memory import SharedMemory, SharedMemoryLink
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError, UnknownWorker, WaitTimedOut
@@ -184,7 +184,7 @@ def test_a_held_request_turns_others_away_a_quick_one_does_not(ends):
 def test_a_process_that_does_not_see_the_memory_is_refused():
     layout = Layout(Model((Tensor("a", (10,)),)), FLOAT32, FLOAT32, 1)
     segment = Segment(layout.num_bytes)
-    request = Lending(layout, segment).attach_request(Sender(), b"t")
+    request = layout.attach_request(Sender(), b"t")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("")
     listener.listen()
