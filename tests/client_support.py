@@ -251,6 +251,7 @@ class RecordingSession:
     failure: Exception | None = None
     protocol: str = "async"
     ask_to_proceed: bool = False
+    batch_size: int = 0
     accumulate: int = 0
     current_version_only: bool = False
     gives_out_data: bool = False
@@ -283,14 +284,13 @@ class RecordingSession:
         return self
 
     @property
+    def terms(self) -> Terms:
+        asks, current_only = self.ask_to_proceed, self.current_version_only
+        return Terms(self.protocol, "", asks, current_only, self.batch_size, self.accumulate)
+
+    @property
     def state(self) -> RunState:
-        terms = Terms(
-            self.protocol,
-            ask_to_proceed=self.ask_to_proceed,
-            current_version_only=self.current_version_only,
-            accumulate=self.accumulate,
-        )
-        return RunState(terms, finished=self.finished, global_step=self.version)
+        return RunState(self.terms, finished=self.finished, global_step=self.version)
 
     def exchange(self, plan: Plan) -> list[Receipt]:
         self.events.append("push" if plan.parameters is None else "exchange")

@@ -45,7 +45,7 @@ class Client:
 
     It connects when made, and waits for servers and for the run's first parameters: `tensors`, if the servers elect
     this worker to send them. Pull waits for everything that the protocol makes workers wait for: a round's end, a turn,
-    the slowest. A push is one update: sum minibatches yourself where the protocol wants that (`session.accumulate`).
+    the slowest. A push is one update: sum as many minibatches as the protocol wants (`session.terms.accumulate`).
     Use one thread, or one that pushes and one that pulls.
 
     Calls raise ServerUnavailable or WaitTimedOut after a wait, and a push after the run's end RunFinished.
@@ -145,7 +145,7 @@ class Client:
     @property
     def batch_size(self) -> int:
         """Examples in a minibatch by the servers' schedule; 0 without one."""
-        return self.session.batch_size
+        return self.session.terms.batch_size
 
     @property
     def refused(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from pyps_client.log import logger
 from pyps_client.pull import Holdings, IncomingPull, LeaseCall, LongPoll, Receiver, Versions, read, receivers
 from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
-from pyps_client.run_state import View, warn_of_differences
+from pyps_client.run_state import Terms, View, warn_of_differences
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.memory import Layout, Lent
@@ -37,9 +37,8 @@ _shard_id = attrgetter("shard_id")
 # How long a Hello from the heartbeat's thread may take.
 HELLO_SECONDS = 10.0
 
-# For so long a worker that ends waits for a server that is lost, or silent.
+# How long a worker that ends waits for a server that is lost or silent.
 END_SECONDS = 10.0
-
 
 # Why a step is refused while another thread takes one.
 ONE_THREAD = (
@@ -67,13 +66,12 @@ class Worker:
         peers: Group | None = None,
         device: str = "",
     ) -> None:
-        """`initial` gives one float32 vector a group, or what makes a shard's numbers as they are sent; only called
-        where this worker is elected to initialise.
+        """`initial` returns the first parameters, if this worker is elected to send them.
 
-        `parts`: those of the model's that this process holds, all by default. `model` and `optimizer` are of the whole;
-        the groups, and all vectors, are those of these parts. `peers`: the processes of this worker's replica, all of
-        which connect, push and proceed in the same order: those calls are collective. InvalidArgument where several are
-        to hold all of the model, or where a server does not know one of the launch's codecs.
+        `model` and `optimizer` describe the whole model; `parts` names the parts that this process holds, all by
+        default. All vectors are of these parts' groups. `peers`: the processes of this worker's replica, all of which
+        connect, push and proceed in the same order: these calls are collective. Raises InvalidArgument where a process
+        of several holds no part, or the codec of parameters is stateful.
         """
         leave.install_where_asked()
         proposed = partition(model, num_servers=len(launch.servers))
@@ -88,7 +86,7 @@ class Worker:
             raise InvalidArgument(
                 f"codec {self._pull_codec.name} carries state from push to push: pull in another (parameter_codec)"
             )
-        # Not before: what is refused leaves no server.
+        # Last, so that a refused worker starts no local server.
         self.launch = launch = launch.begun(peers.count)
         self._initial = initial
         self._handshake = Handshake(
@@ -105,25 +103,24 @@ class Worker:
         self._servers = Servers(launch, rejoin=self._rejoin)
         # These are made of the run's partition, when the run is joined.
         self.partition: Partition
-        self._holder: Connection | None
         self._holdings: Holdings
         self._pushes: Pushes
         self._sharing: Sharing
         self.view = View(peers)
-        sender = self._handshake.sender
+        # Into the lent parameters.
         self._receivers: list[Receiver] = []
         self._closing = threading.Event()
-        self._hello: HelloReply | None = None
-        self._lease = Lease(sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard)
+        self._joined = False
+        self._lease = Lease(self.sender, launch=launch, peers=peers, request=self._heartbeat, heard=self._heard)
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._scalars: dict[str, float] = {}
 
     def connect(self) -> None:
         """Join the run; wait for servers and for its parameters, or send the first ones where elected."""
-        if self._hello is not None:
+        if self._joined:
             return
-        # Its last pushes would be refused as those of an earlier process, if it has the same name.
+        # A worker of the same name that still leaves could no longer push once this one has said Hello.
         leave.wait_for_leaving()
         leave.expect(self)
         self._lease.watch()
@@ -134,7 +131,7 @@ class Worker:
             raise
 
     def next_rates(self) -> dict[int, float]:
-        """Return group -> step size of its next update before staleness, as the servers last said."""
+        """Return group -> step size of its next update, before staleness, as last reported."""
         rates = self.view.state.next_rates
         return {shard.group: rates[shard.shard_id] for shard in self.partition.shards if shard.shard_id in rates}
 
@@ -142,11 +139,8 @@ class Worker:
         handshake, servers = self._handshake, self._servers
         replies = handshake.join(servers.connections, self._initial, self._closing)
         assert handshake.partition is not None
-        self._servers.keep(handshake.contacts)
+        servers.keep(handshake.contacts)
         self.partition = partition = handshake.partition
-        holders = [each for each in servers if partition.of_server(each.index)]
-        # Where there are no other processes, and no other servers that hold parameters.
-        self._holder = holders[0] if len(holders) == self._peers.count == 1 else None
         self._holdings = Holdings(partition)
         self._pushes = Pushes(
             self._holdings,
@@ -156,54 +150,51 @@ class Worker:
             peers=self._peers,
         )
         self._sharing = Sharing(self.launch, partition, servers.connections, self.sender)
-        for connection, reply in zip(self._servers, replies, strict=True):
+        for connection, reply in zip(servers.connections, replies, strict=True):
             self._note_hello(connection, reply)
-        warn_of_differences(replies, [connection.index for connection in self._servers])
-        self._hello = first = replies[0]
+        warn_of_differences(replies, [connection.index for connection in servers.connections])
+        self._joined, first = True, replies[0]
         self.view.meet(pull_needed=True)
         logger.info(
             "%s joined run %s on %s (%s, %s, staleness %s)",
-            *(self.sender.worker_id, first.run_id, ", ".join(connection.address for connection in self._servers)),
+            *(self.sender.worker_id, first.run_id, ", ".join(each.address for each in servers.connections)),
             *(first.optimizer.rule, first.protocol, first.staleness),
         )
 
     def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:
-        """Make vectors for this worker's gradients and parameters, zeroed; once a session, after `connect`.
+        """Make zeroed vectors for this worker's gradients and parameters; once a session, after `connect`.
 
-        A server on this machine may share their memory: then a `push`, `exchange` or `pull` of these very arrays moves
-        nothing; a copy or another view goes in messages.
-
-        With a converter, private vectors are float32 whatever the codecs, and are converted when they are sent.
+        Servers on this machine share their memory: then a `push`, `exchange` or `pull` of these very arrays copies
+        nothing. With a converter, vectors that are not shared are float32, and are converted when they are sent.
         """
         self._check_open()
         self._encoder.converter = converter or self._encoder.converter
         layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converts=converter is not None)
-        self._servers.on_all([partial(self._greet_where_stale, each) for each in self._servers])
+        self._servers.on_all([partial(self._renew_offer, each) for each in self._servers.connections])
         lent = self._sharing.lend(layout)
         self._receivers = self._receivers_into(lent.parameters)
         return lent
 
     def tell_landed(self, on_landed: Callable[[ShardRange], object]) -> None:
-        """Call `on_landed` for each shard that a message brings into the lent parameters, at once, on any thread."""
+        """Call `on_landed` for each shard that a message has written into the lent parameters; on any thread."""
         for receiver in self._receivers:
             receiver.on_landed = on_landed
 
     def push(self, gradients: Vectors, **described: Any) -> list[Receipt]:
-        """Push gradients alone, described by fields of `Plan`."""
+        """Push gradients without a pull; the other arguments are fields of `Plan`."""
         return self.exchange(Plan(gradients, **described))
 
     def exchange(self, plan: Plan) -> list[Receipt]:
-        """Push to all servers at once, and receive newer parameters into the plan's, if it names some.
+        """Push to all servers at once, and write newer parameters into the plan's, if it names some.
+
+        No other thread may pull meanwhile. A shard whose round waits for other workers brings no parameters: then
+        `pull_needed` is True, and `pull` waits for them.
 
         Returns:
-            A receipt for each pushed shard, by shard id. A shard may be REJECTED: see the receipt's reason, and
-            `pull_needed`. A shard whose round waits for other workers brings nothing: `pull_needed` then, and `pull`
-            waits.
+            A receipt for each pushed shard, by shard id. A shard may be REJECTED, for the reason in its receipt.
 
         Raises:
             RunFinished: The run is over.
-
-        No other thread may pull meanwhile.
         """
         self._check_open()
         state = self.view.state
@@ -213,7 +204,7 @@ class Worker:
         if lent_index is None:
             lent_index = self._sharing.gradients(plan.gradients)
             if into is not None and not self._sharing.are_parameters(into):
-                # Both go by one transport.
+                # One transport carries gradients and parameters.
                 lent_index = None
         if into is not None:
             receivers = self._receivers if plan.lent_index is not None else self._receivers_into(into)
@@ -226,9 +217,8 @@ class Worker:
             lent_index=lent_index,
         )
         receipts: list[Receipt] = []
-        for connection, push, answers in zip(
-            self._servers.connections, pushes, self._servers.on_all(pushes), strict=True
-        ):
+        for push, answers in zip(pushes, self._servers.on_all(pushes), strict=True):
+            connection = push.connection
             epoch = self.view.answered(connection.index, answers, sent_at=sent_at, version=push.version)
             if epoch > connection.epoch:
                 connection.epoch = epoch
@@ -242,7 +232,7 @@ class Worker:
         return receipts
 
     def norm(self, plan: Plan) -> float:
-        """Return the norm of a push of all processes of the replica, all of which call it."""
+        """Return the norm of a push over all processes of the replica, all of which call this."""
         return self._pushes.norm(plan)
 
     def pull(
@@ -250,14 +240,14 @@ class Worker:
     ) -> set[int]:
         """Write parameters newer than `held_versions` into `vectors` (one a group); return the changed shards' ids.
 
-        `vectors` are float32, or of the pull codec's type. Waits for the versions in the receipts of earlier pushes (a
-        round's end), or for `min_versions` (shard id -> version, {} for none) instead. WaitTimedOut, after
-        `wait_seconds`, by default the launch's, names the other workers.
+        `vectors` are float32, or of the pull codec's type. Waits for the ends of the rounds of earlier pushes, or for
+        `min_versions` (shard id -> version, {} for none) instead. Raises WaitTimedOut, which names the other workers,
+        after `wait_seconds`, by default the launch's.
         """
         self._check_open()
-        indices = [connection.index for connection in self._servers]
+        indices = [connection.index for connection in self._servers.connections]
         changed = read(
-            *(self._servers, self._handshake.sender, ROLE_WORKER, self._receivers_into(vectors)),
+            *(self._servers, self.sender, ROLE_WORKER, self._receivers_into(vectors)),
             poll=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
@@ -266,25 +256,17 @@ class Worker:
         return changed
 
     def with_parameters(self, vectors: Vectors) -> LeaseCall:
-        """Return a call that leases a portion, and pulls the parameters of that moment into `vectors`.
+        """Return a call that leases a portion and, if there is one, pulls the present parameters into `vectors`.
 
         GET of Zhang et al. 2013 (of one moment under `mutex=whole`), for a run on one server; `vectors` as for `pull`.
-        Without a portion no parameters come.
         """
         self._check_open()
         connection, receiver = self._servers.connections[0], self._receivers_into(vectors)[0]
-        lent = self._sharing.are_parameters(vectors)
 
         def lease(channel: GrpcChannel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
-            pull = IncomingPull(
-                *(self.sender, ROLE_WORKER, receiver),
-                connection=connection,
-                min_versions={},
-                # The request has its own limit for the wait.
-                poll=LongPoll(0.0),
-                lent=lent,
-                portion=request,
-            )
+            # The request has its own limit for the wait.
+            poll = LongPoll(0.0)
+            pull = IncomingPull(self.sender, ROLE_WORKER, receiver, connection, {}, poll, portion=request)
             pull(channel, stop)
             return pull.lease
 
@@ -293,54 +275,54 @@ class Worker:
     def snapshot(self, vectors: Sequence[Vector]) -> Versions:
         """Write the present parameters into `vectors` (one a group, float32), and return their versions.
 
-        For evaluation: each shard is of one version; it waits for nothing and leaves `held_versions` alone.
+        For evaluation: each shard is of one version; this waits for nothing and leaves `held_versions` alone.
         """
         self._check_open()
         holdings = Holdings(self.partition)
         into = receivers(self._servers, vectors, holdings, codec=FLOAT32)
-        read(self._servers, self._handshake.sender, ROLE_OBSERVER, into, poll=LongPoll(0.0))
+        read(self._servers, self.sender, ROLE_OBSERVER, into, poll=LongPoll(0.0))
         return holdings.versions
 
     def proceed(self) -> None:
         """Wait until the next step may begin; no call is made unless the protocol in force paces workers.
 
-        Call it between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all wait.
-        WaitTimedOut names the other workers.
+        Call it between two steps, before the pull, with `clock` counted up. Only a replica's leader asks the server,
+        and all its processes wait. Raises WaitTimedOut, which names the other workers.
         """
         self._check_open()
-        if self.view.state.finished or not self.view.state.terms.ask_to_proceed:
+        if self.finished or not self.terms.ask_to_proceed:
             return
-        question = LongPoll(self.launch.wait_seconds).proceed(self._handshake.sender, clock=self.clock)
+        question = LongPoll(self.launch.wait_seconds).proceed(self.sender, clock=self.clock)
         asks = led(self._peers, lambda: self._servers.on_first(question).ask_to_proceed)
         self.view.granted(ask_to_proceed=asks)
 
     def meet(self) -> None:
-        """Bring a replica's processes to one state of the run: for a step without a push that does."""
+        """Bring a replica's processes to one state of the run, in a step without a push, which does the same."""
         self._check_open()
         self.view.meet(pull_needed=self._holdings.pull_needed(self._servers.connections))
 
     def ask_first(self, operation: Operation[T], *, each: bool = False) -> T:
         """Run an operation of another service on server 0, again after each loss of its connection.
 
-        Of a replica the leader does, and all get its result; with `each` all processes do, and raise one error or none.
+        A replica's leader runs it for all processes; with `each` every process does, and all raise the same error.
         """
         self._check_open()
-        one_view = agreed if each else led
-        return one_view(self._peers, lambda: self._servers.on_first(operation))
+        run = agreed if each else led
+        return run(self._peers, lambda: self._servers.on_first(operation))
 
     def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
-        """Run one operation a server, in the servers' order, all at once; raise the first failure."""
+        """Run one operation a server, all at once; return the results in order, or raise the first failure."""
         self._check_open()
         return self._servers.on_all(operations)
 
     @property
     def sender(self) -> Sender:
-        """This worker in its messages; with the run's name after `connect`."""
+        """The sender of this worker's messages; with the run's name after `connect`."""
         return self._handshake.sender
 
     @property
     def held_versions(self) -> Versions:
-        """A copy of shard id -> version of the newest pull (-1: none), with the servers' epochs."""
+        """A copy of shard id -> held version (-1 for none), with the servers' epochs."""
         return self._holdings.versions
 
     @property
@@ -350,10 +332,10 @@ class Worker:
 
     @property
     def pull_needed(self) -> bool:
-        """Whether a pull is needed before the next gradient: one of the held parameters would be refused.
+        """Whether a pull is needed before the next gradient, which would be refused otherwise.
 
-        So it is while a round waits for others, after a gradient that came too late, and after a server's restore. In a
-        replica it is so on all processes where it was on one when the last push ended.
+        True while a round waits for other workers, after a gradient that came too late, and after a server's restore;
+        in a replica, if it was True for one process when the last push ended.
         """
         if self._peers.count > 1:
             return self.view.state.pull_agreed
@@ -373,46 +355,27 @@ class Worker:
     def checks_first(self) -> bool:
         """Whether the server checks a lent push for NaN and infinity before it applies any of it.
 
-        So it is where one server shares the memory of all parameters: it refuses all shards of such a push as
-        NOT_FINITE. Elsewhere the worker has to check, or some shards may be applied and others refused. A push is
-        checked here if shared memory is lost before it is sent (see Outgoing).
+        True where one server shares the memory of all parameters: it refuses all shards of such a push as NOT_FINITE.
+        Elsewhere the worker has to check, or some shards may be applied and others refused. If shared memory is lost
+        before a push is sent, `Outgoing` checks it.
         """
-        return self._holder is not None and self._holder.checks_first
+        holder = self._sharing.holder
+        return holder is not None and self._peers.count == 1 and holder.checks_first
 
     @property
     def goes_by_calls(self) -> bool:
         """Whether lent gradients go to all servers in messages, one a shard, and not through shared memory."""
-        return not any(connection.is_local for connection in self._servers)
+        return not any(connection.is_local for connection in self._servers.connections)
 
     @property
-    def protocol(self) -> str:
-        """The protocol in force ("async"), as server 0 last reported it after `connect`."""
-        return self.view.state.terms.protocol
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a minibatch, by the servers' schedule; 0 where they have none."""
-        return self.view.state.terms.batch_size
-
-    @property
-    def accumulate(self) -> int:
-        """Minibatches that the protocol sums in a push; 0 leaves it to the worker."""
-        return self.view.state.terms.accumulate
-
-    @property
-    def ask_to_proceed(self) -> bool:
-        """Whether the protocol in force grants steps one by one, so that `proceed` asks and may wait."""
-        return self.view.state.terms.ask_to_proceed
-
-    @property
-    def current_version_only(self) -> bool:
-        """Whether the protocol refuses gradients of older versions, so that no gradient must be computed ahead."""
-        return self.view.state.terms.current_version_only
+    def terms(self) -> Terms:
+        """The protocol in force and its settings, as server 0 last reported them after `connect`."""
+        return self.view.state.terms
 
     @property
     def gives_out_data(self) -> bool:
         """Whether the protocol in force hands out data and parameters under one mutex (asgd, on one server)."""
-        name, _, settings = self.protocol.partition(":")
+        name, _, settings = self.terms.protocol.partition(":")
         return name == "asgd" and "mutex=shard" not in settings
 
     @property
@@ -422,7 +385,7 @@ class Worker:
 
     @property
     def num_workers(self) -> int:
-        """Live workers, as the servers last said."""
+        """Live workers, as last reported."""
         return self.view.state.num_workers
 
     @property
@@ -436,17 +399,17 @@ class Worker:
         return self.view.refusals.counts
 
     def report(self, **scalars: float) -> None:
-        """Set figures of this worker (loss=0.3), which the next heartbeat carries to the servers."""
+        """Set figures of this worker (loss=0.3), which the next heartbeat sends to the servers."""
         with self._lock:
             self._scalars |= {name: float(value) for name, value in scalars.items()}
 
     def hurry(self) -> None:
-        """Wait for lost and silent servers for seconds only from now on, whatever the launch says: the worker ends."""
+        """Wait for lost and silent servers for END_SECONDS only from now on: the worker ends."""
         self._servers.hurry(END_SECONDS)
         self._lease.hurry(END_SECONDS)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leave the run ("finished", or "failed" and why). A second call does nothing."""
+        """Leave the run, as "finished", or as "failed" with the reason. A second call does nothing."""
         leave.check_cause(cause)
         if self._guard.in_child or self._closing.is_set():
             return
@@ -475,7 +438,7 @@ class Worker:
     def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))
 
-    def _greet_where_stale(self, connection: Connection, channel: GrpcChannel, _: threading.Event) -> None:
+    def _renew_offer(self, connection: Connection, channel: GrpcChannel, _: threading.Event) -> None:
         if self._sharing.is_stale(connection):
             self._rejoin(connection, channel, CALL_SECONDS)
 
@@ -486,17 +449,17 @@ class Worker:
             self._lease.check()
         if self._closing.is_set():
             raise RunFinished("The client was closed: make a new one to go on.")
-        if self._hello is None:
+        if not self._joined:
             raise InvalidArgument("The session is not connected: call connect() before pushing or pulling.")
 
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
         self.view.greeted(connection.index, reply)
         self._sharing.greeted(connection, reply)
 
-    def _heartbeat_request(self) -> HeartbeatRequest:
+    def _heartbeat(self) -> HeartbeatRequest:
         sender = self.sender
-        if self._hello is None:
-            # A run that is yet to be initialized goes by no name.
+        if not self._joined:
+            # Before its initialization a run has no name.
             sender = Sender(worker_id=sender.worker_id, incarnation=sender.incarnation, secret=sender.secret)
         with self._lock:
             return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
@@ -505,5 +468,5 @@ class Worker:
         connection.epoch = max(connection.epoch, reply.epoch)
         self.view.reminded(connection.index, reply, asked_at=asked_at)
         if not reply.known:
-            again = self._handshake.hello if self._hello is None else self._rejoin
+            again = self._rejoin if self._joined else self._handshake.hello
             again(connection, connection.channel, HELLO_SECONDS)

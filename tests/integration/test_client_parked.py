@@ -60,7 +60,7 @@ class Worker:
             try:
                 while not self._steps or self.num_steps < self._steps:
                     step(client, 100 * self._number + self.num_steps)
-                    self.steps_under[client.session.protocol] += 1
+                    self.steps_under[client.session.terms.protocol] += 1
                     self.num_steps += 1
                     self._tell(self.num_steps)
                 client.pull()

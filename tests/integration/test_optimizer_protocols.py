@@ -89,7 +89,7 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
         for protocol in ("hardsync", "async", "backup:b=0"):
             if protocol != "hardsync":
                 configure(server, protocol)
-                wait_until(lambda protocol=protocol: session.protocol == protocol, what="word of the change")
+                wait_until(lambda protocol=protocol: session.terms.protocol == protocol, what="word of the change")
             optimizer._steps.flush()
             before = status_of(server).version_max
             # The first gradient after overlapped steps was computed on older parameters.

@@ -54,7 +54,7 @@ def test_told_to_start_together_no_worker_begins_under_async_before_the_last_has
 
         assert begun.result(60)
         first.pull()
-        assert not first.session.ask_to_proceed
+        assert not first.session.terms.ask_to_proceed
     with make_client(server.data, worker_id="late", run_id="r") as late:
         assert late.push(gradients)
 

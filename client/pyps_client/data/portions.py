@@ -71,7 +71,7 @@ class Stepper(Protocol):
 
 def others_wait(session: Worker) -> bool:
     """Return whether workers wait for each other's steps under the protocol in force."""
-    return session.current_version_only or session.ask_to_proceed
+    return session.terms.current_version_only or session.terms.ask_to_proceed
 
 
 class Portions:
@@ -142,7 +142,7 @@ class Portions:
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r}; expected a text.")
         if portion_batches is None:
-            left_to_servers = stepper.session.accumulate or stepper.session.batch_size
+            left_to_servers = stepper.session.terms.accumulate or stepper.session.terms.batch_size
             portion_batches = 0 if left_to_servers else PORTION_BATCHES
         self._spec = DataSpec(
             name=name,

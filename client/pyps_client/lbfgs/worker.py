@@ -281,9 +281,9 @@ class Staging:
 def joined(session: Worker) -> Iterator[None]:
     try:
         session.connect()
-        if session.protocol.partition(":")[0] != PROTOCOL:
+        if session.terms.protocol.partition(":")[0] != PROTOCOL:
             raise InvalidArgument(
-                f"The servers of run {session.run_id!r} run the protocol {session.protocol!r}; portions for a "
+                f"The servers of run {session.run_id!r} run the protocol {session.terms.protocol!r}; portions for a "
                 f"coordinator need servers started with --protocol {PROTOCOL}, as `pyps {PROTOCOL}` starts them."
             )
         yield

@@ -27,6 +27,8 @@ class Sharing:
         self._launch = launch
         # To servers that hold shards.
         self._connections = [connection for connection in connections if partition.of_server(connection.index)]
+        # The server that holds all shards, where it is one.
+        self.holder = self._connections[0] if len(self._connections) == 1 else None
         self._sender = sender
         self._lent: Lent | None = None
         # Where the vectors are shared: their segment, and the request to attach it, but for the ticket.
@@ -116,7 +118,7 @@ class Sharing:
             self._refuse(connection, str(problem))
             return False
         connection.drop_lane()
-        connection.left_unchecked = len(self._connections) == 1
+        connection.left_unchecked = connection is self.holder
         connection.route.log("shared memory")
         return True
 
