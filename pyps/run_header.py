@@ -28,10 +28,6 @@ class RunHeader:
     behaviour: BehaviourTexts
     configured: BehaviourTexts
 
-    def with_epoch(self, epoch: int) -> RunHeader:
-        """Return the same header with another epoch."""
-        return dataclasses.replace(self, epoch=epoch)
-
     @property
     def model(self) -> Model:
         return self.partition.model

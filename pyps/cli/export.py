@@ -170,5 +170,5 @@ def _row(replayed: Replayed) -> tuple[str, ...]:
         verdict = "yes; the log has no end"
     else:
         verdict = "yes"
-    numbers = (replayed.epoch, replayed.shard_id, replayed.version, replayed.updates, replayed.pulls)
-    return (replayed.run_id, *map(str, numbers), replayed.checksum, verdict)
+    numbers = (replayed.run.epoch, replayed.shard_id, replayed.version, replayed.updates, replayed.pulls)
+    return (replayed.run.run_id, *map(str, numbers), replayed.checksum, verdict)

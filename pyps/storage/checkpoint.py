@@ -18,18 +18,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
+import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from pyps import __version__
 from pyps.core.arrays import Floats, aligned_zeros
@@ -43,61 +41,24 @@ from pyps.storage.disk import Disk
 from pyps.storage.plain import checksum_of, contribution_from_plain, contribution_to_plain, split_payloads
 from pyps_wire.errors import PypsError
 
-
-class Writable(Protocol):
-    def write(self, data: bytes | memoryview, /) -> Any: ...
-
-
 FLOAT32 = np.dtype("<f4")
 
 
-class TensorFile:
-    """Writes a safetensors file of float32 tensors piece by piece: a model is never in memory twice.
+def tensors_header(lengths: Mapping[str, int], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the beginning of a safetensors file; the values of its float32 tensors follow in this order.
 
     The format: 8 bytes little-endian length of the header, the header in JSON (name to dtype, shape, offsets), padded
     with spaces to a multiple of 8, then the tensors' bytes in the order of the header, without holes.
     """
-
-    def __init__(
-        self,
-        file: Writable,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ):
-        self._file = file
-        self._sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        self._missing = self._expected()
-        self._name, self._left = next(self._missing, ("", 0))
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        for name, shape in shapes.items():
-            end = offset + FLOAT32.itemsize * self._sizes[name]
-            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(struct.pack("<Q", len(text)) + text)
-
-    def write(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Append values of the named tensor, all or the next part of them."""
-        if not values.size:
-            return
-        assert name == self._name, f"{self._name!r} comes next, not {name!r}"
-        assert values.size <= self._left, f"{name!r} has {self._left} values left, not {values.size}"
-        self._file.write(np.ascontiguousarray(values, dtype=FLOAT32).reshape(-1).data.cast("B"))
-        self._left -= values.size
-        if not self._left:
-            self._name, self._left = next(self._missing, ("", 0))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every value was written."""
-        return not self._name
-
-    def _expected(self) -> Iterator[tuple[str, int]]:
-        # Tensors without values are never written.
-        return ((name, size) for name, size in self._sizes.items() if size)
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, length in lengths.items():
+        end = offset + FLOAT32.itemsize * length
+        header[name] = {"dtype": "F32", "shape": [length], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 # As in the library.
@@ -160,28 +121,14 @@ class CheckpointDamaged(CheckpointError):
     status = "DATA_LOSS"
 
 
-def _write_manifest(path: Path, body: dict[str, Any], disk: Disk) -> None:
-    manifest = {
-        "format": "pyps checkpoint",
-        "format_version": FORMAT_VERSION,
-        "software": f"pyps {__version__}",
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        **body,
-    }
-    manifest["checksum"] = _checksum(manifest)
-    with disk.create(path / MANIFEST) as file:
-        disk.write(file, json.dumps(manifest, indent=1).encode())
-        disk.sync(file)
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
+    if not file.exists():
+        raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed")
+    with _opened(file) as opened:
+        text = opened.read()
     try:
-        manifest = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed") from None
-    except OSError as error:
-        raise CheckpointDamaged(f"{file} cannot be read: {error.strerror}") from None
+        manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
@@ -216,18 +163,22 @@ class Checkpoint:
             self.header = RunHeader.from_json(manifest)
             self.written: str = manifest["written"]
             self._shards: dict[int, dict[str, Any]] = {shard["shard_id"]: shard for shard in manifest["shards"]}
-            self._files: dict[str, int] = manifest["files"]
             self._work: dict[str, Any] | None = manifest.get("work")
-            self._machine: dict[str, Any] | None = manifest.get("vector_machine")
-            self._machine_state = None if self._machine is None else _machine_state(self._machine)
+            machine = manifest.get("vector_machine")
+            self._machine = None if machine is None else _machine_state(machine)
+            # Of each tensor, by its name.
+            self._checksums: dict[str, str] = {} if machine is None else machine["checksums"]
+            for shard_id, shard in self._shards.items():
+                of_shard = {"": shard["checksums"]["parameters"], **shard["checksums"]}
+                self._checksums |= {_name(shard_id, array): checksum for array, checksum in of_shard.items()}
+            sizes: dict[str, int] = manifest["files"]
         except (KeyError, TypeError, ValueError, PypsError) as error:
             raise CheckpointDamaged(f"{path / MANIFEST} cannot be understood: {error!r}") from None
-        for name, size in self._files.items():
-            _require_size(path / name, size)
-
-    @property
-    def shard_ids(self) -> tuple[int, ...]:
-        return tuple(self._shards)
+        for name, size in sizes.items():
+            with _opened(path / name) as file:
+                found = file.seek(0, os.SEEK_END)
+            if found != size:
+                raise CheckpointDamaged(f"{path / name} has {found} bytes, written were {size}")
 
     @property
     def versions(self) -> dict[int, int]:
@@ -235,35 +186,33 @@ class Checkpoint:
 
     @property
     def version_max(self) -> int:
-        return max((shard["version"] for shard in self._shards.values()), default=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all files but the manifest."""
-        return sum(self._files.values())
+        return max(self.versions.values(), default=0)
 
     def parameters(self) -> Iterator[tuple[int, Floats]]:
         """Yield each shard's number and parameters, verified."""
-        with _opened(self.path / PARAMETERS) as tensors:
-            for shard_id, shard in self._shards.items():
-                yield shard_id, self._array(tensors, PARAMETERS, _name(shard_id), shard["checksums"]["parameters"])
+        for shard_id, arrays in self._arrays(PARAMETERS, [""]):
+            yield shard_id, arrays[""]
 
     def load(self) -> RestoredRun:
         """Read and verify everything. Raises CheckpointDamaged."""
         parameters = dict(self.parameters())
-        slots = self._slots()
+        slot_names = find(self.header.optimizer.rule).slot_names
+        slots = dict(self._arrays(SLOTS, slot_names)) if slot_names else {}
+        machine = self._machine
+        if machine is not None:
+            machine = dataclasses.replace(machine, vectors=dict(self._arrays(VECTORS, machine.table.kept)))
+        with _opened(self.path / LEDGER) as file:
+            lines = file.read().splitlines()
+        if len(lines) != len(self._shards):
+            raise CheckpointDamaged(f"{self.path / LEDGER} has {len(lines)} lines for {len(self._shards)} shards")
         states = {
-            shard_id: self._state(shard, parameters[shard_id], slots[shard_id], line)
-            for (shard_id, shard), line in zip(self._shards.items(), self._ledger_lines(), strict=True)
+            shard_id: self._state(shard, parameters[shard_id], slots.get(shard_id, {}), line)
+            for (shard_id, shard), line in zip(self._shards.items(), lines, strict=True)
         }
-        return RestoredRun(self.header, states, self._work, self._machine_with_vectors())
+        return RestoredRun(self.header, states, self._work, machine)
 
     def _state(self, shard: Mapping[str, Any], parameters: Floats, slots: dict[str, Floats], line: bytes) -> ShardState:
-        if zlib.crc32(line) != int(shard["checksums"]["ledger"], 16):
-            raise CheckpointDamaged(
-                f"{self.path / LEDGER} holds other bytes for shard {shard['shard_id']} than were written"
-            )
-        plain = json.loads(line)
+        plain = json.loads(self._verified(line, shard, LEDGER))
         pending, payloads = plain["pending"], split_payloads(plain["pending"], self._bytes(shard, PENDING))
         return ShardState(
             version=shard["version"],
@@ -278,160 +227,111 @@ class Checkpoint:
 
     def _bytes(self, shard: Mapping[str, Any], name: str) -> bytes:
         """Return the bytes that the file holds for the shard, verified."""
-        path, place = self.path / name, shard[Path(name).stem]
-        try:
-            with path.open("rb") as file:
-                file.seek(place["offset"])
-                data = file.read(place["bytes"])
-        except OSError as error:
-            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
-        if zlib.crc32(data) != int(shard["checksums"][path.stem], 16):
-            raise CheckpointDamaged(f"{path} holds other bytes for shard {shard['shard_id']} than were written")
+        place = shard[Path(name).stem]
+        with _opened(self.path / name) as file:
+            file.seek(place["offset"])
+            return self._verified(file.read(place["bytes"]), shard, name)
+
+    def _verified(self, data: bytes, shard: Mapping[str, Any], name: str) -> bytes:
+        if zlib.crc32(data) != int(shard["checksums"][Path(name).stem], 16):
+            raise CheckpointDamaged(
+                f"{self.path / name} holds other bytes for shard {shard['shard_id']} than were written"
+            )
         return data
 
-    def _slots(self) -> dict[int, dict[str, Floats]]:
-        names = find(self.header.optimizer.rule).slot_names
-        if not names:
-            return {shard_id: {} for shard_id in self._shards}
-        with _opened(self.path / SLOTS) as tensors:
-            return {
-                shard_id: {
-                    name: self._array(tensors, SLOTS, _name(shard_id, name), shard["checksums"][name]) for name in names
-                }
-                for shard_id, shard in self._shards.items()
-            }
+    def _arrays(self, file_name: str, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Floats]]]:
+        """Yield each shard's number and its arrays in the file by name, verified."""
+        with _opened(self.path / file_name) as file:
+            tensors = TensorReader(file)
+            for shard_id in self._shards:
+                yield shard_id, {name: self._array(tensors, file_name, _name(shard_id, name)) for name in names}
 
-    def _machine_with_vectors(self) -> MachineState | None:
-        if self._machine is None or self._machine_state is None:
-            return None
-        checksums = self._machine["checksums"]
-        with _opened(self.path / VECTORS) as tensors:
-            vectors = {
-                shard_id: {
-                    name: self._array(tensors, VECTORS, full := _name(shard_id, name), checksums[full])
-                    for name in self._machine_state.table.kept
-                }
-                for shard_id in self._shards
-            }
-        return dataclasses.replace(self._machine_state, vectors=vectors)
-
-    def _array(self, tensors: TensorReader, file_name: str, name: str, checksum: str) -> Floats:
+    def _array(self, tensors: TensorReader, file_name: str, name: str) -> Floats:
         try:
             values = tensors.read(name)
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(f"{self.path / file_name} does not give {name}: {error}") from None
-        found = checksum_of(values)
+        found, checksum = checksum_of(values), self._checksums[name]
         if found != checksum:
             raise CheckpointDamaged(
                 f"{self.path / file_name} holds {name} with checksum {found}, written was {checksum}"
             )
         return values
 
-    def _ledger_lines(self) -> list[bytes]:
-        try:
-            lines = (self.path / LEDGER).read_bytes().splitlines()
-        except OSError as error:
-            raise CheckpointDamaged(f"{self.path / LEDGER} cannot be read: {error.strerror}") from None
-        if len(lines) != len(self._shards):
-            raise CheckpointDamaged(f"{self.path / LEDGER} has {len(lines)} lines for {len(self._shards)} shards")
-        return lines
 
+def write(path: Path, snapshot: Snapshot, *, disk: Disk) -> tuple[int, dict[int, int]]:
+    """Write a checkpoint's files into an empty folder, the manifest last, and wait until they are on the disk.
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The size of a checkpoint, and the version of each shard in it."""
-
-    num_bytes: int
-    versions: Mapping[int, int]
-
-
-def write(path: Path, snapshot: Snapshot, *, disk: Disk) -> Written:
-    """Write a checkpoint's files into an empty folder, the manifest last; return when they are on the disk.
+    Return the size in bytes of all files but the manifest, and each shard's version.
 
     Shards are copied one at a time, each under its lock, and written before the next: they may be of different
     moments, as asynchronous workers see them anyway, and memory grows by one shard. A coordinator's vectors are of one
     iteration on all shards, and so are the parameters then.
     """
-    header, shards, machine = snapshot.header, snapshot.shards, snapshot.machine
     # A machine that no coordinator has used has nothing to keep.
-    machine = machine if machine is not None and machine.coordinator_epoch else None
-    slot_names = find(header.optimizer.rule).slot_names
-    names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, RECEIPTS, PENDING]
-    names += [VECTORS] if machine else []
+    machine = snapshot.machine if snapshot.machine is not None and snapshot.machine.coordinator_epoch else None
+    arrays: dict[str, Sequence[str]] = {PARAMETERS: [""]}
+    if slot_names := find(snapshot.header.optimizer.rule).slot_names:
+        arrays[SLOTS] = slot_names
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(disk.create(path / name)) for name in names}
+        state = None
         if machine is not None:
             stack.enter_context(machine.durable())
-        writer = _Writer(header, shards, files, disk, machine)
-        entries = [writer.add(shard_id, shard) for shard_id, shard in shards.items()]
+            state = machine.state()
+            arrays[VECTORS] = state.table.kept
+        files = {name: stack.enter_context(disk.create(path / name)) for name in (*arrays, LEDGER, RECEIPTS, PENDING)}
+        for name, of_file in arrays.items():
+            lengths = {_name(i, array): shard.length for i, shard in snapshot.shards.items() for array in of_file}
+            run = {"format": "pyps shards", "run_id": snapshot.header.run_id} if name == PARAMETERS else None
+            disk.write(files[name], tensors_header(lengths, run))
+        writer = _Writer(files, disk, machine)
+        entries = [writer.add(shard_id, shard) for shard_id, shard in snapshot.shards.items()]
         for file in files.values():
             disk.sync(file)
         sizes = {name: file.tell() for name, file in files.items()}
-    body = {**header.to_json(), "shards": entries, "files": sizes, **writer.machine_entry()}
+    manifest = {
+        "format": "pyps checkpoint",
+        "format_version": FORMAT_VERSION,
+        "software": f"pyps {__version__}",
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        **snapshot.header.to_json(),
+        "shards": entries,
+        "files": sizes,
+    }
+    if state is not None:
+        manifest["vector_machine"] = _machine_entry(state, writer.vector_checksums)
     if snapshot.work is not None:
         # As it will be read: the manifest's checksum is of that.
-        body["work"] = json.loads(json.dumps(snapshot.work))
-    _write_manifest(path, body, disk)
-    return Written(sum(sizes.values()), {entry["shard_id"]: entry["version"] for entry in entries})
+        manifest["work"] = json.loads(json.dumps(snapshot.work))
+    manifest["checksum"] = _checksum(manifest)
+    with disk.create(path / MANIFEST) as file:
+        disk.write(file, json.dumps(manifest, indent=1).encode())
+        disk.sync(file)
+    return sum(sizes.values()), {entry["shard_id"]: entry["version"] for entry in entries}
 
 
 class _Writer:
     """Appends shards to a checkpoint's files, in their order."""
 
-    def __init__(
-        self,
-        header: RunHeader,
-        shards: Mapping[int, Store],
-        files: Mapping[str, BinaryIO],
-        disk: Disk,
-        machine: VectorMachine | None,
-    ):
+    def __init__(self, files: Mapping[str, BinaryIO], disk: Disk, machine: VectorMachine | None):
         self._files = files
         self._disk = disk
         self._machine = machine
-        self._state = None if machine is None else machine.state()
-        self._vector_checksums: dict[str, str] = {}
-
-        def tensors(file: str, *arrays: str, **options: Any) -> TensorFile:
-            shapes = {_name(i, array): (shard.length,) for i, shard in shards.items() for array in arrays}
-            return TensorFile(_Appender(disk, files[file]), shapes, **options)
-
-        self._parameters = tensors(PARAMETERS, "", metadata={"format": "pyps shards", "run_id": header.run_id})
-        self._slots = tensors(SLOTS, *find(header.optimizer.rule).slot_names) if SLOTS in files else None
-        self._vectors = None if self._state is None else tensors(VECTORS, *self._state.table.kept)
-
-    def machine_entry(self) -> dict[str, Any]:
-        """Return what the manifest says of a coordinator's vectors, once all shards are written."""
-        if self._state is None:
-            return {}
-        state, table = self._state, self._state.table
-        entry = {
-            "coordinator_epoch": state.coordinator_epoch,
-            "iteration": state.iteration,
-            "state": state.text,
-            "vectors": sorted(table.names),
-            "history": {"oldest": table.oldest, "newest": table.newest},
-            "checksums": self._vector_checksums,
-        }
-        return {"vector_machine": entry}
+        self.vector_checksums: dict[str, str] = {}
 
     def add(self, shard_id: int, shard: Store) -> dict[str, Any]:
         """Write the next shard and return its entry in the manifest."""
         state = shard.state()
         parameters = state.parameters
-        if self._machine is not None and self._vectors is not None:
+        if self._machine is not None:
             for name, values in self._machine.vectors_to_keep(shard_id).items():
-                self._vectors.write(_name(shard_id, name), values)
-                self._vector_checksums[_name(shard_id, name)] = checksum_of(values)
+                self.vector_checksums[_name(shard_id, name)] = self._append(VECTORS, values)
             # What the shard holds may be a trial: the accepted point is what a restored run goes on from.
             point = self._machine.parameters_to_keep(shard_id)
             parameters = parameters if point is None else point
-        self._parameters.write(_name(shard_id), parameters)
-        checksums = {"parameters": checksum_of(parameters)}
+        checksums = {"parameters": self._append(PARAMETERS, parameters)}
         for name, slot in state.slots.items():
-            assert self._slots is not None
-            self._slots.write(_name(shard_id, name), slot)
-            checksums[name] = checksum_of(slot)
+            checksums[name] = self._append(SLOTS, slot)
         ledger, receipts = state.ledger.to_plain()
         pending = [contribution_to_plain(contribution) for contribution in state.pending]
         line = json.dumps({"ledger": ledger, "pending": pending}).encode()
@@ -457,6 +357,23 @@ class _Writer:
             "checksums": checksums,
         }
 
+    def _append(self, name: str, values: Floats) -> str:
+        """Write an array and return its checksum."""
+        self._disk.write(self._files[name], np.ascontiguousarray(values, dtype=FLOAT32).data.cast("B"))
+        return checksum_of(values)
+
+
+def _machine_entry(state: MachineState, checksums: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the manifest says of a coordinator's vectors."""
+    return {
+        "coordinator_epoch": state.coordinator_epoch,
+        "iteration": state.iteration,
+        "state": state.text,
+        "vectors": sorted(state.table.names),
+        "history": {"oldest": state.table.oldest, "newest": state.table.newest},
+        "checksums": checksums,
+    }
+
 
 def _machine_state(entry: Mapping[str, Any]) -> MachineState:
     history = entry["history"]
@@ -464,33 +381,16 @@ def _machine_state(entry: Mapping[str, Any]) -> MachineState:
     return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], table)
 
 
-class _Appender:
-    def __init__(self, disk: Disk, file: BinaryIO):
-        self._disk = disk
-        self._file = file
-
-    def write(self, data: bytes | memoryview, /) -> None:
-        self._disk.write(self._file, data)
-
-
 def _name(shard_id: int, array: str = "") -> str:
     return f"shard-{shard_id:06d}" + (f".{array}" if array else "")
 
 
-def _require_size(path: Path, size: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
-    if found != size:
-        raise CheckpointDamaged(f"{path} has {found} bytes, written were {size}")
-
-
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[TensorReader]:
-    with contextlib.ExitStack() as stack:
-        try:
-            tensors = TensorReader(stack.enter_context(path.open("rb")))
-        except (OSError, ValueError) as error:
-            raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
-        yield tensors
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    """Open a file of a checkpoint; raise CheckpointDamaged where the file, or what the block reads, cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointDamaged(f"{path} cannot be read: {reason}") from None

@@ -18,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -64,7 +64,8 @@ class CheckpointFolder:
         self._disk = disk or Disk()
         self._lock_file = _take(path)
         self._saving = threading.Lock()
-        self._newest: Path | None = None
+        # The checkpoint that this server wrote or resumed from last; None before the first.
+        self.newest: Path | None = None
         # Unix time of the last one written; before it, of the start.
         self.saved_at = time.time()
         # Why the last try to write one failed, empty where it did not, and how many failed.
@@ -72,11 +73,6 @@ class CheckpointFolder:
         self.failures = 0
         for leftover in [*path.glob(".writing-*"), *path.glob(".old-*")]:
             self._disk.remove_folder(leftover)
-
-    @property
-    def newest(self) -> Path | None:
-        """The checkpoint that this server wrote or resumed from last; None before the first."""
-        return self._newest
 
     def require_empty(self) -> None:
         """Raise CheckpointError when there are checkpoints: a new run must not be mixed with an old one."""
@@ -101,7 +97,7 @@ class CheckpointFolder:
             except CheckpointDamaged as error:
                 log.error("checkpoint ignored", path=path, reason=error)
                 continue
-            self._newest = path
+            self.newest = path
             log.info("checkpoint read", path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max)
             return self._claim_epoch(restored)
         raise CheckpointError(
@@ -141,7 +137,7 @@ class CheckpointFolder:
             reset(run_id)
             if validate_only:
                 return
-            self._newest = None
+            self.newest = None
             # The newest last: a process that ends midway has either forgotten the run or not.
             for path in reversed(paths):
                 aside = path.with_name(path.name.replace("checkpoint", "forgotten"))
@@ -167,7 +163,7 @@ class CheckpointFolder:
             temporary = self.path / f".writing-{number:08d}"
             final = self.path / f"checkpoint-{number:08d}"
             self._disk.make_folder(temporary)
-            written = write(temporary, snapshot, disk=self._disk)
+            num_bytes, versions = write(temporary, snapshot, disk=self._disk)
             self._disk.sync_folder(temporary)
             self._disk.rename(temporary, final)
             self._disk.sync_folder(self.path)
@@ -175,12 +171,14 @@ class CheckpointFolder:
             if temporary is not None:
                 self._disk.remove_folder(temporary)
             reason = error.strerror if isinstance(error, OSError) else "the memory does not suffice"
-            raise CheckpointError(self._failure(reason)) from None
-        self._newest, self.saved_at = final, time.time()
-        for shard_id, version in written.versions.items():
+            kept = self.newest is not None and self.newest.exists()
+            survivor = f"{self.newest} stays the newest" if kept else "there is none before it"
+            raise CheckpointError(f"no checkpoint could be written in {self.path}: {reason}; {survivor}") from None
+        self.newest, self.saved_at = final, time.time()
+        for shard_id, version in versions.items():
             snapshot.shards[shard_id].durable_version = version
         self._remove_old()
-        saved = Saved(final, written.num_bytes, time.monotonic() - started)
+        saved = Saved(final, num_bytes, time.monotonic() - started)
         log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
         return saved
 
@@ -193,11 +191,6 @@ class CheckpointFolder:
             taken = _take(self.path)
             self._lock_file.close()
             self._lock_file = taken
-
-    def _failure(self, reason: str | None) -> str:
-        kept = self._newest is not None and self._newest.exists()
-        survivor = f"{self._newest} stays the newest" if kept else "there is none before it"
-        return f"no checkpoint could be written in {self.path}: {reason}; {survivor}"
 
     def _remove_old(self) -> None:
         try:
@@ -212,31 +205,23 @@ class CheckpointFolder:
 
     def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Note, durably, that the next epoch is taken: two lives of a server never serve under one epoch."""
-        last = max(restored.header.epoch, self._last_epoch(), *self._readable_epochs())
+        epochs = [restored.header.epoch]
+        with contextlib.suppress(OSError, ValueError):
+            epochs.append(int((self.path / "epoch").read_text(encoding="utf-8")))
+        for path in checkpoint_paths(self.path):
+            with contextlib.suppress(CheckpointDamaged):
+                epochs.append(Checkpoint(path).header.epoch)
         temporary = self.path / ".writing-epoch"
         temporary.unlink(missing_ok=True)
         try:
             with self._disk.create(temporary) as file:
-                self._disk.write(file, f"{last + 1}\n".encode())
+                self._disk.write(file, f"{max(epochs) + 1}\n".encode())
                 self._disk.sync(file)
             self._disk.rename(temporary, self.path / "epoch")
             self._disk.sync_folder(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
-        return replace(restored, header=restored.header.with_epoch(last))
-
-    def _last_epoch(self) -> int:
-        try:
-            return int((self.path / "epoch").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return 0
-
-    def _readable_epochs(self) -> Iterator[int]:
-        for path in checkpoint_paths(self.path):
-            try:
-                yield Checkpoint(path).header.epoch
-            except CheckpointDamaged:
-                continue
+        return replace(restored, header=replace(restored.header, epoch=max(epochs)))
 
 
 def newest(path: Path) -> Checkpoint | None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from pyps.core import rules
-from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import PayloadKind
 from pyps.core.ledger import Ledger, LedgerState
@@ -66,7 +64,7 @@ class ShardLog:
         with self._payload_path.open("rb") as file:
             payloads = [self._payload(file, place) for place in begin["payloads"]]
         num_slots = len(begin["slots"])
-        parameters, *slots = (_floats(payload) for payload in payloads[: 1 + num_slots])
+        parameters, *slots = (np.frombuffer(payload, "<f4") for payload in payloads[: 1 + num_slots])
         waiting = payloads[1 + num_slots :][: len(begin["pending"])]
         return Shard(
             self.shard_id,
@@ -152,31 +150,6 @@ def log_paths(folder: Path) -> list[Path]:
     return sorted(folder.rglob("shard-*.jsonl"))
 
 
-def _floats(payload: bytes) -> Floats:
-    return np.frombuffer(payload, dtype="<f4")
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """The result of a replay."""
-
-    path: Path
-    run_id: str
-    epoch: int
-    shard_id: int
-    # Where the replay ended.
-    version: int
-    updates: int
-    pulls: int
-    checksum: str
-    # Whether the log ended in order; a killed server's did not.
-    ended: bool
-    # Whether the replay ended early, at the first gradient that was not kept.
-    cut_short: bool
-    # The first update or answer that differs, in words, with both numbers; empty where none does.
-    difference: str
-
-
 class Different(Exception):
     """Something differs from the log; the text says what."""
 
@@ -192,26 +165,44 @@ def replay(path: Path) -> Replayed:
             f"{path} holds no gradients: a server keeps them with --log-gradients, as far as "
             "--log-gradients-max-bytes allows"
         )
-    replaying = _Replay(log)
-    difference = ""
+    replayed = Replayed(log)
     try:
         for event in log.events():
-            replaying.follow(event)
+            replayed.follow(event)
     except Different as error:
-        difference = str(error)
-    return replaying.result(difference)
+        replayed.difference = str(error)
+    return replayed
 
 
-class _Replay:
+class Replayed:
+    """A shard that follows its log, and the result of that."""
+
     def __init__(self, log: ShardLog):
-        self._log = log
+        self.run = log.run
+        self.shard_id = log.shard_id
+        # How many were followed.
+        self.updates = self.pulls = 0
+        # Whether the log ended in order; a killed server's did not.
+        self.ended = False
+        # Whether the replay ended early, at the first gradient that was not kept.
+        self.cut_short = False
+        # The first update or answer that differs, in words, with both numbers; empty where none does.
+        self.difference = ""
         # Updates that the shard has made, before the log's line of them is read.
         self._made: deque[LoggedUpdate] = deque()
         self._shard: Shard = log.shard(self)
         # In words, the push that the next update comes from.
         self._by = ""
-        self._updates = self._pulls = 0
-        self._ended = self._cut_short = False
+
+    @property
+    def version(self) -> int:
+        """The version at which the replay ended."""
+        return self._shard.version
+
+    @property
+    def checksum(self) -> str:
+        """The CRC-32 of the parameters there."""
+        return self._shard.read(lambda _, values: checksum_of(values))
 
     def record(self, event: Event) -> None:
         """Keep the updates that the shard makes, in which all else shows."""
@@ -241,26 +232,16 @@ class _Replay:
                     self._shard.finish()
                 self._shard.configure(behaviour=event.behaviour, learning_rate=event.learning_rate, roster=event.roster)
             case Pulled():
-                self._pulls += 1
+                self.pulls += 1
             case NotKept():
-                self._cut_short = True
-            case Ended():
-                self._end(event)
-
-    def result(self, difference: str) -> Replayed:
-        return Replayed(
-            path=self._log.path,
-            run_id=self._log.run.run_id,
-            epoch=self._log.run.epoch,
-            shard_id=self._log.shard_id,
-            version=self._shard.version,
-            updates=self._updates,
-            pulls=self._pulls,
-            checksum=self._shard.read(lambda _, values: checksum_of(values)),
-            ended=self._ended,
-            cut_short=self._cut_short,
-            difference=difference,
-        )
+                self.cut_short = True
+            case Ended(version, checksum):
+                if (self.version, self.checksum) != (version, checksum):
+                    raise Different(
+                        f"the end: version {version} with CRC-32 {checksum} is logged, replayed it is version "
+                        f"{self.version} with {self.checksum}"
+                    )
+                self.ended = True
 
     def _push(self, event: Pushed) -> None:
         gradient, logged = event.gradient, event.receipt
@@ -287,16 +268,7 @@ class _Replay:
                 f"{what}: the shard's checksum is logged as {logged.checksum}, replayed it is {made.checksum} "
                 f"at version {made.version}"
             )
-        self._updates += 1
-
-    def _end(self, event: Ended) -> None:
-        version, checksum = self._shard.read(lambda version, values: (version, checksum_of(values)))
-        if (version, checksum) != (event.version, event.checksum):
-            raise Different(
-                f"the end: version {event.version} with CRC-32 {event.checksum} is logged, replayed it is version "
-                f"{version} with {checksum}"
-            )
-        self._ended = True
+        self.updates += 1
 
 
 def _number(value: object) -> str:

@@ -13,9 +13,10 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping
+from itertools import chain, count
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,6 @@ from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain
 from pyps_wire.errors import PypsError
 
 log = logs.get("pyps.update_log")
-
-Payload = Floats | bytes | memoryview
 
 FORMAT = "pyps update log 4"
 _CHECKSUM = b', "crc32": "'
@@ -64,24 +63,21 @@ class Budget:
     def __init__(self, bytes_max: int):
         self._bytes_max = bytes_max
         self._lock = Lock()
-        # Guarded by _lock.
+        # Guarded by _lock. Negative from the first refusal on, so that a log ends at one place.
         self._left = bytes_max
-        self._exhausted = False
 
     def take(self, num_bytes: int) -> bool:
-        """Return whether there is room; after one refusal there is none any more, so that a log ends at one place."""
+        """Return whether there is room; after one refusal there is none any more."""
         with self._lock:
-            if self._exhausted:
-                return False
+            had_room = self._left >= 0
             self._left -= num_bytes
-            self._exhausted = self._left < 0
-            first_refusal = self._exhausted
-        if first_refusal:
+            has_room = self._left >= 0
+        if had_room and not has_room:
             log.warning(
                 "gradients are no longer logged: the next would exceed --log-gradients-max-bytes; a replay ends here",
                 bytes_max=self._bytes_max,
             )
-        return not first_refusal
+        return has_room
 
 
 class LoggedUpdate(NamedTuple):
@@ -101,10 +97,12 @@ class LoggedUpdate(NamedTuple):
 class ShardFiles:
     """Appends to the files of one shard. Guarded by the turn of its `LoggedShard`."""
 
-    def __init__(self, path: Path, budget: Budget | None):
-        """Make the files; `budget` None keeps no payloads. Raises OSError."""
-        self._lines = _create(path)
-        self.path = Path(self._lines.name)
+    def __init__(self, path: Path, shard: Store, budget: Budget | None):
+        """Make the files, under a name that no earlier life took; `budget` None keeps no payloads. Raises OSError."""
+        names = chain([path], (path.with_stem(f"{path.stem}.{number}") for number in count(2)))
+        self.path = next(name for name in names if not name.exists())
+        self._lines = create(self.path)
+        self._shard = shard
         self._budget = budget
         self._payloads = create(self.path.with_suffix(".payloads")) if budget is not None else None
         self._offset = 0
@@ -113,9 +111,9 @@ class ShardFiles:
         self._events: list[Event | LoggedUpdate] = []
         self._failed = False
 
-    def begin(self, header: RunHeader, shard: Store) -> None:
+    def begin(self, header: RunHeader) -> None:
         """Write the shard as it is. Raises OSError."""
-        state = shard.state()
+        shard, state = self._shard, self._shard.state()
         values = {"parameters": state.parameters, **{f"slot {name}": slot for name, slot in state.slots.items()}}
         pending = [memoryview(waiting.gradient.payload) for waiting in state.pending]
         ledger, receipts = state.ledger.to_plain()
@@ -154,15 +152,13 @@ class ShardFiles:
         push: dict[str, Any] | None = None
         with self._ending_on_error():
             for event in events:
+                if isinstance(event, Pushed | Completed | Configured):
+                    self._note(event.roster)
                 match event:
-                    case Pushed(_, gradient, receipt, roster):
-                        self._note(roster)
+                    case Pushed(_, gradient, receipt):
                         places = self._keep([gradient.payload])
-                        push = {
-                            "event": "push",
-                            **push_to_plain(gradient, receipt),
-                            "payload": places[0] if places else None,
-                        }
+                        payload = places[0] if places else None
+                        push = {"event": "push", **push_to_plain(gradient, receipt), "payload": payload}
                         if receipt.version_after == receipt.version_before:
                             self._append(push)
                             push = None
@@ -171,30 +167,24 @@ class ShardFiles:
                         cause = push or {"event": "update", "version": made.version}
                         self._append({**cause, "update": made.update, "checksum": made.checksum})
                         push = None
-                    case Completed(_, roster, version):
-                        self._note(roster)
-                        self._append({"event": "complete", "version": version})
-                    case Configured():
-                        self._note(event.roster)
-                        self._append(
-                            {
-                                "event": "configure",
-                                "version": event.version,
-                                "behaviour": None if event.behaviour is None else event.behaviour.texts,
-                                "learning_rate": event.learning_rate,
-                                "finished": event.finished,
-                            }
-                        )
+                    case Completed():
+                        self._append({"event": "complete", "version": event.version})
+                    case Configured(_, behaviour, learning_rate, _, version, finished):
+                        texts = None if behaviour is None else behaviour.texts
+                        line = {"version": version, "behaviour": texts, "learning_rate": learning_rate}
+                        self._append({"event": "configure", **line, "finished": finished})
                     case Pulled(_, worker_id, version):
                         self._append({"event": "pull", "worker_id": worker_id, "version": version})
             if events and not self._failed:
                 # What was answered is in the file even if the server is killed the next moment.
                 self._lines.flush()
 
-    def end(self, version: int, checksum: str) -> None:
-        """Write the shard's final state."""
+    def end(self) -> None:
+        """Write the shard's final version and CRC-32, and close the files."""
+        version, checksum = self._shard.read(lambda version, values: (version, checksum_of(values)))
         with self._ending_on_error():
             self._append({"event": "end", "version": version, "checksum": checksum})
+        self.close()
 
     def close(self) -> None:
         for file in filter(None, (self._lines, self._payloads)):
@@ -212,7 +202,7 @@ class ShardFiles:
         if not self._failed:
             self._lines.write(encode(line))
 
-    def _keep(self, payloads: Iterable[Payload]) -> list[dict[str, Any]] | None:
+    def _keep(self, payloads: Iterable[Floats | bytes | memoryview]) -> list[dict[str, Any]] | None:
         """Write payloads and return their places; None where they are not kept."""
         views = [np.frombuffer(payload, np.uint8).data for payload in payloads]
         total = sum(view.nbytes for view in views)
@@ -236,15 +226,6 @@ class ShardFiles:
             log.error("the update log of a shard ended", path=self.path, reason=error.strerror)
 
 
-def _create(path: Path) -> BinaryIO:
-    """Open a new file, under a name that no earlier life of the server took."""
-    free, number = path, 1
-    while free.exists():
-        number += 1
-        free = path.with_stem(f"{path.stem}.{number}")
-    return create(free)
-
-
 class UpdateLog:
     """The recorder of a run's shards. Any thread may call it, for one shard one thread at a time.
 
@@ -264,13 +245,11 @@ class UpdateLog:
             raise UpdateLogError(f"the update log's folder {folder} cannot be used: {error.strerror}") from None
         self._folder = folder
         self._budget = Budget(payload_bytes_max) if log_gradients else None
-        self._shards: Mapping[int, Store] = {}
         self._files: dict[int, ShardFiles] = {}
 
     def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Open the files of each shard, before the shards serve."""
         self.end()
-        self._shards = dict(shards)
         name = re.sub(r"[^A-Za-z0-9_-]", "_", header.run_id) or "run"
         folder = self._folder / f"{name}.epoch-{header.epoch}"
         # Files of earlier lives of the server.
@@ -278,8 +257,8 @@ class UpdateLog:
         try:
             folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
             for shard_id, shard in shards.items():
-                self._files[shard_id] = ShardFiles(folder / f"shard-{shard_id:06d}.jsonl", self._budget)
-                self._files[shard_id].begin(header, shard)
+                self._files[shard_id] = ShardFiles(folder / f"shard-{shard_id:06d}.jsonl", shard, self._budget)
+                self._files[shard_id].begin(header)
         except OSError as error:
             self._discard(folder, before)
             raise UpdateLogError(f"the update log in {folder} cannot be written: {error.strerror}") from None
@@ -288,7 +267,7 @@ class UpdateLog:
         """Remove a log that could not be begun: a replay of the whole folder would fail at it."""
         for files in self._files.values():
             files.close()
-        self._files, self._shards = {}, {}
+        self._files = {}
         with contextlib.suppress(OSError):
             for path in set(folder.iterdir()) - (before or set()):
                 path.unlink()
@@ -304,11 +283,7 @@ class UpdateLog:
             files.write()
 
     def end(self) -> None:
-        """Write each shard's final version and CRC-32, and close the files. Pushes must have stopped."""
-        for shard_id, shard in self._shards.items():
-            version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
-            if files := self._files.get(shard_id):
-                files.end(version, checksum)
+        """End each shard's log. Pushes must have stopped."""
         for files in self._files.values():
-            files.close()
-        self._files, self._shards = {}, {}
+            files.end()
+        self._files = {}

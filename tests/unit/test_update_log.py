@@ -155,7 +155,7 @@ def test_a_replay_gives_the_same_bits(log: UpdateLog, tmp_path: Path) -> None:
     replayed = replay(only(tmp_path))
     assert not replayed.difference
     assert (replayed.ended, replayed.cut_short) == (True, False)
-    assert (replayed.run_id, replayed.epoch, replayed.shard_id) == ("run 1/../x", 2, 0)
+    assert (replayed.run.run_id, replayed.run.epoch, replayed.shard_id) == ("run 1/../x", 2, 0)
     assert (replayed.version, replayed.updates, replayed.pulls) == (6, 6, 5)
     assert replayed.checksum == checksum_of(pull(shard)[1])
 
