@@ -213,8 +213,6 @@ class Statistics:
 
     def updated(self, shard_id: int, updates: Sequence[Update], *, now: float) -> None:
         """Count updates without a push: of a round that was completed as it was, or of settled gradients."""
-        if not updates:
-            return
         with self._lock:
             shard = self._shard(shard_id)
             shard.updates += len(updates)

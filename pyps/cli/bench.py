@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -25,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pyps.cli.control import Control, DataServers, TokenFile, data_addresses, fail, read_token
-from pyps.run.handshake import new_name
 from pyps_client import Launch, Session
 from pyps_client.credentials import Credentials
 from pyps_client.push import Plan
@@ -170,7 +170,8 @@ def _measure(
     """Measure each setup with each size into `results`, which keeps its rounds whatever ends the measurement."""
     stages = itertools.count(1)
     for size in sizes:
-        run_id = new_name()
+        # As MEASUREMENT in pyps/run/handshake.py.
+        run_id = f"pyps-bench-{secrets.token_hex(4)}"
         session = partial(_session, addresses, Model((Tensor("bench", (size,)),)), token=token, run_id=run_id)
         try:
             # A worker that never pushes keeps the run between measurements.

@@ -8,7 +8,6 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
-from pyps.core.behaviour import Behaviour
 from pyps.core.election import Claim
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
@@ -109,18 +108,6 @@ class ReadyContent(Content):
             )
         return shard
 
-    def header(self, *, behaviour: Behaviour, configured: Behaviour) -> RunHeader:
-        """Return the run without its shards; `configured` is the behaviour of the server's flags."""
-        return RunHeader(
-            run_id=self.run_id,
-            epoch=self.epoch,
-            server_index=self.server_index,
-            partition=self.partition,
-            optimizer=self.settings,
-            behaviour=behaviour.texts,
-            configured=configured.texts,
-        )
-
 
 class RunRecorder(Recorder, Protocol):
     """A recorder of shards that also records their state when a run begins."""
@@ -132,36 +119,36 @@ class RunRecorder(Recorder, Protocol):
 class Ending:
     """Ends a run, once, by finishing its shards. May be used from any thread, and under any lock."""
 
-    def __init__(self, condition: StopCondition | None, *, on_end: Callable[[str], None]):
-        self.condition = condition
+    def __init__(
+        self, condition: StopCondition | None, *, content: Callable[[], Content], on_end: Callable[[str], None]
+    ):
+        # So many of the unit; the unit is empty for a run that only a call ends.
+        self._unit, self._limit = ("", 0.0) if condition is None else (condition.unit, condition.limit)
+        self._content = content
         self._on_end = on_end
         self._lock = Lock()
         # Guarded by _lock.
         self.over = False
 
-    def finish(self, shards: Iterable[Store], reason: str) -> None:
+    def finish(self, reason: str) -> None:
         """End the run now."""
-        for shard in shards:
+        for shard in self._content().shards.values():
             shard.finish()
         self._end(reason)
 
-    def after_update(self, shard: Store, *, examples: Callable[[], int], shards: Iterable[Store]) -> None:
+    def after_update(self, shard: Store) -> None:
         """End the run if the shard's last update was the last of the run."""
-        condition = self.condition
-        if condition is None:
-            return
-        if condition.unit == "updates" and shard.version >= condition.limit:
-            # Each shard takes its own count of updates: the other shards of the same push still get theirs.
+        if self._unit == "updates" and shard.version >= self._limit:
+            # Each shard makes so many updates: the other shards of the same push still get theirs.
             shard.finish()
-            self._end(f"{condition.limit:g} updates are done")
-        elif condition.unit == "examples" and (done := examples()) >= condition.limit:
-            self.finish(shards, f"{done} examples are done")
+            self._end(f"{self._limit:g} updates are done")
+        elif self._unit == "examples" and (done := self._content().examples) >= self._limit:
+            self.finish(f"{done} examples are done")
 
-    def after_seconds(self, seconds: float, shards: Iterable[Store]) -> None:
+    def after_seconds(self, seconds: float) -> None:
         """End the run if its time is over."""
-        condition = self.condition
-        if condition is not None and condition.unit == "seconds" and seconds >= condition.limit:
-            self.finish(shards, f"{condition.limit:g} seconds are over")
+        if self._unit == "seconds" and seconds >= self._limit:
+            self.finish(f"{self._limit:g} seconds are over")
 
     def _end(self, reason: str) -> None:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import shlex
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -91,17 +90,6 @@ class Opening:
     @property
     def claim(self) -> Claim:
         return Claim(self.run_id, self.server_index, self.term, self.name, self.incarnation)
-
-
-@dataclass(frozen=True)
-class Pulse:
-    """The answer to a heartbeat."""
-
-    known: bool
-    stop: bool
-    state: RunState
-    epoch: int
-    version: int
 
 
 @dataclass(frozen=True)
@@ -338,15 +326,5 @@ def _ago(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h ago"
 
 
-# Nobody calls a run of his own so by accident.
-_NAME = re.compile(r"pyps-bench-[0-9a-f]{8}")
-
-
-def new_name() -> str:
-    """A name for a run that measures and is forgotten."""
-    return f"pyps-bench-{secrets.token_hex(4)}"
-
-
-def is_measurement(run_id: str) -> bool:
-    """Return whether the run of that name only measures: nothing of it is kept."""
-    return _NAME.fullmatch(run_id) is not None
+# The name of a run that only measures: nothing is kept of it. No user gives such a name by accident.
+MEASUREMENT = re.compile(r"pyps-bench-[0-9a-f]{8}")

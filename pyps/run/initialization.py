@@ -6,32 +6,23 @@ parts in calls of their own, in parallel; the server is ready when all are there
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pyps.core import rules
 from pyps.core.arrays import Floats
-from pyps.core.behaviour import Behaviour
-from pyps.core.election import Claim
 from pyps.core.gradient import decoded
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
-from pyps.core.recorder import Recorder
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import LoggedShard, Shard
-from pyps.core.store import PendingBudget, ShardState
+from pyps.core.store import ShardState
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run.content import ReadyContent, listed
 from pyps.run.handshake import Opening
-from pyps.run_header import RestoredRun, RunHeader
+from pyps.run.rounds import RoundController
+from pyps.run_header import RunHeader
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
 from pyps_wire.partition import first_difference
-
-if TYPE_CHECKING:
-    from pyps.config import ServerConfig
-
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
 LIVES_PER_WORKER = 4
@@ -101,8 +92,8 @@ class Initialization:
             # A call that was repeated after all shards were there changes nothing.
             self._received[shard_id] = values
 
-    def take(self) -> dict[int, Floats] | None:
-        """Return all shards, once; None while other processes of the replica have yet to send.
+    def take(self) -> dict[int, ShardState] | None:
+        """Return the states of all shards, once; None while other processes of the replica have yet to send.
 
         Raises:
             InvalidArgument: A worker of one process left out shards, which the message names.
@@ -116,7 +107,10 @@ class Initialization:
                 f"{len(self._expected)} shards came; start it again from the first message"
             )
         received, self._received, self._taken = self._received, {}, True
-        return received
+        return {
+            shard_id: ShardState(version=0, parameters=values, slots={}, ledger=LedgerState())
+            for shard_id, values in received.items()
+        }
 
     def _tensor_at(self, shard_id: int, index: int) -> str:
         pieces = self.partition.pieces(shard_id)
@@ -125,91 +119,49 @@ class Initialization:
         return f"tensor {tensor.name!r} at flat index {piece.tensor_offset + index - piece.shard_offset}"
 
 
-@dataclass(frozen=True)
-class ContentFactory:
-    behaviour: Behaviour
-    recorder: Recorder | None
-    # For the gradients that wait at all shards together.
-    pending: PendingBudget
-    epoch: int
-    # Lives of workers whose receipts each shard remembers.
-    lives_max: int
-    vector_bytes_max: int
-
-    @classmethod
-    def of(
-        cls,
-        config: ServerConfig,
-        behaviour: Behaviour,
-        recorder: Recorder | None,
-        pending: PendingBudget,
-        *,
-        epoch: int,
-    ) -> ContentFactory:
-        lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
-        return cls(behaviour, recorder, pending, epoch, lives_max, vector_bytes_max=config.max_vector_bytes)
-
-    def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> ReadyContent:
-        """Make the content of a complete initialisation."""
-        opening = initialization.opening
-        states = {
-            shard_id: ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
-            for shard_id, parameters in received.items()
-        }
-        return self._make(opening, initialization.settings, states, initializer=opening.claim, now=now)
-
-    def restored(self, restored: RestoredRun, *, now: float) -> ReadyContent:
-        """Make the content of a checkpoint, and own its arrays."""
-        header = restored.header
-        content = self._make(header, header.optimizer, dict(restored.shards), initializer=None, now=now)
-        if restored.machine is not None:
-            content.machine.restore(restored.machine)
-        return content
-
-    def _make(
-        self,
-        run: Opening | RunHeader,
-        settings: RuleSettings,
-        states: dict[int, ShardState],
-        *,
-        initializer: Claim | None,
-        now: float,
-    ) -> ReadyContent:
-        shards = {
-            shard.shard_id: self._shard(shard.shard_id, states.pop(shard.shard_id), settings, shard.group)
-            for shard in run.partition.of_server(run.server_index)
-        }
-        machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
-        return ReadyContent(
-            run_id=run.run_id,
-            epoch=self.epoch,
-            settings=settings,
-            server_index=run.server_index,
-            partition=run.partition,
-            shards=shards,
-            machine=machine,
-            ready_at=now,
-            initializer=initializer,
-        )
-
-    def _shard(self, shard_id: int, state: ShardState, settings: RuleSettings, group: int) -> Shard:
-        recorder = self.recorder
-        return (Shard if recorder is None else partial(LoggedShard, recorder=recorder))(
-            shard_id,
+def make_content(
+    run: Opening | RunHeader,
+    settings: RuleSettings,
+    states: dict[int, ShardState],
+    *,
+    rounds: RoundController,
+    epoch: int,
+    now: float,
+) -> ReadyContent:
+    """Make this server's shards of the run, which own the arrays of `states` then."""
+    config, recorder = rounds.config, rounds.recorder
+    lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
+    make = Shard if recorder is None else partial(LoggedShard, recorder=recorder)
+    shards = {}
+    for place in run.partition.of_server(run.server_index):
+        # A model is never held twice.
+        state = states.pop(place.shard_id)
+        shards[place.shard_id] = make(
+            place.shard_id,
             state.parameters,
             rule=rules.find(settings.rule),
-            hyperparameters=settings.groups[group],
-            kind=settings.kind(group),
-            behaviour=self.behaviour,
-            epoch=self.epoch,
+            hyperparameters=settings.groups[place.group],
+            kind=settings.kind(place.group),
+            behaviour=rounds.behaviour,
+            epoch=epoch,
             version=state.version,
             slots=state.slots or None,
-            ledger=Ledger(state.ledger, lives_max=self.lives_max),
+            ledger=Ledger(state.ledger, lives_max=lives_max),
             pending=state.pending,
             examples=state.examples,
             learning_rate=state.learning_rate,
             momentum=state.momentum,
-            budget=self.pending,
-            # A model is never held twice.
+            budget=rounds.pending,
             take_over=True,
         )
+    return ReadyContent(
+        run_id=run.run_id,
+        epoch=epoch,
+        settings=settings,
+        server_index=run.server_index,
+        partition=run.partition,
+        shards=shards,
+        machine=VectorMachine(shards, bytes_max=config.max_vector_bytes, logged=recorder is not None),
+        ready_at=now,
+        initializer=run.claim if isinstance(run, Opening) else None,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ class Events:
         return iter(self.since(0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Wait:
     """One waiting call. `describe` and `waits_for` may take a shard's lock: not for the event loop."""
 
@@ -88,21 +87,19 @@ class Waits:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._ids = itertools.count()
         # Guarded by _lock.
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[Wait, None] = {}
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
         """Show a wait while the block runs."""
         with self._lock:
-            wait_id = next(self._ids)
-            self._waits[wait_id] = wait
+            self._waits[wait] = None
         try:
             yield
         finally:
             with self._lock:
-                del self._waits[wait_id]
+                del self._waits[wait]
 
     def wake_all(self) -> None:
         """Make every waiting call check the run's state again."""
@@ -124,7 +121,7 @@ class Waits:
 
     def _all(self) -> list[Wait]:
         with self._lock:
-            return list(self._waits.values())
+            return list(self._waits)
 
 
 # A busy machine delays a check by less.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, ParamSpec, TypedDict, Unpack
@@ -77,21 +77,22 @@ class RoundController:
         clock: Callable[[], float],
         recorder: Recorder | None,
     ):
-        self._config = config
+        self.config = config
+        # None where no push is written to a log.
+        self.recorder = recorder
         self._membership = membership
         self._statistics = statistics
         self._events = events
         self._clock = clock
         # None for no bounds.
         self._bounds = Bounds.parse(config.bounds) if config.bounds else None
-        # Whether every push is written to a log.
-        self.logged = recorder is not None
         self.pending = PendingBudget(config.max_pending_bytes)
         self.owner = ScheduleOwner()
         self.steps = StepGate()
         # Held for one call of the gate of steps; no other lock is taken meanwhile.
         self._steps_lock = Lock()
-        self._caveats = Caveats()
+        # True where gradients came with a count of their examples, False where some came without.
+        self._counted = set[bool]()
         # Called for a worker that is gone: its id, and True where it was lost rather than left.
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update with its shard; None for no call.
@@ -131,9 +132,16 @@ class RoundController:
         return self._warnings_with(self._membership.roster.num_expected or self._membership.expected_workers or members)
 
     def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
+        behaviour = self.behaviour
+        warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
+        if behaviour.aggregation.weighs_examples and len(self._counted) == 2:
+            warnings += (_COUNTS_DIFFER,)
         # A server of a small model may hold none of its shards.
         shard = self._content.first if self._content is not None else None
-        return self._caveats.sentences(self.behaviour, shard, num_workers=num_workers)
+        if behaviour.counts_epochs and shard and shard.version >= UPDATES_BEFORE_DOUBT and not shard.examples:
+            what = "the growth of the minibatch" if behaviour.batch_growth else "the schedule by epochs"
+            warnings += (_NO_EXAMPLES.format(what),)
+        return warnings
 
     @property
     def batch_size(self) -> int:
@@ -157,7 +165,7 @@ class RoundController:
         if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
             # Before it owns the schedule, even for a moment.
             self._membership.require_own(gradient.worker_id, gradient.incarnation, plan.secret)
-            with self._claiming([gradient]) as receipts:
+            with self._claiming(gradient) as receipts:
                 roster = self._hear(gradient, plan.secret, now=began)
                 pushed = self._apply(content, shard, plan, roster, finding)
                 receipts.append(pushed.receipt)
@@ -181,7 +189,8 @@ class RoundController:
         for shard, plan, _ in checked:
             require_kind(plan.gradient, shard_id=plan.shard_id, kind=shard.kind)
             self._membership.require_own(plan.gradient.worker_id, plan.gradient.incarnation, plan.secret)
-        with self._claiming([plan.gradient for plan in plans]) as receipts:
+        gradients = [plan.gradient for plan in plans]
+        with self._claiming(next((each for each in gradients if each.schedules), gradients[0])) as receipts:
             for plan in plans:
                 roster = self._hear(plan.gradient, plan.secret, now=began)
             with content.mutex:
@@ -208,7 +217,7 @@ class RoundController:
         shard = content.shards.get(shard_id) or content.shard(shard_id)
         if gradient.codec not in NATIVE or gradient.extents:
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
-        if gradient.volatile and self.logged:
+        if gradient.volatile and self.recorder is not None:
             # The log holds what was applied to the bit, so the copy is scanned, unless the push is refused anyway.
             gradient = gradient.private()
             finding = None if finding is None or finding.finite else finding
@@ -230,13 +239,30 @@ class RoundController:
             finding=finding,
         )
 
-    def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
-        """Make a worker that sends rates the owner of the schedule; see `ScheduleOwner.claiming`."""
-        rated = [gradient.worker_id for gradient in gradients if gradient.schedules]
-        names = [self._membership.name_of(worker_id) for worker_id in rated]
-        schedule = self.behaviour.schedule.text
-        own = "" if schedule == Constant.name else schedule
-        return self.owner.claiming(names, schedule=own, events=self._events)
+    @contextmanager
+    def _claiming(self, gradient: Gradient) -> Iterator[list[Receipt]]:
+        """Make a worker that sends rates the owner of the schedule, for good if one of its gradients is taken.
+
+        Yield the list for the receipts. Raise ScheduleOwned where another worker is the owner, or the server has a
+        schedule.
+        """
+        receipts: list[Receipt] = []
+        if not gradient.schedules:
+            yield receipts
+            return
+        name, schedule = self._membership.name_of(gradient.worker_id), self.behaviour.schedule.text
+        if schedule != Constant.name:
+            raise ScheduleOwned(
+                f"worker {name!r} sent a learning rate, but this server has a schedule of its own "
+                f"({schedule}): drop --schedule on the server, or the scheduler in the worker"
+            )
+        claim = self.owner.claim(name)
+        try:
+            yield receipts
+        finally:
+            # A dropped push sets the rate too.
+            if self.owner.settle(claim, taken=any(map(_is_taken, receipts))):
+                self._events.add("owner", "worker owns the schedule of the learning rate", worker=name)
 
     def _hear(self, gradient: Gradient, secret: bytes, *, now: float) -> Roster:
         """Note a worker's push in the membership; return the roster with that worker."""
@@ -268,11 +294,12 @@ class RoundController:
         )
         if receipt.duplicate:
             return
-        is_taken = receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED
-        if is_taken and (effects := self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)).told:
-            self.carry_out(effects)
+        if _is_taken(receipt):
+            effects = self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)
+            if effects.told:
+                self.carry_out(effects)
         if gradient.kind != PayloadKind.NOTHING:
-            self._caveats.counted.add(gradient.example_count > 0)
+            self._counted.add(gradient.example_count > 0)
         if update is not None:
             self._moved(shard, receipt.version_after)
         elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
@@ -371,10 +398,7 @@ class RoundController:
                 self.carry_out(self._membership.expect_no_more())
         self._look_for_stalls(now)
         self.complete_rounds()
-        self._warn()
-
-    def _warn(self) -> None:
-        """Log new warnings about the protocol, once the roster has settled."""
+        # Once the roster has settled.
         warnings = self.warnings
         if warnings != self._warned and self._membership.roster is self._roster:
             self._warned = warnings
@@ -416,14 +440,10 @@ class RoundController:
         )
         return settled
 
-    def adopt(self, behaviour: Behaviour) -> Settled:
-        """Put a behaviour in force on all shards."""
-        with self._lock:
-            return self._adopt(behaviour, learning_rate=None)
-
     def resume(self, in_force: Behaviour, *, kept: Behaviour, configured: Behaviour) -> None:
         """Put the behaviour of a restored run in force: that of its checkpoint, or of the server's flags."""
-        self.adopt(in_force)
+        with self._lock:
+            self._adopt(in_force, learning_rate=None)
         if in_force != kept:
             what = "the server was started with other settings than the checkpoint's"
             self._events.add("configured", what, **in_force.texts)
@@ -503,9 +523,22 @@ class RoundController:
         pacer = None
         # Nothing crosses between servers: the first alone grants steps.
         if content.server_index == 0:
-            pacer = self.behaviour.aggregation.pacer() or (Free() if self._config.start_together else None)
+            pacer = self.behaviour.aggregation.pacer() or (Free() if self.config.start_together else None)
         quorum, at_work = self._membership.quorum, self._membership.arrived()
         self.at_gate(self.steps.replace, pacer, quorum=quorum, at_work=at_work, version=content.version_max)
+
+
+def _is_taken(receipt: Receipt) -> bool:
+    return receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED
+
+
+@dataclass(slots=True)
+class Claim:
+    """A worker's ownership of the schedule; it ends with the pushes under way unless one of them is taken."""
+
+    worker_id: str
+    num_pushes: int = 0
+    taken: bool = False
 
 
 class ScheduleOwner:
@@ -513,59 +546,44 @@ class ScheduleOwner:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # Guarded by _lock.
-        self._worker_id = ""
+        # Guarded by _lock. None when no worker has sent a learning rate.
+        self._claim: Claim | None = None
 
     @property
     def worker_id(self) -> str:
-        """The worker that owns the schedule; empty when none has sent a learning rate."""
-        return self._worker_id
+        """The worker that owns the schedule; empty for none."""
+        claim = self._claim
+        return claim.worker_id if claim else ""
 
-    def claim(self, worker_id: str, *, schedule: str) -> bool:
-        """Let a worker set the learning rate; return True where it becomes the owner by that.
-
-        Raises ScheduleOwned where another worker is, or where the server has a `schedule` of its own.
-        """
-        if schedule:
-            raise ScheduleOwned(
-                f"worker {worker_id!r} sent a learning rate, but this server has a schedule of its own "
-                f"({schedule}): drop --schedule on the server, or the scheduler in the worker"
-            )
+    def claim(self, worker_id: str) -> Claim:
+        """Make a worker the owner while its push is under way. Raises ScheduleOwned where another worker is."""
         with self._lock:
-            if self._worker_id and self._worker_id != worker_id:
+            claim = self._claim = self._claim or Claim(worker_id)
+            if claim.worker_id != worker_id:
                 raise ScheduleOwned(
-                    f"worker {worker_id!r} sent a learning rate, but worker {self._worker_id!r} owns the schedule: "
+                    f"worker {worker_id!r} sent a learning rate, but worker {claim.worker_id!r} owns the schedule: "
                     "let one worker change the rate (owns_schedule=True) and give the others owns_schedule=False"
                 )
-            claimed = not self._worker_id
-            self._worker_id = worker_id
-            return claimed
+            claim.num_pushes += 1
+            return claim
+
+    def settle(self, claim: Claim, *, taken: bool) -> bool:
+        """End a push; return True where the worker is the owner for good from this push on."""
+        with self._lock:
+            is_new = taken and not claim.taken and self._claim is claim
+            claim.taken |= taken
+            claim.num_pushes -= 1
+            if self._claim is claim and not claim.taken and not claim.num_pushes:
+                self._claim = None
+            return is_new
 
     def release(self, worker_id: str) -> bool:
         """End a worker's ownership; return False if it is not the owner."""
         with self._lock:
-            owned = self._worker_id == worker_id and bool(worker_id)
+            owned = self._claim is not None and self._claim.worker_id == worker_id
             if owned:
-                self._worker_id = ""
+                self._claim = None
             return owned
-
-    @contextmanager
-    def claiming(self, worker_ids: Sequence[str], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
-        """Make a worker that sends rates the owner, and undo this if the receipts show that no gradient was taken.
-
-        Yield the list for the receipts. Raise ScheduleOwned if another worker owns the schedule.
-        """
-        receipts: list[Receipt] = []
-        claimed = [worker_id for worker_id in worker_ids if self.claim(worker_id, schedule=schedule)]
-        try:
-            yield receipts
-        finally:
-            for worker_id in claimed:
-                # A dropped push sets the rate too.
-                if any(r.outcome is not Outcome.REJECTED or r.reason is Reason.DROPPED for r in receipts):
-                    events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
-                else:
-                    self.release(worker_id)
 
 
 _COUNTS_DIFFER = (
@@ -579,21 +597,3 @@ _NO_EXAMPLES = (
 
 # After so many updates a worker that counts its examples has pushed.
 UPDATES_BEFORE_DOUBT = 100
-
-
-class Caveats:
-    """Finds warnings about the behaviour. May be used from any thread."""
-
-    def __init__(self) -> None:
-        # True where gradients came with a count of their examples, False where some came without.
-        self.counted = set[bool]()
-
-    def sentences(self, behaviour: Behaviour, shard: Store | None, *, num_workers: int) -> tuple[str, ...]:
-        """Return the warnings with so many workers; `shard` is one of the run's, if it has any."""
-        warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
-        if behaviour.aggregation.weighs_examples and len(self.counted) == 2:
-            warnings += (_COUNTS_DIFFER,)
-        if behaviour.counts_epochs and shard and shard.version >= UPDATES_BEFORE_DOUBT and not shard.examples:
-            what = "the growth of the minibatch" if behaviour.batch_growth else "the schedule by epochs"
-            warnings += (_NO_EXAMPLES.format(what),)
-        return warnings

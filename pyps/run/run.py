@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,8 +19,8 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Pushed, Store
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
-from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, is_measurement
-from pyps.run.initialization import ContentFactory, Initialization
+from pyps.run.handshake import MEASUREMENT, Greeting, Holding, Opening, RunState
+from pyps.run.initialization import Initialization, make_content
 from pyps.run.observers import Events, Waits
 from pyps.run.rounds import Changes, RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
@@ -103,9 +102,9 @@ class Run:
             first_lease=time.time_ns() // 1_000,
         )
         self.rounds.on_gone = lambda worker_id, lost: self.work.release(worker_id, lost=lost)
-        self._ending = Ending(config.stop_condition, on_end=self._ended)
+        self._ending = Ending(config.stop_condition, content=lambda: self.content, on_end=self._ended)
         if config.stop_condition is not None:
-            self.rounds.on_update = partial(self._look_for_the_end, self._ending)
+            self.rounds.on_update = self._ending.after_update
         self.content = Content(run_id=config.run_id, epoch=epoch, settings=self.configured)
 
     # How workers come and go.
@@ -120,7 +119,10 @@ class Run:
         member = self.membership.get(greeting.worker_id)
         waited = member is not None and member.incarnation == greeting.incarnation
         if not (greeting.observer or waited):
-            handshake.check_incarnation(greeting.incarnation, now_nanoseconds=self._unix_nanoseconds())
+            # This time does not go back where the machine's clock is set back.
+            elapsed = round((self.clock() - self.started_at) * 1e9)
+            now_nanoseconds = max(time.time_ns(), self._began_nanoseconds + elapsed)
+            handshake.check_incarnation(greeting.incarnation, now_nanoseconds=now_nanoseconds)
         if not self.is_ready and not greeting.observer:
             # Not under the lock: to check a large model takes long. Where a run begins meanwhile, it is compared below.
             assert greeting.model is not None
@@ -165,20 +167,17 @@ class Run:
         *,
         clock: int,
         scalars: Mapping[str, float],
-    ) -> Pulse:
-        """Renew a worker's lease; return the run's state, and whether the worker must stop."""
-        known = run_id == self.content.run_id or not run_id
+    ) -> bool:
+        """Renew a worker's lease; return False for another run, or a worker that the run does not know."""
+        if run_id not in ("", self.content.run_id):
+            return False
+        now = self.clock()
         try:
-            if known:
-                now = self.clock()
-                heard = self.membership.heard(
-                    worker_id, incarnation, now=now, clock=clock, scalars=scalars, secret=secret
-                )
-                self.rounds.carry_out(heard)
+            heard = self.membership.heard(worker_id, incarnation, now=now, clock=clock, scalars=scalars, secret=secret)
         except UnknownWorker:
-            known = False
-        state, content = self.state, self.content
-        return Pulse(known, state == RunState.FINISHED, state, content.epoch, content.version_max)
+            return False
+        self.rounds.carry_out(heard)
+        return True
 
     def heard(self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"") -> None:
         """Count a worker's call as a heartbeat; refuse another run, an unknown worker and a wrong secret."""
@@ -242,19 +241,20 @@ class Run:
     def commit(self, initialization: Initialization) -> None:
         """Make the collected parameters the run's, if they are complete, and begin to serve it."""
         with self._lock:
-            received = initialization.take()
-        if received is None:
+            states = initialization.take()
+        if states is None:
             return
         try:
-            content = self._factory(self.content.epoch).first(initialization, received, now=self.clock())
+            opening, settings, epoch = initialization.opening, initialization.settings, self.content.epoch
+            content = make_content(opening, settings, states, rounds=self.rounds, epoch=epoch, now=self.clock())
             with self._initializing:
                 with self._lock:
-                    if self._already_initialized(initialization.opening):
+                    if self._already_initialized(opening):
                         return
                 # Not under the lock: it writes to disk.
                 self._begin_log(content)
                 with self._lock:
-                    if self._already_initialized(initialization.opening):
+                    if self._already_initialized(opening):
                         return
                     self._set_content(content)
         except BaseException:
@@ -284,10 +284,13 @@ class Run:
         in_force.aggregation.check_change(kept.aggregation)
         with self._lock:
             # Waiting gradients are settled by the protocol that parked them, where the flags now name another.
-            self.rounds.adopt(kept)
+            self.rounds.behaviour = kept
             lives = (life.incarnation for state in restored.shards.values() for life in state.ledger.entries)
             self._began_nanoseconds = max([self._began_nanoseconds, *lives])
-            content = self._factory(header.epoch + 1).restored(restored, now=self.clock())
+            settings, states, epoch = header.optimizer, dict(restored.shards), header.epoch + 1
+            content = make_content(header, settings, states, rounds=self.rounds, epoch=epoch, now=self.clock())
+            if restored.machine is not None:
+                content.machine.restore(restored.machine)
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._begin_log(content)
@@ -395,14 +398,14 @@ class Run:
         self.rounds.tick(now)
         self.work.tick(now)
         if content.ready_at is not None:
-            self._ending.after_seconds(now - content.ready_at, content.shards.values())
+            self._ending.after_seconds(now - content.ready_at)
             if self.measures and self.membership.done(expected_workers=1):
                 self.reset(content.run_id)
 
     def finish(self, reason: str = "stopped on request") -> None:
         """End the run: refuse pushes and let workers stop; pulls go on."""
         if self.is_ready:
-            self._ending.finish(self.content.shards.values(), reason)
+            self._ending.finish(reason)
 
     def drain(self) -> None:
         """Refuse all calls from now on, before the server ends; end waiting calls."""
@@ -448,7 +451,7 @@ class Run:
     @property
     def measures(self) -> bool:
         """Whether the run is that of a `pyps bench`, of which nothing is kept."""
-        return is_measurement(self.content.run_id)
+        return MEASUREMENT.fullmatch(self.content.run_id) is not None
 
     @property
     def mutex(self) -> Lock | None:
@@ -481,7 +484,15 @@ class Run:
         return Snapshot(self._header(content), dict(content.shards), content.machine, work)
 
     def _header(self, content: ReadyContent) -> RunHeader:
-        return content.header(behaviour=self.rounds.behaviour, configured=self.config.behaviour)
+        return RunHeader(
+            run_id=content.run_id,
+            epoch=content.epoch,
+            server_index=content.server_index,
+            partition=content.partition,
+            optimizer=content.settings,
+            behaviour=self.rounds.behaviour.texts,
+            configured=self.config.behaviour.texts,
+        )
 
     # Helpers.
 
@@ -545,14 +556,6 @@ class Run:
             *(caller, model, num_servers), config=self.config, configured=self.configured, protocol=self._aggregation
         )
 
-    def _unix_nanoseconds(self) -> int:
-        """Return the time since 1970, which does not go back where the machine's clock is set back."""
-        elapsed = round((self.clock() - self.started_at) * 1e9)
-        return max(time.time_ns(), self._began_nanoseconds + elapsed)
-
-    def _factory(self, epoch: int) -> ContentFactory:
-        return ContentFactory.of(self.config, self.rounds.behaviour, self.recorder, self.rounds.pending, epoch=epoch)
-
     def _begin_log(self, content: ReadyContent) -> None:
         if self.recorder is not None:
             self.recorder.begin(self._header(content), content.shards)
@@ -564,10 +567,7 @@ class Run:
         self.incoming = None
         for shard in content.shards.values():
             # A restored run may have reached its end already.
-            self._look_for_the_end(self._ending, shard)
-
-    def _look_for_the_end(self, ending: Ending, shard: Store) -> None:
-        ending.after_update(shard, examples=lambda: self.content.examples, shards=self.content.shards.values())
+            self._ending.after_update(shard)
 
     def _ended(self, reason: str) -> None:
         self.waits.wake_all()

@@ -15,7 +15,7 @@ from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out
 from pyps.core.store import Pushed
-from pyps.run.handshake import SECRET_BYTES_MIN, Greeting, Opening, Pulse
+from pyps.run.handshake import SECRET_BYTES_MIN, Greeting, Opening, RunState
 from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
@@ -364,14 +364,15 @@ def hello_reply(
     return reply
 
 
-def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
+def heartbeat_reply(run: Run, *, known: bool) -> wire.HeartbeatReply:
     """Return the run's state and its settings, which may have changed."""
-    return wire.HeartbeatReply(
-        known=pulse.known,
-        epoch=pulse.epoch,
-        state=int(pulse.state),  # type: ignore[arg-type]
-        command=wire.HeartbeatReply.COMMAND_STOP if pulse.stop else wire.HeartbeatReply.COMMAND_UNSPECIFIED,
-        version=pulse.version,
+    state, reply = run.state, wire.HeartbeatReply
+    return reply(
+        known=known,
+        epoch=run.content.epoch,
+        state=int(state),  # type: ignore[arg-type]
+        command=reply.COMMAND_STOP if state == RunState.FINISHED else reply.COMMAND_UNSPECIFIED,
+        version=run.content.version_max,
         protocol=run.rounds.behaviour.aggregation.text,
         staleness=spell_out(run.rounds.behaviour.staleness.name, run.rounds.behaviour.staleness),
         accumulate=run.rounds.behaviour.aggregation.accumulate,

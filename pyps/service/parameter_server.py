@@ -175,7 +175,7 @@ class ParameterServer:
         for name in request.scalars:
             check_name(name, what="a scalar's name")
         sender = request.sender
-        pulse = self._run.heartbeat(
+        known = self._run.heartbeat(
             sender.run_id,
             sender.worker_id,
             sender.incarnation,
@@ -183,7 +183,7 @@ class ParameterServer:
             clock=request.clock,
             scalars=dict(request.scalars),
         )
-        return convert.heartbeat_reply(self._run, pulse).SerializeToString()
+        return convert.heartbeat_reply(self._run, known=known).SerializeToString()
 
     async def leave(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.LeaveRequest, message)

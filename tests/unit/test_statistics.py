@@ -69,8 +69,6 @@ def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped()
 
 def test_updates_without_a_push_are_counted_for_their_shard():
     statistics = Statistics()
-    statistics.updated(3, [], now=5.0)
-    assert statistics.last_update is None
     push(statistics, receipt(shard_id=3), now=6.0)
     statistics.updated(3, [Update(2, 0.1, 1.0, ()), Update(3, 0.1, 1.0, ())], now=7.0)
     assert (statistics.total().updates, statistics.shard(3).updates, statistics.shard(0).updates) == (3, 3, 0)

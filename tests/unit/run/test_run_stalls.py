@@ -1,10 +1,13 @@
 """Who holds the others up, and for how long: refused pushes, clocks that stand still, workers that never came."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from pyps.core.receipt import Outcome, Reason
 from pyps.run.observers import EVENTS_MAX, Events, Standstill, Wait, Waits
+from pyps.run.rounds import ScheduleOwner
 from pyps_wire.errors import PypsError, ScheduleOwned
 from shards import RunDriver
 
@@ -116,6 +119,17 @@ def test_fewer_expected_workers_open_the_gate_of_a_round_and_of_a_pacer():
     assert driver.may_proceed("a", 0)
 
 
+def test_an_owner_stays_while_one_of_its_pushes_under_way_is_taken():
+    owner = ScheduleOwner()
+    refused, taken = owner.claim("a"), owner.claim("a")
+    assert not owner.settle(refused, taken=False) and owner.worker_id == "a"
+    late = owner.claim("a")
+    assert owner.settle(taken, taken=True)
+    assert not owner.settle(late, taken=False) and owner.worker_id == "a"
+    assert owner.release("a") and not owner.worker_id
+    assert not owner.settle(owner.claim("b"), taken=False) and not owner.worker_id
+
+
 # Whether the server itself stood still; and what people are told.
 
 
@@ -161,7 +175,7 @@ def test_waits_tell_who_waits_for_whom_and_count_equal_ones():
     for_b = Wait("a", lambda: "a waits for b", lambda: ("b",), lambda: woken.append("a"))
     for_c = Wait("a", lambda: "a waits for c", lambda: ("c",), lambda: woken.append("a"))
     observer = Wait("", lambda: "an observer waits", lambda: ("b",), lambda: woken.append("eye"))
-    with waits.waiting(for_b), waits.waiting(for_c), waits.waiting(observer), waits.waiting(observer):
+    with waits.waiting(for_b), waits.waiting(for_c), waits.waiting(observer), waits.waiting(replace(observer)):
         assert waits.descriptions() == ["a waits for b", "a waits for c", "an observer waits (2 calls)"]
         assert waits.waits_for() == {"a": ("b", "c")}
         waits.wake_all()
