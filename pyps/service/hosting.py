@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2_grpc
 
 from pyps import logs
@@ -24,8 +25,8 @@ from pyps.service.limits import ByteBudget
 from pyps.service.reflection import add_reflection
 from pyps.service.security import Access
 from pyps.service.tls import Tls
-from pyps.service.transport import Host, Service, Transport
-from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE, messages_of
+from pyps.service.transport import Host, Transport
+from pyps_wire.contract import messages_of
 
 # Questions are short.
 CONTROL_BYTES_MAX = 64 * 2**10
@@ -187,13 +188,19 @@ def _connections(count: int, *, files_share: int) -> int:
     return count if files_max == resource.RLIM_INFINITY else max(1, min(count, files_max // files_share))
 
 
-def handlers_of(service: str, servicer: object) -> grpc.GenericRpcHandler:
-    """Return the handlers of a service of unary calls, which are methods of these names of an object."""
-    handlers = {
-        name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name), request.FromString, reply.SerializeToString)
-        for name, (request, reply) in messages_of(service).items()
-        if hasattr(servicer, name)
-    }
+def handlers_of(service: str, servicer: object, *, on_bytes: bool = False) -> grpc.GenericRpcHandler:
+    """Return the handlers of a service: an object's methods of the same names, `on_bytes` or on messages."""
+    handlers, messages = {}, messages_of(service)
+    for method in descriptor_pool.Default().FindServiceByName(service).methods:
+        if answer := getattr(servicer, method.name, None):
+            sends, takes = (
+                "stream" if many else "unary" for many in (method.client_streaming, method.server_streaming)
+            )
+            make = getattr(grpc, f"{sends}_{takes}_rpc_method_handler")
+            request, reply = messages[method.name]
+            handlers[method.name] = (
+                make(answer) if on_bytes else make(answer, request.FromString, reply.SerializeToString)
+            )
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
@@ -282,11 +289,11 @@ class Grpc(Transport):
         self._address = self._port.bind(config.host, config.port, tls=host.tls, field="port")
         return self._address
 
-    async def start(self, services: Sequence[Service], address: str) -> None:
+    async def start(self, services: Mapping[str, object], address: str) -> None:
         server = self._port.server
-        server.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
+        server.add_generic_rpc_handlers(tuple(handlers_of(*service, on_bytes=True) for service in services.items()))
         health_pb2_grpc.add_HealthServicer_to_server(self._host.health, server)
-        add_reflection(server, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, health.SERVICE_NAME])
+        add_reflection(server, [*services, health.SERVICE_NAME])
         await self._port.start()
 
     async def stop(self, seconds: float) -> None:

@@ -8,10 +8,10 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from pyps import logs
-from pyps.service.transport import Host, Service, Transport
+from pyps.service.transport import Host, Transport
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotAllowed, ServerUnavailable
 
@@ -119,7 +119,7 @@ class Listener(Transport):
     def used_by(self, worker_id: str, incarnation: int) -> bool:
         return self._used.get(worker_id) == incarnation
 
-    async def start(self, services: Sequence[Service], address: str) -> None:
+    async def start(self, services: Mapping[str, object], address: str) -> None:
         if self._socket is not None:
             self._listen()
             self._checking = asyncio.create_task(self._keep_checking())

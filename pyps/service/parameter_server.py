@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
-
-import grpc
+from typing import TypeVar
 
 from pyps.roles import HELLO_AS_WORKER, Role
 from pyps.run.handshake import Greeting, check_name
@@ -26,7 +24,6 @@ from pyps.service.waiting import LongPoll, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import codec_numbered
-from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import InvalidArgument
 
 # Figures that a worker may report.
@@ -50,20 +47,7 @@ class ParameterServer:
         self._control_address = control_address
         self._transports = transports
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Hello": grpc.unary_unary_rpc_method_handler(self.hello),
-            "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize),
-            "Push": grpc.stream_stream_rpc_method_handler(self.push),
-            "Pull": grpc.unary_stream_rpc_method_handler(self.pull),
-            "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
-            "Proceed": grpc.unary_unary_rpc_method_handler(self.proceed),
-            "Heartbeat": grpc.unary_unary_rpc_method_handler(self.heartbeat),
-            "Leave": grpc.unary_unary_rpc_method_handler(self.leave),
-        }
-        return grpc.method_handlers_generic_handler(PARAMETER_SERVER, methods)
-
-    async def hello(self, message: bytes, context: Call) -> bytes:
+    async def Hello(self, message: bytes, context: Call) -> bytes:
         """Let a caller join or observe the run."""
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, term = await self._off_loop_where(large, partial(self._welcome, message, context.role))
@@ -73,7 +57,7 @@ class ParameterServer:
         reply = partial(convert.hello_reply, self._run, term, secret=secret, control_address=address, offers=offers)
         return (await self._off_loop_where(large, reply)).SerializeToString()
 
-    async def initialize(self, _: object, context: Call) -> bytes:
+    async def Initialize(self, _: object, context: Call) -> bytes:
         """Receive the first parameters, shard by shard, and make them the run's."""
         begun: list[Initialization] = []
         try:
@@ -120,19 +104,19 @@ class ParameterServer:
             raise InvalidArgument("Initialize came without a message: the model comes first, then each shard")
         return False
 
-    def push(self, _: object, call: Call) -> Awaitable[None]:
+    def Push(self, _: object, call: Call) -> Awaitable[None]:
         """Answer each pushed shard with its receipt, in order."""
         return serve_stream(self._host, call, exchanges=False)
 
-    def exchange(self, _: object, call: Call) -> Awaitable[None]:
+    def Exchange(self, _: object, call: Call) -> Awaitable[None]:
         """Answer each pushed shard with its receipt and, where they are newer, its parameters."""
         return serve_stream(self._host, call, exchanges=True)
 
-    def pull(self, message: bytes, call: Call) -> Awaitable[None]:
+    def Pull(self, message: bytes, call: Call) -> Awaitable[None]:
         """Send the shards that are newer than those held, each as soon as it has the version wanted."""
         return serve_pull(self._host, call, message)
 
-    async def proceed(self, message: bytes, context: Call) -> bytes:
+    async def Proceed(self, message: bytes, context: Call) -> bytes:
         """Answer when the worker may begin its next step."""
         request = convert.parse(wire.ProceedRequest, message)
         run, sender, clock = self._run, request.sender, request.clock
@@ -167,7 +151,7 @@ class ParameterServer:
             run.rounds.at_gate(run.rounds.steps.forget, name, poll.wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.rounds.steps.asks).SerializeToString()
 
-    async def heartbeat(self, message: bytes, context: Call) -> bytes:
+    async def Heartbeat(self, message: bytes, context: Call) -> bytes:
         """Renew a lease; return the run's state and settings."""
         request = convert.parse(wire.HeartbeatRequest, message)
         if len(request.scalars) > SCALARS_MAX:
@@ -185,7 +169,7 @@ class ParameterServer:
         )
         return convert.heartbeat_reply(self._run, known=known).SerializeToString()
 
-    async def leave(self, message: bytes, context: Call) -> bytes:
+    async def Leave(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.LeaveRequest, message)
         left = self._run.leave(
             request.sender.run_id,

@@ -41,7 +41,7 @@ from pyps.service.security import Access
 from pyps.service.serializations import Serializations
 from pyps.service.shm.listener import SharedMemory
 from pyps.service.tls import Tls
-from pyps.service.transport import Host, Service, Transport
+from pyps.service.transport import Host, Transport
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
@@ -49,7 +49,7 @@ from pyps.storage.folder import CheckpointFolder
 from pyps.storage.update_log import UpdateLog
 from pyps.units import in_bytes
 from pyps_wire.allocator import keep_large_blocks
-from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 from pyps_wire.errors import NotInitialized
 
 # How often leases, checkpoints and the end of the job are checked.
@@ -182,11 +182,14 @@ class Server:
             metrics=metrics.address,
         )
 
-    def _services(self, addresses: Addresses) -> Sequence[Service]:
-        parameter_server = ParameterServer(self._host, control_address=addresses.control, transports=self._transports)
-        work_queue = WorkQueueService(self._run, work=self._work)
-        vector_machine = VectorMachineService(self._run, work=self._work, budget=self._budget)
-        return parameter_server, work_queue, vector_machine
+    def _services(self, addresses: Addresses) -> Mapping[str, object]:
+        return {
+            PARAMETER_SERVER: ParameterServer(
+                self._host, control_address=addresses.control, transports=self._transports
+            ),
+            WORK_QUEUE: WorkQueueService(self._run, work=self._work),
+            VECTOR_MACHINE: VectorMachineService(self._run, work=self._work, budget=self._budget),
+        }
 
     def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
         inspector = Inspector(self._host, addresses=addresses, transports=self._transports)

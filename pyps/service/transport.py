@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-import grpc
+from typing import ClassVar
 
 from pyps.config import ServerConfig
 from pyps.run.handshake import Greeting
@@ -39,14 +37,6 @@ class Host:
     checkpoints: CheckpointFolder | None
 
 
-class Service(Protocol):
-    """A service of the wire protocol."""
-
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """Return its handlers, of bytes to bytes."""
-        ...
-
-
 class Transport(ABC):
     """Carries gradients and parameters. For the event loop, except `used_by` and `shared_bytes`."""
 
@@ -71,8 +61,12 @@ class Transport(ABC):
         return ""
 
     @abstractmethod
-    async def start(self, services: Sequence[Service], address: str) -> None:
-        """Begin to serve; `address` is the server's, by which all workers know it. ConfigError where it cannot."""
+    async def start(self, services: Mapping[str, object], address: str) -> None:
+        """Begin to serve. ConfigError where it cannot.
+
+        `services` has an object for each service of the contract, with its calls as methods on bytes. `address` is the
+        server's, by which all workers know it.
+        """
 
     def let_go(self) -> None:  # noqa: B027
         """Stop waiting for messages that have begun and do not go on: the server ends."""

@@ -10,8 +10,6 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
-import grpc
-
 from pyps import logs
 from pyps.core.vectors.machine import Answer, Job, Plan, VectorMachine, in_sequence
 from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Program
@@ -25,7 +23,6 @@ from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.contract import VECTOR_MACHINE
 from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable
 
 # A restored server does not know of the coordinators that came after its checkpoint, in the same epoch of the run: they
@@ -48,15 +45,7 @@ class VectorMachineService:
         # A thread of its own: a program may have to wait until a checkpoint is written.
         self._coordinating = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Attach": grpc.unary_unary_rpc_method_handler(self.attach),
-            "Execute": grpc.unary_unary_rpc_method_handler(self.execute),
-            "Stage": grpc.stream_unary_rpc_method_handler(self.stage),
-        }
-        return grpc.method_handlers_generic_handler(VECTOR_MACHINE, methods)
-
-    async def attach(self, message: bytes, context: Call) -> bytes:
+    async def Attach(self, message: bytes, context: Call) -> bytes:
         request = parse(wire.AttachRequest, message)
         run, machine = self._run, self._coordinated(request.sender)
         if not request.coordinator_epoch and run.content.server_index:
@@ -97,7 +86,7 @@ class VectorMachineService:
         )
         return wire.AttachReply(**asdict(attached), secret=secret).SerializeToString()
 
-    async def execute(self, message: bytes, context: Call) -> bytes:
+    async def Execute(self, message: bytes, context: Call) -> bytes:
         request = parse(wire.ExecuteRequest, message, bytes_max=PROGRAM_BYTES_MAX)
         _require_few(request.instructions)
         machine = self._coordinated(request.sender)
@@ -112,7 +101,7 @@ class VectorMachineService:
         results = await self._off_loop(partial(machine.execute, program, run_all=self._run_all, secret=secret))
         return wire.ExecuteReply(scalars=results.scalars, version=results.version).SerializeToString()
 
-    async def stage(self, _: object, context: Call) -> bytes:
+    async def Stage(self, _: object, context: Call) -> bytes:
         """Stage a sum of gradients, shard by shard."""
         part: StagePart | None = None
         complete = False

@@ -10,8 +10,6 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, TypeAlias
 
-import grpc
-
 from pyps.run.handshake import RunState, check_name, check_run
 from pyps.run.run import Run
 from pyps.service import convert
@@ -21,7 +19,6 @@ from pyps.service.waiting import LongPoll, names_in_words
 from pyps.work import DataSpec, WorkQueue, lease_reply
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.contract import WORK_QUEUE
 from pyps_wire.errors import InvalidArgument, NotInitialized, RunFinished, ServerUnavailable, WaitTimedOut
 
 # Leases that a message may name.
@@ -40,44 +37,29 @@ class WorkQueueService:
         self._run = run
         self._work = work
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        calls = {
-            "Open": self.open,
-            "Lease": self.lease,
-            "Claim": self.claim,
-            "Deliver": self.deliver,
-            "BeginPass": self.begin_pass,
-            "AwaitPass": self.await_pass,
-            "EndWork": self.end_work,
-        }
-        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()
-        }
-        return grpc.method_handlers_generic_handler(WORK_QUEUE, methods)
-
     # For workers.
 
-    async def open(self, message: bytes, context: Call) -> bytes:
+    async def Open(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.OpenWorkRequest, message)
         queue = _queue_of(self._run, request.sender)
         queue.open(spec_from(request.data), worker_id=request.sender.worker_id)
         assert queue.spec is not None
         return wire.OpenWorkReply(data=spec_to(queue.spec), **{"pass": queue.pass_}).SerializeToString()
 
-    async def lease(self, message: bytes, context: Call) -> bytes:
+    async def Lease(self, message: bytes, context: Call) -> bytes:
         """Answer with a portion once there is one, or with the reason why there will be none."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         answer = await LeaseCall(self._run, self._work, request).answer()
         return answer.SerializeToString()
 
-    async def claim(self, message: bytes, context: Call) -> bytes:
+    async def Claim(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse a portion's result."""
         request = convert.parse(wire.ClaimRequest, message)
         sender, queue = request.sender, _queue_of(self._run, request.sender)
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
         return wire.ClaimReply(granted=claim.accepted, message=claim.message).SerializeToString()
 
-    async def deliver(self, message: bytes, context: Call) -> bytes:
+    async def Deliver(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse portions whose gradients are pushed or staged."""
         request = convert.parse(wire.DeliverRequest, message, bytes_max=LEASES_BYTES_MAX)
         _require_few(len(request.lease_ids))
@@ -100,7 +82,7 @@ class WorkQueueService:
 
     # For a coordinator.
 
-    async def begin_pass(self, message: bytes, context: Call) -> bytes:
+    async def BeginPass(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
             raise InvalidArgument(f"a pass has {len(request.scalars)} scalars; expected {SCALARS_MAX} at most")
@@ -119,7 +101,7 @@ class WorkQueueService:
         )
         return wire.BeginPassReply(num_workers=self._run.membership.num_alive).SerializeToString()
 
-    async def await_pass(self, message: bytes, context: Call) -> bytes:
+    async def AwaitPass(self, message: bytes, context: Call) -> bytes:
         """Answer when a pass is complete or the time is up; for pass 0, once there is a data set."""
         request = convert.parse(wire.AwaitPassRequest, message)
         queue = self._coordinated_by(request.sender)
@@ -127,7 +109,7 @@ class WorkQueueService:
         reply.progress.CopyFrom(queue.progress())
         return reply.SerializeToString()
 
-    async def end_work(self, message: bytes, context: Call) -> bytes:
+    async def EndWork(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)
         self._require_coordinator(request)

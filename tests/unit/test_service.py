@@ -82,7 +82,7 @@ def test_a_large_model_is_read_and_checked_off_the_event_loop():
         run, context = Watched(), SimpleNamespace(role=Role.WORKER)
         executor = KernelExecutor(1)
         service = ParameterServer(host_of(run, executor), control_address="")
-        answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
+        answer = asyncio.run(service.Hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
         executor.shutdown()
         assert wire.HelloReply.FromString(answer).initialize
         assert [thread is threading.current_thread() for thread in run.threads] == [on_the_loop], num_tensors

@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pyps import logs
@@ -18,7 +18,7 @@ from pyps.run.handshake import Greeting, RunState
 from pyps.service.listener import AUTO, OFF, Caller, Listener
 from pyps.service.shm.connection import Connection
 from pyps.service.shm.segment import Attachment, Content, Memory, Segment, check_layout
-from pyps.service.transport import Host, Service
+from pyps.service.transport import Host
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import NotAllowed, NotInitialized, ServerUnavailable
@@ -60,7 +60,7 @@ class SharedMemory(Listener):
     def shared_bytes(self) -> int:
         return self._shared_bytes
 
-    async def start(self, services: Sequence[Service], address: str) -> None:
+    async def start(self, services: Mapping[str, object], address: str) -> None:
         self._address = Address.open(self._host.config.local_socket)
         if self._address is not None:
             self._socket = self._address.socket
