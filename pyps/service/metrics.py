@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import math
 import ssl
 import time
 from bisect import bisect_left
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -25,6 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pyps import _kernels, logs
 from pyps.config import ConfigError
@@ -33,7 +35,7 @@ from pyps.core.receipt import Reason
 from pyps.roles import METRICS
 from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE
-from pyps.service.hosting import address_of, busy_port
+from pyps.service.hosting import address_of, busy_port, listening_socket
 from pyps.service.report import learning_rates_of, memory_of
 from pyps.service.transport import Host, Transport, name_of
 from pyps.statistics import Statistics, Tally
@@ -43,16 +45,16 @@ from pyps_wire.work_pb2 import WorkProgress
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# The fields of the memory report that are one gauge.
+# The fields of the memory report that become samples of one gauge.
 MEMORY_KINDS = (
     *("parameters", "slots", "in_flight", "pending", "first_parameters"),
     *("ledger", "serialized", "shared", "resident"),
 )
-# A reader that has not received its page within so long is disconnected.
+# A reader that has not received its page after this time is disconnected.
 REQUEST_SECONDS = 10.0
 # Readers at once. One more ends the oldest.
 READERS_MAX = 16
-# Events that may come by the thousands are logged so often.
+# How often events are logged that may come by the thousands.
 TELL_SECONDS = 1.0
 # The longest line of a request.
 _LINE_BYTES_MAX = 2**13
@@ -69,10 +71,9 @@ class RunCollector(Collector):
         self._host = host
         self._run = host.run
         self._transports = transports
-        self._checkpoints = host.checkpoints
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, also those without a value yet: a dashboard never misses one."""
+        """Yield every family, also one without a value yet, so that a dashboard never misses it."""
         statistics = self._run.statistics
         yield from self._about_run()
         yield from _about_pushes(statistics.total())
@@ -93,10 +94,10 @@ class RunCollector(Collector):
         states = {state.name.lower(): float(state == run.state) for state in RunState}
         yield gauge("run_state", "1 for the state the run is in.", states, by="state")
         yield gauge("epoch", "Restores and resets since the run began.", run.content.epoch)
-        folder = self._checkpoints
+        folder = self._host.checkpoints
         yield counter("checkpoint_failures", "Checkpoints that could not be written.", folder.failures if folder else 0)
         meaning = "Unix time of the newest checkpoint, before it of the server's start; none without --checkpoint-dir."
-        yield gauge("checkpoint_timestamp_seconds", meaning, {"": folder.saved_at} if folder else {})
+        yield gauge("checkpoint_timestamp_seconds", meaning, {(): folder.saved_at} if folder else {})
         meaning = "Newest version that checkpoints hold of every shard here."
         yield gauge("durable_version", meaning, content.durable_version)
         members = Counter(member.state for member in run.membership.all())
@@ -120,24 +121,26 @@ class RunCollector(Collector):
         of_workers = {name: statistics.worker(name) for name in members} if len(members) <= LISTED_MAX else {}
         shards = self._run.content.shards
         of_shards = {str(shard_id): statistics.shard(shard_id) for shard_id in shards}
-        yield _staleness_of_each("worker", of_workers)
-        yield _staleness_of_each("shard", of_shards if len(shards) <= LISTED_MAX else {})
+        for label, tallies in ("worker", of_workers), ("shard", of_shards if len(shards) <= LISTED_MAX else {}):
+            staleness = {name: _staleness(tally) for name, tally in tallies.items()}
+            meaning = f"Staleness of the gradients taken, by {label}."
+            yield histogram(f"{label}_staleness", meaning, staleness, by=label)
         blocked = {name: tally.blocked_seconds for name, tally in of_workers.items()}
         yield counter("worker_blocked_seconds", "Seconds that each worker waited for others.", blocked, by="worker")
-        yield _rate_scales(
-            "worker_rate_scale", "What staleness left of each worker's step size.", of_workers, by="worker"
-        )
+        scales = {name: _rate_scales(tally) for name, tally in of_workers.items()}
+        yield summary("worker_rate_scale", "What staleness left of each worker's step size.", scales, by="worker")
         live = self._run.membership.alive() if of_workers else []
-        yield _reports({member.worker_id: member.scalars for member in live})
+        reports = {(member.worker_id, name): value for member in live for name, value in member.scalars.items()}
+        meaning = "What each live worker reported last, by the figure's name."
+        yield gauge("worker_report", meaning, reports, by="worker figure")
 
     def _about_time(self, statistics: Statistics) -> Iterator[Metric]:
         last = statistics.last_update
         timestamp = 0.0 if last is None else time.time() - (self._run.clock() - last)
         yield gauge("last_update_timestamp_seconds", "Unix time of the last update; 0 before it.", timestamp)
         apply = statistics.apply_seconds()
-        buckets = _cumulative(zip(apply.bounds, apply.counts, strict=True), above=apply.above)
-        meaning = "Seconds that pushes took in their shard."
-        yield HistogramMetricFamily("pyps_apply_seconds", meaning, buckets=buckets, sum_value=apply.sum)
+        buckets = _buckets(apply.bounds, (*apply.counts, apply.above))
+        yield histogram("apply_seconds", "Seconds that pushes took in their shard.", (buckets, apply.sum))
 
     def _about_shards(self) -> Iterator[Metric]:
         shards = list(self._run.content.shards.values())
@@ -169,19 +172,15 @@ class MetricsServer:
         self._application = make_wsgi_app(registry)
         self._access, self._tls = served.access, served.tls
         host, port = served.config.host, served.config.metrics_port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server(
-                (host.strip("[]"), port), family=family, dualstack_ipv6=family == socket.AF_INET6
-            )
-        except (OSError, ValueError):
-            # ValueError: a machine without IPv6.
-            raise ConfigError(busy_port(host, port, field="metrics_port")) from None
-        self.address = address_of(host, self._socket.getsockname()[1])
+        bound = listening_socket(host, port)
+        if bound is None:
+            raise ConfigError(busy_port(host, port, field="metrics_port"))
+        self._socket = bound
+        self.address = address_of(host, bound.getsockname()[1])
         self._server: asyncio.Server | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._warnings = logs.Crowd(log)
-        # One for each connection, the earliest first.
+        # A task for each connection, the earliest first.
         self._readers: dict[asyncio.Task[None], None] = {}
 
     async def start(self) -> None:
@@ -207,7 +206,7 @@ class MetricsServer:
         task.add_done_callback(partial(self._end, writer))
 
     def _end(self, writer: asyncio.StreamWriter, reader: asyncio.Task[None]) -> None:
-        # Here, since one that was cancelled at once has never run.
+        # Not in the task, which never runs if it is cancelled at once.
         self._readers.pop(reader, None)
         writer.transport.abort()
 
@@ -226,7 +225,7 @@ class MetricsServer:
             if self._warnings.note(event, newest=peer and peer[0], reason=error.reason):
                 asyncio.get_running_loop().call_later(TELL_SECONDS, self._warnings.tell)
         except (OSError, ValueError):
-            # It is slow, has gone, or speaks no HTTP.
+            # The reader is slow, has gone, or speaks no HTTP.
             pass
         except Exception as error:
             log.error("a page of metrics could not be served", reason=repr(error))
@@ -235,7 +234,7 @@ class MetricsServer:
         """Return the status line, the headers and the page; 401 without the token."""
         shown = request.get("HTTP_AUTHORIZATION", "").encode("latin-1")
         try:
-            # Whose certificate was let in may read it, whatever role that names.
+            # Whoever has a certificate that TLS accepts may read the page, whatever role that names.
             self._access.admit(METRICS, shown, peer="", subject="")
         except NotAuthenticated:
             page = b"this server wants its token: Authorization: Bearer TOKEN\n"
@@ -265,16 +264,22 @@ def _response(status: str, headers: Iterable[tuple[str, str]], page: bytes) -> b
     return "\r\n".join([f"HTTP/1.0 {status}", *lines, "", ""]).encode("latin-1") + page
 
 
-def _family(kind: Any, name: str, meaning: str, value: float | Mapping[str, float], *, by: str = "") -> Metric:
-    """Return a family of one sample, or of one for each value of the label `by`."""
-    family: Metric = kind(f"pyps_{name}", meaning, labels=[by] if by else ())
-    for label, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-        kind.add_metric(family, [label] if by else [], number)
-    return family
+def _family(kind: Any, name: str, meaning: str, samples: Any, *, by: str = "") -> Metric:
+    """Return a family of one sample, or of a sample for each value (or tuple of values) of the labels `by`.
+
+    A sample is a number, or a tuple of what the kind takes.
+    """
+    family: Any = kind(f"pyps_{name}", meaning, labels=by.split())
+    for values, sample in samples.items() if isinstance(samples, Mapping) else [((), samples)]:
+        labels = [values] if isinstance(values, str) else values
+        family.add_metric(labels, *(sample if isinstance(sample, tuple) else (sample,)))
+    return family  # type: ignore[no-any-return]
 
 
 gauge = partial(_family, GaugeMetricFamily)
 counter = partial(_family, CounterMetricFamily)
+histogram = partial(_family, HistogramMetricFamily)
+summary = partial(_family, SummaryMetricFamily)
 
 
 def _about_pushes(total: Tally) -> Iterator[Metric]:
@@ -286,26 +291,14 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
     yield counter("blocked_seconds", "Seconds that workers waited for others.", total.blocked_seconds)
     payload = {"in": total.bytes_in, "out": total.bytes_out}
     yield counter("payload_bytes", "Payload bytes moved.", payload, by="direction")
-    buckets, meaning = _staleness_buckets(total), "Staleness of the gradients taken, in updates."
-    yield HistogramMetricFamily("pyps_staleness", meaning, buckets=buckets, sum_value=total.staleness_sum)
-    yield _rate_scales("rate_scale", "What staleness left of the step size, of each gradient from 1 to 0.", {"": total})
+    yield histogram("staleness", "Staleness of the gradients taken, in updates.", _staleness(total))
+    meaning = "What staleness left of the step size, of each gradient from 1 to 0."
+    yield summary("rate_scale", meaning, _rate_scales(total))
 
 
-def _rate_scales(name: str, meaning: str, tallies: Mapping[str, Tally], *, by: str = "") -> Metric:
-    """Return the sum and the count of the rate scales, from which a mean over any time can be computed."""
-    family = SummaryMetricFamily(f"pyps_{name}", meaning, labels=[by] if by else ())
-    for label, tally in tallies.items():
-        family.add_metric([label] if by else [], tally.rate_scale_count, tally.rate_scale_sum)
-    return family
-
-
-def _reports(scalars: Mapping[str, Mapping[str, float]]) -> Metric:
-    meaning = "What each live worker reported last, by the figure's name."
-    family = GaugeMetricFamily("pyps_worker_report", meaning, labels=["worker", "figure"])
-    for worker_id, figures in scalars.items():
-        for name, number in figures.items():
-            family.add_metric([worker_id, name], number)
-    return family
+def _rate_scales(tally: Tally) -> tuple[int, float]:
+    """Return count and sum of the rate scales, from which a mean over any time can be computed."""
+    return tally.rate_scale_count, tally.rate_scale_sum
 
 
 def _about_work(work: WorkProgress) -> Iterator[Metric]:
@@ -323,26 +316,14 @@ def _about_work(work: WorkProgress) -> Iterator[Metric]:
     yield gauge("work_examples_per_second", "Speed over a worker's last portions.", speeds, by="worker")
 
 
-def _staleness_of_each(label: str, tallies: Mapping[str, Tally]) -> Metric:
-    family = HistogramMetricFamily(
-        f"pyps_{label}_staleness", f"Staleness of the gradients taken, by {label}.", labels=[label]
-    )
-    for name, tally in tallies.items():
-        family.add_metric([name], buckets=_staleness_buckets(tally), sum_value=tally.staleness_sum)
-    return family
-
-
-def _staleness_buckets(tally: Tally) -> list[tuple[str, float]]:
+def _staleness(tally: Tally) -> tuple[list[tuple[str, float]], float]:
+    """Return the buckets of a histogram and the sum."""
     counts = [0] * (len(STALENESS_BOUNDS) + 1)
     for staleness, count in tally.histogram.items():
         counts[bisect_left(STALENESS_BOUNDS, staleness)] += count
-    return _cumulative(zip(STALENESS_BOUNDS, counts, strict=False), above=counts[-1])
+    return _buckets(STALENESS_BOUNDS, counts), tally.staleness_sum
 
 
-def _cumulative(counts: Iterable[tuple[float, int]], *, above: int) -> list[tuple[str, float]]:
-    """Return a histogram's buckets as in Prometheus: each counts all values at or below its bound."""
-    buckets, sum_so_far = [], 0
-    for bound, count in counts:
-        sum_so_far += count
-        buckets.append((str(float(bound)), float(sum_so_far)))
-    return [*buckets, ("+Inf", float(sum_so_far + above))]
+def _buckets(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Return Prometheus' buckets: each counts all values up to its bound. `counts` ends with the larger values."""
+    return list(zip(map(floatToGoString, (*bounds, math.inf)), accumulate(counts), strict=True))

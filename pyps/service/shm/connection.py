@@ -242,9 +242,9 @@ RECEIVE_BYTES = 65_536
 ATTACH_BYTES_MAX = 2**18
 # The bytes of a request for each of its shards, without the extents.
 SHARD_BYTES_MAX = 1024
-# A caller attaches its memory within so long.
+# A caller must attach its memory within this time.
 ATTACH_SECONDS = 10.0
-# A message that has begun is whole within so long, and an answer is taken.
+# A caller must send the rest of a message, and take an answer, within this time.
 MESSAGE_SECONDS = 60.0
 # Room for one descriptor: the system closes any more at once.
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
@@ -253,7 +253,8 @@ _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 class Connection(Caller):
     """A caller, from its connection to its end. For the event loop.
 
-    A request is read in the loop's callback, and a small one is answered there: no task, no thread.
+    A request is read in the loop's callback, and a small one is answered there: no task, no thread. No request is read
+    before the one ahead of it is answered.
     """
 
     def __init__(
@@ -272,16 +273,16 @@ class Connection(Caller):
         self._loop = asyncio.get_running_loop()
         self._conversation = Conversation(host.work, host.budget.account(), self._reply, ahead_max=1)
         self.attachment: Attachment | None = None
-        # The request that a task works on; the next is not read before it is answered.
+        # Completes the present request, where that takes longer.
         self._task: asyncio.Task[None] | None = None
         self.closed = False
-        # Bytes of a request that is not whole yet, and of a reply that is not taken yet.
+        # The bytes so far of a request, and how many it has together with its length, as far as that is known.
         self._inbox = bytearray()
+        self._inbox_end = LENGTH.size
+        # The bytes of an answer that the system did not take yet.
         self._outbox = memoryview(b"")
-        # Whether a further request of the inbox is about to be taken.
-        self._more = False
         self._descriptor = -1
-        # When the caller's turn began: to attach, to send the rest of a request, to take a reply. None else.
+        # Since when the caller must attach, send the rest of a request or take an answer; None if it need not.
         self._turn_since: float | None = time.monotonic()
         self._hang_up = select.poll()
         self._hang_up.register(end, select.POLLRDHUP)
@@ -307,7 +308,7 @@ class Connection(Caller):
 
     @property
     def is_gone(self) -> bool:
-        # Behind a further request, which is not read while one is worked on.
+        # The event loop does not say so where a further request waits to be read.
         return self._task is not None and self.is_hung_up
 
     async def finish(self, seconds: float) -> None:
@@ -333,13 +334,14 @@ class Connection(Caller):
 
     def _on_readable(self) -> None:
         try:
-            if self._more:
-                # What has come already is handled first.
-                return
             if self._task is None and not self._outbox:
-                self._receive()
+                if (message := self._receive()) is not None:
+                    self._take(message)
+            elif self.is_hung_up:
+                self.shut()
             else:
-                self._look_for_the_end()
+                # The next request: it is read once this one is answered.
+                self._loop.remove_reader(self._socket)
         except BlockingIOError:
             return
         except OSError:
@@ -349,20 +351,30 @@ class Connection(Caller):
             log_bug(error, "a local request")
             self.shut()
 
-    def _receive(self) -> None:
-        received = self._socket.recv(RECEIVE_BYTES) if self.attachment is not None else self._receive_with_descriptor()
-        if not received:
-            self.shut()
-        elif not self._inbox and len(received) > 4 and LENGTH.unpack_from(received)[0] == len(received) - 4:
-            # The usual case: one request, and all of it.
-            if self._admits(len(received) - 4):
-                self._take(received[4:])
-        else:
-            self._inbox += received
-            self._take_next()
+    def _receive(self) -> bytes | None:
+        """Return a whole request, and read nothing behind it; BlockingIOError where its rest has not arrived."""
+        inbox = self._inbox
+        while len(inbox) < self._inbox_end:
+            num_bytes = min(self._inbox_end - len(inbox), RECEIVE_BYTES)
+            received = self._socket.recv(num_bytes) if self.attachment else self._receive_with_descriptor(num_bytes)
+            if not received:
+                self.shut()
+                return None
+            inbox += received
+            if self._turn_since is None:
+                self._turn_since = time.monotonic()
+            if len(inbox) == LENGTH.size:
+                (length,) = LENGTH.unpack(inbox)
+                if not self._admits(length):
+                    return None
+                self._inbox_end += length
+        message = bytes(inbox[LENGTH.size :])
+        inbox.clear()
+        self._inbox_end = LENGTH.size
+        return message
 
-    def _receive_with_descriptor(self) -> bytes:
-        received, ancillary, _, _ = self._socket.recvmsg(RECEIVE_BYTES, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
+    def _receive_with_descriptor(self, num_bytes: int) -> bytes:
+        received, ancillary, _, _ = self._socket.recvmsg(num_bytes, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 for descriptor in array.array("i", data[: len(data) - len(data) % 4]):
@@ -370,59 +382,23 @@ class Connection(Caller):
                     self._descriptor = descriptor
         return received
 
-    def _look_for_the_end(self) -> None:
-        """Close the connection where the caller has gone while its request was worked on."""
-        if self._socket.recv(1, socket.MSG_PEEK):
-            # The next request; it is read once this one is answered.
-            self._loop.remove_reader(self._socket)
-        else:
-            self.shut()
-
-    def _take_next(self) -> None:
-        """Take one request where it is whole. Other callers have their turn before the next."""
-        self._more = False
-        if self.closed or self._task is not None or self._outbox:
-            return
-        message = self._whole_message()
-        if message is not None:
-            self._take(message)
-            if self._inbox and not self.closed:
-                self._more = True
-                self._loop.call_soon(self._take_next)
-        elif self._inbox and self._turn_since is None:
-            self._turn_since = time.monotonic()
-
-    @property
-    def _request_bytes_max(self) -> int:
-        num_shards = 0 if self.attachment is None else len(self.attachment.replies)
-        return PUSH_HEADER_MAX + SHARD_BYTES_MAX * num_shards
-
-    def _whole_message(self) -> bytes | None:
-        if len(self._inbox) < LENGTH.size:
-            return None
-        (length,) = LENGTH.unpack_from(self._inbox)
-        if not self._admits(length) or len(self._inbox) < LENGTH.size + length:
-            return None
-        message = bytes(self._inbox[LENGTH.size : LENGTH.size + length])
-        del self._inbox[: LENGTH.size + length]
-        return message
-
     def _admits(self, length: int) -> bool:
-        """Return whether a message may be so long; the connection of one that may not ends."""
+        """Return whether a message may be so long; otherwise end the connection."""
         try:
             if self.attachment is None and length > ATTACH_BYTES_MAX:
                 raise LimitExceeded(
                     f"the first message is {length} bytes long; Attach has {ATTACH_BYTES_MAX} at the most"
                 )
             check_message_bytes(length, bytes_max=self._host.config.max_message_bytes)
-            if length > PUSH_HEADER_MAX and length > self._request_bytes_max:
-                # Read, a list of millions takes a hundred times its bytes, and holds up the event loop.
-                raise LimitExceeded(
-                    f"the request is {length} bytes long; expected {self._request_bytes_max} at most for the shards"
-                    " that were attached: list less in it"
-                )
+            if self.attachment is not None and length > PUSH_HEADER_MAX:
+                bytes_max = PUSH_HEADER_MAX + SHARD_BYTES_MAX * len(self.attachment.replies)
+                if length > bytes_max:
+                    # A list of millions takes a hundred times its bytes once parsed, and holds up the event loop.
+                    raise LimitExceeded(
+                        f"the request is {length} bytes long; expected {bytes_max} at most for the shards that were"
+                        " attached: list less in it"
+                    )
         except LimitExceeded as error:
-            self._inbox.clear()
             self._refuse(error, for_good=True)
             return False
         return True
@@ -430,7 +406,7 @@ class Connection(Caller):
     # What becomes of a request.
 
     def _take(self, message: bytes) -> None:
-        if self._hang_up.poll(0):
+        if self.is_hung_up:
             # No caller waits for the answer, and the memory may be in other use already.
             self.shut()
             return
@@ -441,35 +417,35 @@ class Connection(Caller):
             self._refuse(error, for_good=True)
             return
         try:
-            answer = self._answer(request)
+            rest = self._begin(request)
         except Exception as error:
             self._refuse(error)
             return
-        if answer is not None:
+        if rest is not None:
             self._turn_since = None
-            self._task = self._loop.create_task(answer)
+            self._task = self._loop.create_task(rest)
             self._task.add_done_callback(self._on_done)
 
-    def _answer(self, request: local.LocalRequest) -> Coroutine[Any, Any, None] | None:
-        """Answer at once where that is little work and nothing has to be waited for."""
+    def _begin(self, request: local.LocalRequest) -> Coroutine[Any, Any, None] | None:
+        """Begin a request; return the coroutine that completes it, None if it is answered already."""
         attachment = self.attachment
-        if attachment is not None:
-            wanted: Request
-            if request.HasField("exchange"):
-                wanted = Exchange(self._host, attachment, request.exchange)
-            elif request.HasField("pull"):
-                wanted = Pull(self._host, attachment, request.pull.request)
-            else:
-                raise InvalidArgument("expected LocalExchange or LocalPull: memory is attached once a connection")
-            return cast("Coroutine[Any, Any, None] | None", self._conversation.take(wanted))
-        if not request.HasField("attach") or self._descriptor < 0:
-            raise InvalidArgument(
-                "expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message"
-            )
-        return self._attach(request.attach)
+        if attachment is None:
+            if not request.HasField("attach") or self._descriptor < 0:
+                raise InvalidArgument(
+                    "expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message"
+                )
+            return self._attach(request.attach)
+        wanted: Request
+        if request.HasField("exchange"):
+            wanted = Exchange(self._host, attachment, request.exchange)
+        elif request.HasField("pull"):
+            wanted = Pull(self._host, attachment, request.pull.request)
+        else:
+            raise InvalidArgument("expected LocalExchange or LocalPull: memory is attached once a connection")
+        return cast("Coroutine[Any, Any, None] | None", self._conversation.take(wanted))
 
     async def _attach(self, request: local.LocalAttach) -> None:
-        # From here on it belongs to this call, which a closed connection does not end.
+        # From here on the descriptor belongs to this call, which a closed connection does not end.
         descriptor, self._descriptor = self._descriptor, -1
         try:
             attachment = await self._take_memory(self, request, descriptor)
@@ -489,7 +465,6 @@ class Connection(Caller):
             self._refuse(error)
         if not self.closed:
             self._loop.add_reader(self._socket, self._on_readable)
-            self._take_next()
 
     # What goes out.
 
@@ -503,33 +478,27 @@ class Connection(Caller):
         if self.closed:
             return
         message = reply.SerializeToString()
-        frame = LENGTH.pack(len(message)) + message
+        self._outbox = memoryview(LENGTH.pack(len(message)) + message)
         self._turn_since = None
-        try:
-            sent = self._socket.send(frame)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self.shut()
-            return
-        if sent < len(frame):
-            self._outbox = memoryview(frame)[sent:]
+        self._send()
+        if self._outbox and not self.closed:
             self._turn_since = time.monotonic()
             self._loop.add_writer(self._socket, self._on_writable)
 
-    def _on_writable(self) -> None:
+    def _send(self) -> None:
         try:
             self._outbox = self._outbox[self._socket.send(self._outbox) :]
         except BlockingIOError:
             return
         except OSError:
             self.shut()
-            return
-        if not self._outbox:
+
+    def _on_writable(self) -> None:
+        self._send()
+        if not self._outbox and not self.closed:
             self._turn_since = None
             self._loop.remove_writer(self._socket)
             self._loop.add_reader(self._socket, self._on_readable)
-            self._take_next()
 
     def _drop_descriptor(self) -> None:
         if self._descriptor >= 0:

@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from pyps.config import ConfigError
 from pyps.run.handshake import Greeting, RunState
 from pyps.service.listener import AUTO, OFF, Caller, Listener
 from pyps.service.shm.connection import Connection
-from pyps.service.shm.segment import Attachment, Content, Memory, Segment, check_layout
+from pyps.service.shm.segment import Attachment, Content, Segment, check_layout
 from pyps.service.transport import Host
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
@@ -27,12 +26,12 @@ from pyps_wire.errors import NotAllowed, NotInitialized, ServerUnavailable
 BACKLOG = 1024
 # The kernel's bound on a socket's path, its closing zero left out.
 PATH_BYTES_MAX = 107
-# process, user and group, as the kernel reports them of the caller.
+# The caller's process, user and group, as the kernel reports them.
 _PEER = struct.Struct("3i")
 _PATTERN = "pyps-*.sock"
-# Callers that have not attached yet, in addition to one for each worker that may be alive.
+# Callers that may wait to attach memory, in addition to one for each worker that may be alive.
 UNAUTHENTICATED_SPARE = 16
-# How long an earlier request may go on in a worker's memory until its new Hello is refused; the worker waits longer.
+# How long a worker's new Hello waits for an earlier request in its memory until it is refused; the worker waits longer.
 UNUSED_SECONDS = 5.0
 
 log = logs.get("pyps.service")
@@ -47,29 +46,34 @@ class SharedMemory(Listener):
     def __init__(self, host: Host):
         super().__init__(host)
         self.unauthenticated_max = UNAUTHENTICATED_SPARE + host.config.max_workers
-        self._address: Address | None = None
+        # The socket's path or, after an '@', its abstract name.
+        self._address = ""
         # The memory of closed connections in which threads still work, with its worker.
-        self._leaving: list[tuple[str, Memory]] = []
+        self._leaving: list[tuple[str, Segment]] = []
         self._shared_bytes = 0
 
     @property
     def facts(self) -> Mapping[str, str]:
-        return {"shared memory": f"at {self._address.name}" if self._address is not None else "not offered"}
+        return {"shared memory": f"at {self._address}" if self._address else "not offered"}
 
     @property
     def shared_bytes(self) -> int:
         return self._shared_bytes
 
     async def start(self, services: Mapping[str, object], address: str) -> None:
-        self._address = Address.open(self._host.config.local_socket)
-        if self._address is not None:
-            self._socket = self._address.socket
+        where, name = self._host.config.local_socket, f"pyps-{secrets.token_hex(8)}"
+        if where != OFF:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.setblocking(False)
+            # An abstract name has no file: nothing is left behind, however the server ends.
+            self._address = f"@{name}" if where == AUTO else _path_in(Path(where).absolute(), name)
+            _listen(self._socket, self._address)
         await super().start(services, address)
 
     async def stop(self, seconds: float) -> None:
         await super().stop(seconds)
-        if self._address is not None:
-            self._address.close()
+        if self._address and not self._address.startswith("@"):
+            Path(self._address).unlink(missing_ok=True)
 
     async def offer(self, greeting: Greeting) -> wire.HelloReply:
         worker_id = greeting.worker_id
@@ -79,16 +83,16 @@ class SharedMemory(Listener):
                     caller.shut()
             await self.wait_unused(worker_id)
             self._note_hello(worker_id)
-        if self._address is None:
+        if not self._address:
             return wire.HelloReply()
-        # Observers learn where memory could be shared, and get no ticket.
+        # Observers learn the address alone.
         ticket = b"" if greeting.observer else self._tickets.issue(worker_id, greeting.incarnation)
-        return wire.HelloReply(local=wire.LocalTransport(address=self._address.name, ticket=ticket))
+        return wire.HelloReply(local=wire.LocalTransport(address=self._address, ticket=ticket))
 
     async def wait_unused(self, worker_id: str) -> None:
         """Wait until no request of a worker's closed connections can touch its memory any more.
 
-        ServerUnavailable where one goes on for too long: the worker has to come again.
+        ServerUnavailable where a request goes on for too long: the worker has to try again.
         """
         memories = [memory for owner, memory in self._leaving if owner == worker_id and not memory.unused.done()]
         if not memories:
@@ -132,9 +136,9 @@ class SharedMemory(Listener):
         run, sender = self._host.run, request.sender
         if run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
-        # As one state of the run.
+        # Read together, before anything changes.
         shards, plan, epoch = run.content.shards, run.content.partition, run.content.epoch
-        # It renews the worker's lease, and refuses unauthenticated callers.
+        # This renews the worker's lease, and refuses unauthenticated callers.
         run.shards_to_pull(
             sender.run_id, sender.worker_id, sender.incarnation, sender.secret, observer=False, shard_ids=()
         )
@@ -168,79 +172,45 @@ class SharedMemory(Listener):
         self._shared_bytes = sum(each.memory.num_bytes for each in attachments if each is not None)
 
 
-class Address:
-    """A listening socket and its name, which end with the server."""
+def _path_in(folder: Path, name: str) -> str:
+    """Return the path of a socket in a folder, without the sockets of dead servers; ConfigError if it cannot be."""
+    path = os.fspath(folder / f"{name}.sock")
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"--local-socket is {folder}, which is no folder to write in: name one that servers and workers share, "
+            f"or say {AUTO} or {OFF}"
+        )
+    if len(os.fsencode(path)) > PATH_BYTES_MAX:
+        raise ConfigError(
+            f"--local-socket names {folder}: the socket's path there would have {len(os.fsencode(path))} bytes, "
+            f"and the system takes {PATH_BYTES_MAX}: name a folder with a shorter path"
+        )
+    for other in folder.glob(_PATTERN):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.setblocking(False)
+            try:
+                probe.connect(os.fspath(other))
+            except ConnectionRefusedError:
+                # Its server was killed.
+                other.unlink(missing_ok=True)
+    return path
 
-    def __init__(self, end: socket.socket, name: str, path: Path | None):
-        self.socket = end
-        # A path or, after an '@', an abstract name.
-        self.name = name
-        self._path = path
 
-    @classmethod
-    def open(cls, where: str) -> Address | None:
-        """Listen at an abstract name ("auto") or in a folder; None where it is "off" or this system has neither.
-
-        ConfigError says what is wrong with the folder.
-        """
-        if where == OFF or sys.platform != "linux":
-            return None
-        name = f"pyps-{secrets.token_hex(8)}"
-        return cls._abstract(name) if where == AUTO else cls._in_folder(Path(where).absolute(), name)
-
-    @classmethod
-    def _abstract(cls, name: str) -> Address:
-        # It has no file: nothing is left behind, however the server ends.
-        end = _make_socket()
-        end.bind(b"\0" + name.encode())
+def _listen(end: socket.socket, address: str) -> None:
+    if address.startswith("@"):
+        end.bind(b"\0" + address[1:].encode())
         end.listen(BACKLOG)
-        return cls(end, f"@{name}", None)
-
-    @classmethod
-    def _in_folder(cls, folder: Path, name: str) -> Address:
-        path = folder / f"{name}.sock"
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise ConfigError(
-                f"--local-socket is {folder}, which is no folder to write in: name one that servers and workers share, "
-                f"or say {AUTO} or {OFF}"
-            )
-        if len(os.fsencode(path)) > PATH_BYTES_MAX:
-            raise ConfigError(
-                f"--local-socket names {folder}: the socket's path there would have {len(os.fsencode(path))} bytes, "
-                f"and the system takes {PATH_BYTES_MAX}: name a folder with a shorter path"
-            )
-        _remove_stale(folder)
-        end = _make_socket()
-        # It gets its name once it listens: another server takes one that refuses for a dead server's.
-        hidden = path.with_name(f".{name}")
-        end.bind(os.fspath(hidden))
-        hidden.chmod(0o600)
-        end.listen(BACKLOG)
-        hidden.rename(path)
-        return cls(end, os.fspath(path), path)
-
-    def close(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        return
+    # The socket gets its name once it listens: another server removes a socket that refuses connections.
+    path = Path(address)
+    hidden = path.with_name(f".{path.stem}")
+    end.bind(os.fspath(hidden))
+    hidden.chmod(0o600)
+    end.listen(BACKLOG)
+    hidden.rename(path)
 
 
 def is_own_user(end: socket.socket) -> bool:
-    """Return whether the caller runs as this process's user or as root: no other may share memory with it."""
+    """Return whether the caller runs as this process's user or as root: no other user may share memory with it."""
     _, user, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return user in (0, os.geteuid())
-
-
-def _make_socket() -> socket.socket:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    end.setblocking(False)
-    return end
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove the sockets of servers that were killed."""
-    for path in folder.glob(_PATTERN):
-        with _make_socket() as probe, contextlib.suppress(OSError):
-            try:
-                probe.connect(os.fspath(path))
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)

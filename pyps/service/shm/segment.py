@@ -36,9 +36,9 @@ _READ_ONLY = 0x8 | 0x10
 
 # The unit of st_blocks.
 _BLOCK_BYTES = 512
-# Smaller memory is unmapped at once; a large one takes up to a fifth of a second a GiB.
+# Smaller memory is unmapped at once; large memory takes up to 0.2 s a GiB.
 AT_ONCE_BYTES = 4 * 2**20
-# In pieces: while one is unmapped the process cannot map memory.
+# Memory is unmapped in pieces: meanwhile the process cannot map memory.
 _PIECE_BYTES = 64 * 2**20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -47,20 +47,30 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 log = logs.get("pyps.service")
 
 
-class Memory(SharedMemory):
+class Segment(SharedMemory):
     """A worker's memory in this process's address space, until it is closed and no user holds it.
 
-    Every method may be called from any thread.
+    Its worker can neither shrink nor grow it, so that touching it cannot end the server. Every method may be called
+    from any thread.
     """
 
-    def __init__(self, memory: mmap.mmap | memoryview, *, num_bytes: int):
-        self._memory = memory
+    def __init__(self, descriptor: int, *, num_bytes: int, hand_over: Callable[[Callable[[], None]], None]):
+        """Map a descriptor's memory; the descriptor may be closed then. `hand_over` runs long work on a thread.
+
+        InvalidArgument where the memory is not sealed as required.
+        """
+        require_sealed(descriptor, num_bytes=num_bytes)
+        try:
+            self._memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise InvalidArgument(f"the segment of {num_bytes} bytes cannot be mapped: {error.strerror}") from None
         self.num_bytes = num_bytes
+        self._hand_over = hand_over
         self._views: list[memoryview] = []
         self._lock = Lock()
-        # Guarded by _lock. Its owner, which closes it, is one.
+        # Guarded by _lock. The owner, which closes the memory, is a user.
         self._num_users = 1
-        # Done once it is closed and has no user.
+        # Done once the memory is closed and has no user.
         self.unused: Future[None] = Future()
         # So that no waiter can cancel it.
         self.unused.set_running_or_notify_cancel()
@@ -78,7 +88,7 @@ class Memory(SharedMemory):
         return view
 
     def hold(self) -> None:
-        """Keep the memory mapped until `let_go`; ServerUnavailable where it is closed already."""
+        """Keep the memory mapped until `let_go`; ServerUnavailable if it is closed already."""
         with self._lock:
             self.require_attached()
             self._num_users += 1
@@ -87,10 +97,13 @@ class Memory(SharedMemory):
         """End one hold; the last one unmaps the memory."""
         with self._lock:
             self._num_users -= 1
-            last = self._num_users == 0
-        if last:
+            is_last = self._num_users == 0
+        if is_last:
             self.unused.set_result(None)
-            self._release()
+            if self.num_bytes < AT_ONCE_BYTES:
+                self._unmap()
+            else:
+                self._hand_over(self._unmap)
 
     def close(self) -> None:
         """Unmap the memory, now or when no user holds it. May be called again."""
@@ -99,42 +112,14 @@ class Memory(SharedMemory):
         if attached:
             self.let_go()
 
-    def _release(self) -> None:
-        for view in self._views:
-            view.release()
-
-
-class Segment(Memory):
-    """Mapped memory that its worker can neither shrink nor grow, so that touching it cannot end the server."""
-
-    _memory: mmap.mmap
-
-    def __init__(self, descriptor: int, *, num_bytes: int, hand_over: Callable[[Callable[[], None]], None]):
-        """Map a descriptor's memory, which may be closed then; InvalidArgument where it is not sealed as required.
-
-        `hand_over` runs long work on a thread.
-        """
-        require_sealed(descriptor, num_bytes=num_bytes)
-        try:
-            memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            raise InvalidArgument(f"the segment of {num_bytes} bytes cannot be mapped: {error.strerror}") from None
-        super().__init__(memory, num_bytes=num_bytes)
-        self._hand_over = hand_over
-
-    def _release(self) -> None:
-        if self.num_bytes < AT_ONCE_BYTES:
-            self._unmap()
-        else:
-            self._hand_over(self._unmap)
-
     def _unmap(self) -> None:
         try:
-            super()._release()
+            for view in self._views:
+                view.release()
             _forget_pages(self._memory, self.num_bytes)
             self._memory.close()
         except BufferError:
-            # It is unmapped when the last user of a part ends.
+            # The memory is unmapped when the last user of a part ends.
             log.warning("a worker's memory is still in use after its last request", bytes=self.num_bytes)
 
 
@@ -167,7 +152,7 @@ def require_sealed(descriptor: int, *, num_bytes: int) -> None:
         # Where huge pages run out, a process that touches a missing one is killed.
         raise InvalidArgument(f"the segment lies in pages of {page} bytes; expected ordinary ones of {mmap.PAGESIZE}")
     if (allocated := status.st_blocks * _BLOCK_BYTES) < num_bytes:
-        # The process that touches a page first allocates it: no caller makes the server do so.
+        # The process that touches a page first allocates it; no caller may make the server do so.
         raise InvalidArgument(
             f"{allocated} of the segment's {num_bytes} bytes are there: allocate it in full (posix_fallocate) first"
         )
@@ -186,7 +171,7 @@ class Content(NamedTuple):
     run_id: str
     epoch: int
     plan: Partition
-    # The plan of the parts that the worker holds: the plan itself where these are all.
+    # The plan of the parts that the worker holds; `plan` itself where it holds all.
     own: Partition
     server_index: int
     shards: Mapping[int, Store]
@@ -199,16 +184,16 @@ class Attachment:
     worker_id: str
     incarnation: int
     content: Content
-    memory: Memory
+    memory: Segment
     gradients: Sequence[Vectors]
     codec: Codec
-    # Where each shard's parameters go.
+    # The place of each shard's parameters.
     replies: Mapping[int, Reply]
-    # The worker's.
+    # The worker's secret.
     secret: bytes = field(repr=False)
 
     @classmethod
-    def make(cls, request: local.LocalAttach, memory: Memory, content: Content) -> Attachment:
+    def make(cls, request: local.LocalAttach, memory: Segment, content: Content) -> Attachment:
         parameters = _vectors(request.parameters, memory, content)
         return cls(
             request.sender.worker_id,
@@ -231,7 +216,7 @@ class Attachment:
         )
 
     def require_laid_out(self, shard_id: int, membership: Membership) -> None:
-        """Refuse a shard that has no place in the memory: it is on another server, or of an undeclared part."""
+        """Refuse a shard that has no place in the memory: another server's, or a part's that was not declared."""
         content = self.content
         if shard_id in self.replies:
             return
@@ -300,7 +285,7 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
                 yield offset, codec.max_bytes(size)
 
 
-def _vectors(vectors: local.LocalVectors, memory: Memory, content: Content) -> Vectors:
+def _vectors(vectors: local.LocalVectors, memory: Segment, content: Content) -> Vectors:
     codec = convert.codec_from(vectors.codec)
     shards = {
         shard.shard_id: memory.view(
