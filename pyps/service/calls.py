@@ -47,18 +47,18 @@ log = logs.get("pyps.service")
 class Awaited:
     """The calls that wait for a message. For the event loop, except `num_late`.
 
-    gRPC does not report how much of a message it has received. So a call that waits for long counts as if it were
-    nearly all, that of a worker between two pushes too. Beyond `late_max` such calls the one that has waited longest
-    ends, and its caller makes it again. Where messages are to come `at_once`, a call that waits at all is late.
+    gRPC does not report how much of a message it has received. So a call that waits for long is taken to have received
+    nearly all of it, also the call of a worker between two pushes. Beyond `late_max` such calls the longest waiting
+    one ends, and its caller makes it again. With `at_once` a call is late as soon as it waits.
     """
 
     def __init__(self, late_max: int, *, at_once: bool = False):
         self._late_max = late_max
         self._at_once = at_once
-        # Since when each waits, in that order.
+        # Since when each call's task waits, the longest first.
         self._since: dict[asyncio.Task[Any], float] = {}
         self._ended: set[asyncio.Task[Any]] = set()
-        # One for all: one a message would cost more than the rest of a small message.
+        # One timer for all calls: one for each message would cost more than the rest of a small message.
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -100,7 +100,7 @@ class Awaited:
 
     def _end_longest(self, num_late: int) -> None:
         for task in list(self._since)[: max(0, num_late - self._late_max)]:
-            # It ends once, though it waits on until it is its turn.
+            # Cancelled once, though the task goes on waiting until its turn on the event loop.
             del self._since[task]
             self._ended.add(task)
             task.cancel()
@@ -109,7 +109,7 @@ class Awaited:
 class Call:
     """A call's messages in and out, with time limits; everything else as in gRPC's context.
 
-    A caller that takes no reply for long loses its call. The timer is one for the call, as for `Awaited`.
+    A caller that takes no reply for long loses its call. One timer serves the whole call, as in `Awaited`.
     """
 
     def __init__(self, context: Context, awaited: Awaited, budget: ByteBudget):
@@ -120,7 +120,7 @@ class Call:
         self.role = Role.OPERATOR
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        # The task that sends at the moment, and since when.
+        # The task that sends now, and since when.
         self._writer: asyncio.Task[Any] | None = None
         self._since = 0.0
         self._late = False
@@ -207,7 +207,7 @@ def write_seconds(budget: ByteBudget) -> float:
 
 
 class MessageReader(grpc.aio.ServerInterceptor):
-    """Reads the messages of calls whose callers may make them, and turns errors into statuses.
+    """Checks who calls, reads the message of each call, and turns errors into statuses.
 
     A refused call has no message read, and a message that does not come ends its call. Errors of this project become
     their own statuses, any other INTERNAL with a traceback in the log.
@@ -227,47 +227,22 @@ class MessageReader(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         details: grpc.HandlerCallDetails,
     ) -> Handler | None:
+        """Return the method's handler, with all that this class does around it; gRPC calls this once a call."""
         handler = await continuation(details)
         if handler is None:
-            return handler
-        method, access = details.method, self._access
-        is_open = needed_for(method) is Role.ANYBODY
-        authorization = next((value for key, value in details.invocation_metadata if key == "authorization"), None)
-        many = handler.request_streaming
-        behavior: Any = (
-            handler.stream_stream or handler.stream_unary if many else handler.unary_stream or handler.unary_unary
-        )
+            return None
+        streams, deserialize = handler.request_streaming, handler.request_deserializer
+        awaited = self._open_awaited if _is_open(details.method) else self._awaited
+        method: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
 
-        async def call(_: object, context: Context) -> Any:
-            taken = Call(context, self._open_awaited if is_open else self._awaited, self._budget)
-            message: Any = None
-            request: Any = None
+        async def serve(_: object, context: Context) -> Any:
+            call = Call(context, awaited, self._budget)
             try:
-                subject = subject_of(context) if access.certified else ""
-                peer = context.peer()
-                taken.role = access.admit(method, authorization, peer=peer, subject=subject)
-                if not is_open:
-                    self.on_caller(peer)
-                if many:
-                    # A stream's messages are read by its service.
-                    return await behavior(taken.messages(), taken)
-                account = self._budget.account()
-                try:
-                    message = await _only_message(taken, seconds=OPEN_READ_SECONDS if is_open else READ_SECONDS)
-                    # A short one takes hardly more than its call.
-                    held_bytes = len(message) if len(message) > SHORT_BYTES else 0
-                    account.hold(held_bytes)
-                except LimitExceeded as error:
-                    # A client retries a call that finds no server, and gives up one that goes beyond a limit.
-                    raise error if is_open else ServerUnavailable(str(error)) from None
-                try:
-                    request = _parse(message, handler.request_deserializer)
-                    return await behavior(request, taken)
-                finally:
-                    account.release(held_bytes)
+                self._admit(call, context, details)
+                # A stream's messages are read by its service.
+                answer = method(call.messages(), call) if streams else self._answer(call, details, method, deserialize)
+                return await answer
             except PypsError as error:
-                # gRPC keeps this frame until the garbage collector comes to it.
-                message = request = None
                 await abort(context, error)
             except grpc.aio.InternalError:
                 # The caller has gone; gRPC cancels the call next.
@@ -277,19 +252,52 @@ class MessageReader(grpc.aio.ServerInterceptor):
                 # The call was aborted, or the server stops.
                 raise
             except Exception as error:
-                log_bug(error, method)
+                log_bug(error, details.method)
                 await context.abort(grpc.StatusCode.INTERNAL, _words_of_bug(error))
             finally:
-                taken.close()
-                message = request = None
+                call.close()
 
-        deserialize = handler.request_deserializer if many else None
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return make(call, request_deserializer=deserialize, response_serializer=handler.response_serializer)
+        # As a stream always, so that no message is read before the caller is known.
+        return make(serve, deserialize if streams else None, handler.response_serializer)
+
+    def _admit(self, call: Call, context: Context, details: grpc.HandlerCallDetails) -> None:
+        """Find the caller's role; raise NotAuthenticated or NotAllowed where it may not make the call."""
+        authorization = next((value for key, value in details.invocation_metadata if key == "authorization"), None)
+        subject, peer = subject_of(context) if self._access.certified else "", context.peer()
+        call.role = self._access.admit(details.method, authorization, peer=peer, subject=subject)
+        if call.role is not Role.ANYBODY:
+            self.on_caller(peer)
+
+    async def _answer(
+        self,
+        call: Call,
+        details: grpc.HandlerCallDetails,
+        method: Callable[[Any, Call], Awaitable[Any]],
+        deserialize: Callable[[bytes], Any] | None,
+    ) -> Any:
+        """Read a call's only message and answer it. A long message is held on the budget meanwhile."""
+        is_open, account = _is_open(details.method), self._budget.account()
+        try:
+            message = await _only_message(call, seconds=OPEN_READ_SECONDS if is_open else READ_SECONDS)
+            # A short message takes hardly more than its call.
+            account.hold(len(message) if len(message) > SHORT_BYTES else 0)
+        except LimitExceeded as error:
+            # A client retries a call that finds no server, and gives up a call that goes beyond a limit.
+            raise error if is_open else ServerUnavailable(str(error)) from None
+        try:
+            return await method(_parse(message, deserialize), call)
+        finally:
+            account.close()
+
+
+def _is_open(method: str) -> bool:
+    """Return whether a call needs no token."""
+    return needed_for(method) is Role.ANYBODY
 
 
 def failure_of(error: BaseException, what: str) -> local.LocalFailure:

@@ -216,8 +216,8 @@ def subject_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:
     """End a call with an error that the client can raise again."""
-    # gRPC keeps the error in a cycle, and the traceback's frames would keep the messages.
-    error.__traceback__ = None
+    # gRPC keeps the error in a cycle, and the frames of tracebacks would keep the messages.
+    error.__traceback__ = error.__context__ = None
     await context.abort(grpc.StatusCode[error.status], text_of(error), ((METADATA_KEY, type(error).__name__),))
 
 
