@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -21,8 +20,8 @@ from typing import Any, TypeVar
 
 from pyps.certificates import Authority
 from pyps.config import ConfigError, ServerConfig, variable_name
-from pyps.launcher.environment import START_SECONDS, check_job, own_folders, worker_environment, worker_name
-from pyps.launcher.job import STOP_SPARE_SECONDS, JobError
+from pyps.launcher.environment import START_SECONDS, check_job, own_flags, worker_environment, worker_name
+from pyps.launcher.job import PYPS, STOP_SPARE_SECONDS, JobError
 from pyps.launcher.process import ChildProcess
 from pyps.run import handshake
 from pyps.storage.folder import newest
@@ -69,9 +68,7 @@ class Plan:
     bundles: list[dict[str, float]]
     max_restarts: int
     run_id: str
-    # Flags of every server.
-    flags: tuple[str, ...]
-    # The caller's PYPS_ variables, those of settings that were given, and the configuration that both make.
+    # The caller's PYPS_ variables, the servers' own variables, and the configuration that both make.
     environment: dict[str, str]
     settings: dict[str, str]
     config: ServerConfig
@@ -147,16 +144,15 @@ def run(
     config = check_job(given, num_servers=servers, num_workers=workers)
     ours = {name for name in os.environ if name.startswith("PYPS_")} - {*map(variable_name, _NO_SETTINGS)}
     run_name = run_id or f"run-{secrets.token_hex(4)}"
+    given |= {"resume": "true"} if config.resume else {}
+    # Without a name, servers that resume take the run of their checkpoints.
+    given |= {"run_id": run_name} if run_id or not config.resume else {}
     plan = Plan(
         num_servers=servers,
         num_workers=workers,
         bundles=[_bundle("server_resources", server_resources)] * servers + [_bundle("resources", resources)] * workers,
         max_restarts=max_restarts,
         run_id=run_name,
-        flags=(
-            *(("--resume",) if config.resume else ()),
-            *(("--run-id", run_name) if run_id or not config.resume else ()),
-        ),
         environment={name: os.environ[name] for name in ours},
         settings={variable_name(name): value for name, value in given.items()},
         config=config,
@@ -190,7 +186,7 @@ class Job:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._group: Any = None
+        self._placement: Any = None
         self._servers: list[Any] = []
         self._workers: list[Any] = []
         # Calls of actors in progress, and the handler of each.
@@ -209,9 +205,8 @@ class Job:
             restarts = -1 if plan.config.checkpoint_dir else 0
             bounds = {"max_restarts": restarts, "max_task_retries": -1, "max_concurrency": 3}
             self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard))
-        served = []
-        for index, server in enumerate(self._servers):
-            served.append(_get(server.address.remote()))
+        served = [_get(server.address.remote()) for server in self._servers]
+        for index in range(plan.num_servers):
             self._watch(index)
         self._log_addresses(served, guard)
         for index in range(plan.num_workers):
@@ -229,14 +224,14 @@ class Job:
         kept = self._plan.bundles[bundle]
         options |= {"num_cpus": 0} | {option: kept[name] for name, option in _OPTIONS.items() if name in kept}
         options["resources"] = {name: amount for name, amount in kept.items() if name not in _OPTIONS}
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
         return ray.remote(kind).options(scheduling_strategy=place, **options)
 
     def _place(self) -> None:
         # Servers on one node would share its bandwidth.
-        self._group = placement_group(self._plan.bundles, strategy="SPREAD")
+        self._placement = placement_group(self._plan.bundles, strategy="SPREAD")
         deadline = time.monotonic() + PLACE_SECONDS
-        while not self._group.wait(timeout_seconds=LOG_SECONDS):
+        while not self._placement.wait(timeout_seconds=LOG_SECONDS):
             wanted = f"{self._plan.bundles}; free are {ray.available_resources()}"
             logger.warning("waiting for room for %s", wanted)
             if time.monotonic() > deadline:
@@ -247,8 +242,8 @@ class Job:
         here = ray.util.get_node_ip_address()
         if self._plan.config.given & _GUARDS or ipaddress.ip_address(here).is_loopback:
             return {}
-        guard = {name: secrets.token_hex(16).encode() for name in ("token", "operator")}
-        return guard | {name: content for name, content in _signed(here).items() if name.startswith("ca.")}
+        tokens = {name: secrets.token_hex(16).encode() for name in ("token", "operator")}
+        return tokens | {name: content for name, content in _signed(here).items() if name.startswith("ca.")}
 
     def _log_addresses(self, served: list[dict[str, Any]], guard: Mapping[str, bytes]) -> None:
         files = {"PYPS_TLS_CA": "ca.crt", "PYPS_TOKEN_FILE": "operator"} if guard else {}
@@ -265,24 +260,24 @@ class Job:
 
     def _wait(self) -> None:
         """Handle calls as they end, until no worker trains."""
-        alone_since = None
+        only_lost_since = None
         while self._training:
             ready, _ = ray.wait(list(self._pending), timeout=1.0)
             for ref in ready:
                 self._pending.pop(ref)(ref)
-            if not self._results or not self._training <= self._homeless():
-                alone_since = None
+            if not self._results or not self._training <= self._without_node():
+                only_lost_since = None
                 continue
-            alone_since = alone_since or time.monotonic()
-            if time.monotonic() > alone_since + LOST_SECONDS:
+            only_lost_since = only_lost_since or time.monotonic()
+            if time.monotonic() > only_lost_since + LOST_SECONDS:
                 names = ", ".join(worker_name(index, 1) for index in sorted(self._training))
                 logger.warning("the job ends without %s, whose nodes died: the others have finished", names)
                 self._training.clear()
 
-    def _homeless(self) -> set[int]:
+    def _without_node(self) -> set[int]:
         """Return the workers whose nodes are gone, and for which Ray has found no others yet."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        places = placement_group_table(self._group)["bundles_to_node_id"]
+        places = placement_group_table(self._placement)["bundles_to_node_id"]
         first = self._plan.num_servers
         return {index for index in range(self._plan.num_workers) if places.get(first + index) not in alive}
 
@@ -330,8 +325,8 @@ class Job:
                 except (RayActorError, GetTimeoutError) as error:
                     problems.append(f"server-{index}: {_first_line(error)}")
         finally:
-            if self._group is not None:
-                remove_placement_group(self._group)
+            if self._placement is not None:
+                remove_placement_group(self._placement)
             for path in self._shown.values():
                 os.close(int(Path(path).name))
         for problem in problems:
@@ -382,7 +377,6 @@ class Server:
         self._stopping = False
         self._child: ChildProcess | None = None
         # Raised by `address`: for an error in a constructor Ray prints a trace.
-        self._failure = ""
         self._failure = self._start(plan, guard)
         self._folder.cleanup()
 
@@ -418,13 +412,11 @@ class Server:
                 f"{self._name} was restarted on {host}, where {own} holds no checkpoint: name a folder that all nodes "
                 "see, or have the first checkpoint written sooner (checkpoint_seconds)"
             )
-        flags = [*plan.flags, *self._guarded(host, guard), "--host", host, "--ready-file", str(self._ready)]
-        flags += ["--port", "0", "--control-port", "0", "--metrics-port", "0"]
-        flags += ["--lane-port", "off" if plan.config.lane_port == "off" else "0"]
-        flags += [*own_folders(plan.config, self._name), *(["--resume"] if own and again else [])]
+        flags = ["--host", host, *own_flags(plan.config, self._name, self._ready), *self._guarded(host, guard)]
+        flags += ["--resume"] if own and again else []
         self._child = ChildProcess(
             self._name,
-            [sys.executable, "-P", "-m", "pyps", "serve", *flags],
+            [*PYPS, "serve", *flags],
             environment={"PYTHONUNBUFFERED": "1", **os.environ, **plan.environment, **plan.settings},
             on_line=_print,
             on_end=self._end,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -25,9 +24,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyps.cli.control import Control, DataServers, TokenFile, data_addresses, fail, read_token
+from pyps.cli.control import INTERRUPTED, Control, DataServers, TokenFile, data_addresses, fail
 from pyps_client import Launch, Session
-from pyps_client.credentials import Credentials
+from pyps_client.credentials import Credentials, read_token
 from pyps_client.push import Plan
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, RUN_STATE_EMPTY, GroupSettings, OptimizerSettings, Reason
@@ -39,8 +38,6 @@ from pyps_wire.partition import Model, Tensor
 PARAMETERS = (25_600_000, 10_000)
 # Servers check every fifth of a second whether a measurement is over.
 FORGET_SECONDS = 10.0
-# The exit status after Ctrl-C: 128 and SIGINT's number.
-INTERRUPTED = 130
 # Rounds that make connections and buffers, and timed rounds at least.
 WARM_UP_ROUNDS = 2
 TIMED_ROUNDS_MIN = 3
@@ -53,7 +50,7 @@ OPTIMIZER = OptimizerSettings(
 
 
 class Setup(NamedTuple):
-    """A transport, "auto" (shared memory or a lane if offered) or "grpc", with a codec."""
+    """A transport ("auto" takes shared memory or a lane if the server offers it, else gRPC) and a codec."""
 
     transport: str
     codec: str
@@ -67,7 +64,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Rounds:
-    """Timed rounds of one model; `seconds` grows by each. The transport is the one in use, or "mixed"."""
+    """Timed rounds of one model, with the seconds of each; servers by several transports make a "mixed" one."""
 
     transport: str
     codec: str
@@ -106,45 +103,35 @@ def bench(
     """
     token = read_token(token_file)
     logging.getLogger("pyps.client").setLevel(logging.WARNING)
-    addresses: tuple[str, ...] = ()
-    greetings: list[HelloReply] = []
+    greetings: dict[str, HelloReply] = {}
     measured: list[Rounds] = []
     end: PypsError | KeyboardInterrupt | None = None
     try:
         try:
-            addresses = data_addresses(servers, token)
-            greetings += [_greet(address, token) for address in addresses]
-            for address, greeting in zip(addresses, greetings, strict=True):
+            greetings |= {address: _greet(address, token) for address in data_addresses(servers, token)}
+            for address, greeting in greetings.items():
                 _require_free(address, greeting)
-            _measure(measured, addresses, token, sizes=parameters, seconds=seconds)
+            _measure(measured, tuple(greetings), token, sizes=parameters, seconds=seconds)
         finally:
             # The results follow: ignore a further Ctrl-C.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except (PypsError, KeyboardInterrupt) as error:
         end = error
     results = [rounds for rounds in measured if rounds.seconds]
-    interrupted = isinstance(end, KeyboardInterrupt)
-    if interrupted and not results:
-        fail("interrupted before anything was measured", status=INTERRUPTED)
-    if interrupted:
+    if isinstance(end, KeyboardInterrupt):
+        if not results:
+            fail("interrupted before anything was measured", status=INTERRUPTED)
         typer.echo("pyps: interrupted; what follows is what was measured so far", err=True)
-    if results:
-        _show(results, addresses, greetings, as_json=as_json)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if end is not None:
-        fail(str(end))
-
-
-def _show(
-    results: Sequence[Rounds], addresses: Sequence[str], greetings: Sequence[HelloReply], *, as_json: bool
-) -> None:
-    if as_json:
+    if results and as_json:
         typer.echo(json.dumps([rounds.figures() for rounds in results], indent=2))
-        return
-    facts = (greetings[0].software, greetings[0].protocol, f"staleness {greetings[0].staleness}")
-    typer.echo(f"{', '.join(addresses)} ({', '.join(facts)}), one worker on {socket.gethostname()}:")
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(results))
+    elif results:
+        first = next(iter(greetings.values()))
+        facts = f"{first.software}, {first.protocol}, staleness {first.staleness}"
+        typer.echo(f"{', '.join(greetings)} ({facts}), one worker on {socket.gethostname()}:")
+        Console(width=None if sys.stdout.isatty() else 120).print(_table(results))
+    if isinstance(end, PypsError):
+        fail(str(end))
+    raise typer.Exit(INTERRUPTED if end else 0)
 
 
 def _greet(address: str, token: str) -> HelloReply:
@@ -153,7 +140,7 @@ def _greet(address: str, token: str) -> HelloReply:
 
 
 def _require_free(address: str, greeting: HelloReply) -> None:
-    """Refuse a server with a run, or one that waits for a job's."""
+    """Raise NotAllowed for a server that holds a run or waits for one."""
     if greeting.state == RUN_STATE_EMPTY and not greeting.run_id:
         return
     verb = "waits for" if greeting.state == RUN_STATE_EMPTY else "holds"
@@ -167,7 +154,7 @@ def _require_free(address: str, greeting: HelloReply) -> None:
 def _measure(
     results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
 ) -> None:
-    """Measure each setup with each size into `results`, which keeps its rounds whatever ends the measurement."""
+    """Measure each setup with each size; `results` has the rounds made so far, also after an error."""
     stages = itertools.count(1)
     for size in sizes:
         # As MEASUREMENT in pyps/run/handshake.py.
@@ -195,7 +182,7 @@ def _session(servers: tuple[str, ...], model: Model, setup: Setup, *, token: str
         servers=servers,
         run_id=run_id,
         worker_id=f"bench-{socket.gethostname()}-{os.getpid()}-{name}",
-        **dataclasses.asdict(Credentials.from_environment(token)),
+        **asdict(Credentials.from_environment(token)),
         start_wait_seconds=WAIT_SECONDS,
         loss_wait_seconds=WAIT_SECONDS,
         wait_seconds=6 * WAIT_SECONDS,
@@ -208,7 +195,7 @@ def _session(servers: tuple[str, ...], model: Model, setup: Setup, *, token: str
 
 
 def _make_rounds(session: Session, setup: Setup, size: int, results: list[Rounds], *, seconds: float) -> None:
-    """Make rounds for so long, and a few at least, into `results`; none where "auto" comes down to gRPC."""
+    """Append rounds of this many seconds, at least a few, to `results`; none where "auto" has become gRPC."""
     lent = session.lend()
     if setup.transport == "auto" and session.transport == "grpc":
         return
@@ -243,7 +230,7 @@ def _make_round(session: Session, gradient: Sequence[Array], parameters: Sequenc
 
 
 def _wait_until_forgotten(addresses: tuple[str, ...], token: str, run_id: str) -> None:
-    """Wait until the servers are empty again; print a hint where one is not in time."""
+    """Wait until the servers are empty again; print a hint for each that still holds the run."""
     deadline = time.monotonic() + FORGET_SECONDS
     for address in addresses:
         while _greet(address, token).run_id == run_id:
@@ -255,11 +242,8 @@ def _wait_until_forgotten(addresses: tuple[str, ...], token: str, run_id: str) -
 
 def _table(results: Sequence[Rounds]) -> Table:
     table = Table(caption="a round: a whole gradient to the servers, their update, all new parameters back")
-    table.add_column("parameters", justify="right")
-    table.add_column("transport")
-    table.add_column("numbers")
-    for name in ("rounds/s", "GB/s each way", "p50 ms", "p99 ms", "rounds"):
-        table.add_column(name, justify="right")
+    for name in ("parameters", "transport", "numbers", "rounds/s", "GB/s each way", "p50 ms", "p99 ms", "rounds"):
+        table.add_column(name, justify="left" if name in ("transport", "numbers") else "right")
     for one in (rounds.figures() for rounds in results):
         table.add_row(
             f"{one['parameters']:,}",

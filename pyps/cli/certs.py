@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.control import DataServers, found
+from pyps.cli.control import DataServers, resolved
 from pyps_client.credentials import Credentials, stays_open, unverified
+from pyps_wire.contract import DATA_PORT
 
 certs = typer.Typer(
     help="Make, show and check certificates of servers and workers.",
@@ -71,7 +72,7 @@ def check(servers: DataServers = "127.0.0.1:7610") -> None:
     Takes those that PYPS_TLS_CA, PYPS_TLS_CERT and PYPS_TLS_KEY name. Exits with 1 where something is wrong.
     """
     own = Credentials.from_environment()
-    problems = {address: problem_of(address, own) for address in found(servers)}
+    problems = {address: problem_of(address, own) for address in resolved(servers, port=DATA_PORT)}
     for address, problem in problems.items():
         typer.echo(f"{address}: {problem or 'nothing is wrong'}")
     raise typer.Exit(1 if any(problems.values()) else 0)

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps import __version__
 from pyps.units import counted
-from pyps_client import Observer, credentials
-from pyps_client.credentials import Credentials
+from pyps_client import Observer
+from pyps_client.credentials import Credentials, read_token
 from pyps_client.launch import Launch, parse_servers
 from pyps_client.places import address_of
 from pyps_client.transport.grpc import metadata_of, open_channel
@@ -35,6 +35,8 @@ from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveReques
 
 TIMEOUT_SECONDS = 10.0
 SAVE_TIMEOUT_SECONDS = 600.0
+# The exit status after Ctrl-C: 128 and SIGINT's number.
+INTERRUPTED = 130
 
 SERVERS_HELP = (
     "Addresses of all servers, in order, separated by commas: of each its data or its control port. Or file:PATH with "
@@ -65,7 +67,7 @@ def change_token(context: typer.Context, file: Path | None) -> Path | None:
 
 
 class Control:
-    """A connection to a server's control port, found through its data port if that one is named."""
+    """A connection to a server's control port, which the server's data port leads to too."""
 
     def __init__(self, address: str, *, token: str):
         self.address = address
@@ -78,7 +80,9 @@ class Control:
         try:
             return self._call(INSPECTOR, method, request, timeout_seconds)
         except ProtocolMismatch:
-            self._move(_same_host(self.address, self.hello().control_address))
+            self.address = _same_host(self.address, self.hello().control_address)
+            self._channel.close()
+            self._channel = _open(self.address, self._credentials)
         return self._call(INSPECTOR, method, request, timeout_seconds)
 
     def hello(self) -> HelloReply:
@@ -94,7 +98,7 @@ class Control:
             return _same_host(self.address, self.call("GetStatus", pb.GetStatusRequest()).data_address)
         return self.address
 
-    def take_off(self, worker: pb.WorkerInfo, run_id: str, *, key: str, timeout_seconds: float) -> None:
+    def leave_for(self, worker: pb.WorkerInfo, run_id: str, *, key: str, timeout_seconds: float) -> None:
         """Send Leave for a worker with that key whose process has ended."""
         sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation, secret=key.encode())
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
@@ -113,10 +117,6 @@ class Control:
             )
         except grpc.RpcError as error:
             raise self._readable(error) from None
-
-    def _move(self, address: str) -> None:
-        self._channel.close()
-        self.address, self._channel = address, _open(address, self._credentials)
 
     def _readable(self, error: Any) -> PypsError:
         code, details = error.code(), error.details() or ""
@@ -137,38 +137,22 @@ class Control:
         self._channel.close()
 
 
-def control_addresses(servers: str) -> tuple[str, ...]:
-    """Return the servers' addresses, with the control port if none is named; exit if there are none."""
-    try:
-        return found(servers, port=CONTROL_PORT)
-    except PypsError as error:
-        fail(str(error), status=2)
-
-
-def found(servers: str, *, port: int = DATA_PORT) -> tuple[str, ...]:
-    """Return the servers' present addresses, with `port` if none is named."""
+def resolved(servers: str, *, port: int = CONTROL_PORT) -> tuple[str, ...]:
+    """Return the servers' current addresses, with `port` if none is named."""
     return tuple(address_of(place, port=port) for place in parse_servers(servers, port=port))
 
 
 def data_addresses(servers: str, token: str) -> tuple[str, ...]:
     """Return the data addresses of servers, given any of their ports."""
     addresses = []
-    for address in found(servers):
+    for address in resolved(servers, port=DATA_PORT):
         with Control(address, token=token) as control:
             addresses.append(control.data_address())
     return parse_servers(addresses)
 
 
-def read_token(path: Path | None) -> str:
-    """Return the token in a file, else in PYPS_TOKEN, else ""; exit when it cannot be used."""
-    try:
-        return credentials.read_token(path)
-    except PypsError as error:
-        fail(str(error), status=2)
-
-
 def inherited_token() -> str:
-    """Return the highest token of servers that inherit this environment."""
+    """Return the token with the highest role of servers that inherit this environment."""
     file = os.environ.get(_OPERATORS) or os.environ.get(_WORKERS)
     return read_token(Path(file) if file else None)
 
@@ -176,8 +160,8 @@ def inherited_token() -> str:
 def change_each(
     servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[tuple[str, Any]]:
-    """Make a change on every server once all would accept it; print each refusal, and exit with 1 if there was one."""
-    addresses, token = control_addresses(servers), read_token(token_file)
+    """Make a change on every server if all would accept it; else print each refusal and exit with 1."""
+    addresses, token = resolved(servers), read_token(token_file)
     replies, refusals = change_all(addresses, token, method, request, timeout_seconds=timeout_seconds)
     if refusals:
         done = f"was done on {', '.join(address for address, _ in replies)} only" if replies else "was done nowhere"
@@ -279,8 +263,8 @@ def configure(
 
 
 def require_all(servers: str, token_file: Path | None) -> None:
-    addresses, token = control_addresses(servers), read_token(token_file)
-    replies, refusals = call_all(addresses, token, "GetStatus", pb.GetStatusRequest())
+    """Exit with 1 if a server of the run is not named or does not answer."""
+    replies, refusals = call_all(resolved(servers), read_token(token_file), "GetStatus", pb.GetStatusRequest())
     if refusals:
         fail("\npyps: ".join(map(str, refusals)))
     statuses = [status for _, status in replies]
@@ -292,28 +276,23 @@ def require_all(servers: str, token_file: Path | None) -> None:
 def in_force(reply: Any) -> str:
     """Return what is in force, as "hardsync, staleness none, learning rate 0.01"."""
     words = [reply.protocol, f"staleness {reply.staleness}"]
-    rates = {rate.base: None for rate in reply.learning_rates}
-    if rates:
-        words.append(f"learning rate {' and '.join(f'{rate:g}' for rate in rates)}")
+    if rates := dict.fromkeys(f"{rate.base:g}" for rate in reply.learning_rates):
+        words.append(f"learning rate {' and '.join(rates)}")
     if reply.schedule != "constant":
         words.append(f"schedule {reply.schedule}")
     return ", ".join(words)
 
 
 def settled(reply: Any) -> str:
-    """Return the result for waiting gradients; "" if there were none."""
-    if not reply.gradients_settled:
-        return ""
-    return (
-        f"; {counted(reply.gradients_settled, 'gradient')} that waited became {counted(reply.updates_made, 'update')}"
-    )
+    """Return what became of waiting gradients; "" if there were none."""
+    gradients, updates = counted(reply.gradients_settled, "gradient"), counted(reply.updates_made, "update")
+    return f"; {gradients} that waited became {updates}" if reply.gradients_settled else ""
 
 
 def not_named(statuses: Sequence[pb.Status]) -> str:
-    """Return a line on the run's servers that are not among these; "" if all are."""
+    """Return a line about the run's servers that are missing here; "" if none is."""
     total = max((status.num_servers for status in statuses), default=0)
-    named = {status.server_index for status in statuses if status.num_servers}
-    missing = [str(index) for index in range(total) if index not in named]
+    missing = sorted({*range(total)} - {status.server_index for status in statuses if status.num_servers})
     if not missing:
         return ""
     subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
@@ -359,14 +338,15 @@ def health(
     timeout_seconds: Annotated[float, typer.Option(help="How long each may take to answer.", min=0.1)] = 5.0,
 ) -> None:
     """Check servers' health; exit with 0 when all of them serve. Needs no token."""
-    answers = {address: health_of(address, timeout_seconds=timeout_seconds) for address in found(servers)}
-    for address, answer in answers.items():
+    addresses = resolved(servers, port=DATA_PORT)
+    answers = [_health_of(address, timeout_seconds=timeout_seconds) for address in addresses]
+    for address, answer in zip(addresses, answers, strict=True):
         typer.echo(f"{address} {answer}")
-    raise typer.Exit(0 if all(answer == "SERVING" for answer in answers.values()) else 1)
+    raise typer.Exit(0 if {*answers} == {"SERVING"} else 1)
 
 
-def health_of(address: str, *, timeout_seconds: float) -> str:
-    """Return the server's word for its health, or why there is none."""
+def _health_of(address: str, *, timeout_seconds: float) -> str:
+    """Return the server's health as gRPC names it, or why the server did not answer."""
     shown = Credentials.from_environment()
     with _open(address, shown) as channel:
         try:

@@ -8,15 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from pyps.cli.control import DataServers, OperatorTokenFile, data_addresses, fail, read_token
+from pyps.cli.control import INTERRUPTED, DataServers, OperatorTokenFile, data_addresses, fail
 from pyps.cli.coordination.coordinator import coordinate as coordinate_run
 from pyps.cli.coordination.settings import CoordinationSettings, with_coordination
 from pyps.launcher.process import SUPERSEDED
+from pyps_client.credentials import read_token
 from pyps_client.launch import Launch, parse_servers
 from pyps_wire.errors import ProtocolMismatch, RunFinished, Superseded
-
-# The exit status after Ctrl-C: 128 and SIGINT's number.
-INTERRUPTED = 130
 
 
 @with_coordination

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from pyps.cli.control import DataServers, ObserverTokenFile, observe, read_token
+from pyps.cli.control import DataServers, ObserverTokenFile, observe
 from pyps_client.arrays import Observer
+from pyps_client.credentials import read_token
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 Parameters = dict[str, npt.NDArray[np.float32]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +17,14 @@ from rich.text import Text
 from safetensors.numpy import save_file
 
 from pyps import logs
-from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe, read_token
+from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe
 from pyps.storage.checkpoint import Checkpoint, CheckpointError
 from pyps.storage.folder import newest
 from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
+from pyps_client.credentials import read_token
 from pyps_wire.errors import ModelMismatch, PypsError
-from pyps_wire.partition import Partition
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -55,7 +55,7 @@ def export(
             waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
             with observe(servers, read_token(token_file), **waits) as observer:
                 tensors = observer.snapshot()
-        _write(file, tensors)
+        _write_whole(file, tensors)
     except PypsError as error:
         fail(str(error))
     except OSError as error:
@@ -66,10 +66,11 @@ def export(
 
 def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     """Return the model from the newest checkpoints of all its servers."""
-    checkpoints = [_open(part) for folder in folders for part in _parts(folder)]
-    first = checkpoints[0].header
-    plan = first.partition
-    vectors = [np.zeros(size, np.float32) for size in first.model.group_sizes]
+    # A job's folder has server-0, server-1...
+    sources = [one for folder in folders for one in sorted(filter(Path.is_dir, folder.glob("server-*"))) or [folder]]
+    checkpoints = [_open(source) for source in sources]
+    model, plan = checkpoints[0].header.model, checkpoints[0].header.partition
+    vectors = [np.zeros(size, np.float32) for size in model.group_sizes]
     missing = {shard.shard_id for shard in plan.shards}
     for checkpoint in checkpoints:
         _require_same_run(checkpoint, checkpoints[0])
@@ -78,18 +79,14 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
             vectors[shard.group][shard.offset : shard.offset + shard.length] = values
             missing.discard(shard_id)
     if missing:
-        raise CheckpointError(_missing_in_words(plan, missing))
-    return split_tensors(first.model, vectors)
-
-
-def _missing_in_words(plan: Partition, shard_ids: Collection[int]) -> str:
-    servers = sorted({plan.server_of(shard_id) for shard_id in shard_ids})
-    parts = sorted({plan.part_of(shard_id) for shard_id in shard_ids})
-    of_parts = f", with shards of part {', '.join(map(str, parts))}" if plan.model.num_parts > 1 else ""
-    return (
-        f"the model has shards on {plan.num_servers} servers; missing here: those of server "
-        f"{', '.join(map(str, servers))}{of_parts}. Give --checkpoint once for each server"
-    )
+        servers = ", ".join(map(str, sorted({plan.server_of(shard_id) for shard_id in missing})))
+        parts = ", ".join(map(str, sorted({plan.part_of(shard_id) for shard_id in missing})))
+        of_parts = f", with shards of part {parts}" if model.num_parts > 1 else ""
+        raise CheckpointError(
+            f"the model has shards on {plan.num_servers} servers; missing here: those of server {servers}{of_parts}. "
+            "Give --checkpoint once for each server"
+        )
+    return split_tensors(model, vectors)
 
 
 def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
@@ -99,12 +96,6 @@ def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
             f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
             f"{other.run_id!r} on {other.num_servers}, or their shards are others: name checkpoints of one run"
         )
-
-
-def _parts(folder: Path) -> list[Path]:
-    """Return the folders server-0, server-1... of a job's folder, or the folder."""
-    of_servers = sorted(path for path in folder.glob("server-*") if path.is_dir())
-    return of_servers or [folder]
 
 
 def _open(folder: Path) -> Checkpoint:
@@ -118,8 +109,8 @@ def _open(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _write(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    """Write the whole file, or none."""
+def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    """Write the file; after an error there is no part of it."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import threading
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pyps.cli.control import fail
+from pyps.cli.control import INTERRUPTED, fail
 from pyps.cli.run import CONTEXT_SETTINGS as CONTEXT_SETTINGS
 from pyps.cli.run import RunId, WorkerCommand
 from pyps.cli.serve import KEPT, OF_A_JOB, with_settings
@@ -61,7 +60,7 @@ def ray(
             **settings,
         )
     except KeyboardInterrupt:
-        raise typer.Exit(128 + signal.SIGINT) from None
+        raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if isinstance(error, PypsError):
             raise

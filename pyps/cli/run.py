@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -20,7 +20,6 @@ from pyps.cli.serve import KEPT, OF_A_JOB, with_settings
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
-from pyps.launcher.job import LineHandler
 from pyps.launcher.process import COORDINATOR
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import newest
@@ -134,8 +133,7 @@ def run_locally(
     num_servers = settings.num_servers
     resolved = check_job(server_settings, config, num_servers=num_servers, num_workers=settings.num_workers)
     kept = Kept(resolved.checkpoint_dir, num_servers)
-    if resolved.resume:
-        kept.check_servers()
+    nothing_to_resume = resolved.resume and not kept.check_servers()
     settings = replace(
         settings,
         config=resolved,
@@ -145,42 +143,26 @@ def run_locally(
     expectations = Expectations(expected_workers)
     names = [settings.process_name(settings.num_workers - 1, settings.num_processes - 1)]
     names += [COORDINATOR] if settings.coordinator_flags is not None else []
-    output = PrefixedOutput(width=max(map(len, names)))
+    output = PrefixedOutput(width=max(map(len, names)), verbose=verbose)
     job = Job(
         settings,
-        on_line=output.line if verbose else attention_only(output),
+        on_line=output.line,
         announce=output.announce,
-        without=lambda worker_id: expectations.lower(
-            worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
+        expect_fewer=lambda worker_id: expectations.lower(
+            worker_id, [server.control for server in job.addresses], key=job.keys[worker_id]
         ),
     )
+    hint = f"There was nothing to resume in {kept.folder}: a new run begins." if nothing_to_resume else ""
     with job.handle_signals(), job:
-        status = _run_until_done(job, output, stay=stay, kept=kept)
+        status = _run_until_done(job, output, stay=stay, hint=hint if kept.folder else NOT_KEPT.format("will not be"))
     if job.workers:
         output.announce(kept.in_words(job.ended_badly))
     # A server that could not write its last checkpoint is a failure.
     raise typer.Exit(status or (1 if job.ended_badly else 0))
 
 
-def attention_only(output: PrefixedOutput) -> LineHandler:
-    """Return a handler that prints all lines but routine log lines of servers."""
-    # Servers that are writing their start block.
-    starting: set[str] = set()
-
-    def line(name: str, text: str) -> None:
-        if name.startswith("server-"):
-            if _START_BLOCK.match(text):
-                starting.add(name)
-            elif not text.startswith("  "):
-                starting.discard(name)
-            if name in starting or _ROUTINE.match(text):
-                return
-        output.line(name, text)
-
-    return line
-
-
-def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept) -> int:
+def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, hint: str) -> int:
+    """Start the job and wait for its end; return its exit status. `hint` is printed once the job has started."""
     try:
         job.start()
     except JobError as error:
@@ -195,25 +177,20 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept)
         f"run {job.run_id}. Look inside: pyps status --servers {control}"
     )
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")
-    if not kept.folder:
-        output.announce(NOT_KEPT.format("will not be"))
-    elif job.settings.config.resume and not kept.found:
-        output.announce(f"There was nothing to resume in {kept.folder}: a new run begins.")
+    if hint:
+        output.announce(hint)
     while not job.done:
         job.wait(WAIT_SECONDS)
-    if stay and not job.server_died and job.signal_number is None:
+    stays = stay and not job.server_died and job.signal_number is None
+    if stays:
         output.announce("The workers are done; the servers stay until Ctrl-C.")
-        _wait_for_signal(job)
+        while job.signal_number is None and not job.server_died:
+            job.wait(WAIT_SECONDS)
         # The signal was expected.
         return job.exit_status_of_workers()
     if job.signal_number is not None:
         output.announce("Interrupted: ending the workers, then the servers.")
     return job.exit_status()
-
-
-def _wait_for_signal(job: Job) -> None:
-    while job.signal_number is None and not job.server_died:
-        job.wait(WAIT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -227,28 +204,27 @@ class Kept:
     def folders(self) -> list[Path]:
         return [self.folder / f"server-{index}" for index in range(self.num_servers)] if self.folder else []
 
-    @cached_property
-    def found(self) -> list[Checkpoint]:
-        return self._newest()
+    def newest(self) -> dict[str, Checkpoint]:
+        """Return the newest checkpoint of each server that has one, by the server's name."""
+        return {one.name: checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))}
 
-    def _newest(self) -> list[Checkpoint]:
-        return [checkpoint for one in self.folders if (checkpoint := _newest_in(one))]
-
-    def check_servers(self) -> None:
-        """Refuse to resume a run with another number of servers."""
-        for checkpoint in self.found:
+    def check_servers(self) -> bool:
+        """Refuse to resume a run with another number of servers; return whether there is a run."""
+        found = self.newest()
+        for checkpoint in found.values():
             num_servers = checkpoint.header.num_servers
             if num_servers != self.num_servers:
                 raise ConfigError(
                     f"--servers is {self.num_servers}, but the run in {self.folder} has {num_servers}, each with its "
                     f"part of the model: resume it with --servers {num_servers}"
                 )
+        return bool(found)
 
     def after_a_death(self, name: str, *, resumed: bool) -> str:
         """Return how to go on once the server of that name has died."""
         if not self.folder:
             return NOT_KEPT.format("was not")
-        if any(folder.name == name and _newest_in(folder) is None for folder in self.folders):
+        if name not in self.newest():
             return f"It had written no checkpoint: its part of the model is lost. Start again without {self.folder}."
         again = ["pyps", *sys.argv[1:2], *([] if resumed else ["--resume"]), *sys.argv[2:]]
         return f"Go on from the newest checkpoints: {shlex.join(again)}"
@@ -257,24 +233,20 @@ class Kept:
         """Return what became of the model: the command that exports it, where it was kept."""
         if self.folder is None:
             return NOT_KEPT.format("was not")
-        found = self._newest()
+        found = self.newest()
         missing = f"{', '.join(ended_badly)} ended without the last checkpoint (the lines above say why)"
         if len(found) < len(self.folders):
-            without = ", ".join(one.name for one in self.folders if _newest_in(one) is None)
+            without = ", ".join(one.name for one in self.folders if one.name not in found)
             none_yet = f"{without} held none of it" if found else "the servers held none yet"
             return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
-        # The job's folder names all servers' in it, unless an earlier job left others there.
+        # The job's folder stands for all servers' folders, unless an earlier job left others in it.
         in_one = {*self.folder.glob("server-*")} == {*self.folders}
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
         command = shlex.join(["pyps", "export", "model.safetensors", *flags])
         if ended_badly:
-            versions = {checkpoint.version_max for checkpoint in found if checkpoint.versions}
-            return f"{missing}; kept is what was there up to version {max(versions, default=0)}: {command}"
+            version = max((checkpoint.version_max for checkpoint in found.values() if checkpoint.versions), default=0)
+            return f"{missing}; kept is what was there up to version {version}: {command}"
         return f"The model was kept: {command}"
-
-
-def _newest_in(folder: Path) -> Checkpoint | None:
-    return newest(folder) if folder.is_dir() else None
 
 
 class Expectations:
@@ -304,7 +276,7 @@ class Expectations:
                     run_id = control.call("GetStatus", pb.GetStatusRequest(), timeout_seconds=_CALL_SECONDS).run_id
                     for worker in own:
                         if worker.state == "alive":
-                            control.take_off(worker, run_id, key=key, timeout_seconds=_CALL_SECONDS)
+                            control.leave_for(worker, run_id, key=key, timeout_seconds=_CALL_SECONDS)
                     return False
                 self._never_came[address] += 1
                 expected = max(0, self._expected_workers - self._never_came[address])
@@ -316,16 +288,28 @@ class Expectations:
 
 
 class PrefixedOutput:
-    """Prints lines with an aligned name, as "worker-0 | step 10", from any thread."""
+    """Prints lines with an aligned name, as "worker-0 | step 10", from any thread.
 
-    def __init__(self, width: int) -> None:
+    Routine log lines of servers are printed only if it is verbose.
+    """
+
+    def __init__(self, width: int, *, verbose: bool = False) -> None:
         self._width = width
+        self._verbose = verbose
         self._lock = threading.Lock()
+        # Servers that are writing their start block.
+        self._starting: set[str] = set()
 
     def line(self, name: str, text: str) -> None:
+        if name.startswith("server-") and not self._verbose:
+            if _START_BLOCK.match(text):
+                self._starting.add(name)
+            elif not text.startswith("  "):
+                self._starting.discard(name)
+            if name in self._starting or _ROUTINE.match(text):
+                return
         with self._lock:
-            sys.stdout.write(f"{name:<{self._width}} | {text}\n")
-            sys.stdout.flush()
+            print(f"{name:<{self._width}} | {text}", flush=True)
 
     def announce(self, text: str) -> None:
         self.line("pyps", text)

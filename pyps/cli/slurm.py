@@ -93,11 +93,10 @@ def slurm(
         raise ConfigError(f"--folder is {folder}, but {there} is a file: name another")
     kept = Kept(folder, servers)
     if resume:
-        kept.check_servers()
-        if not kept.found:
+        if not kept.check_servers():
             # An earlier job may still write some.
             typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint a new run begins.", err=True)
-    elif kept.found:
+    elif kept.newest():
         raise ConfigError(f"{folder} holds a run already: continue it with --resume, or name another --folder")
     raise typer.Exit(_submit(script))
 

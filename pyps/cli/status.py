@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import Control, ObserverTokenFile, Servers, control_addresses, not_named, read_token
+from pyps.cli.control import INTERRUPTED, Control, ObserverTokenFile, Servers, not_named, resolved
 from pyps.units import in_bytes, in_seconds
+from pyps_client.credentials import read_token
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work_wire
@@ -30,6 +32,8 @@ EVENTS_MAX = 1000
 WATCH_SECONDS = 2.0
 # For a pipe, with --wide or without COLUMNS.
 PIPE_COLUMNS = 200
+# A message as a dictionary, without leaving out fields that are 0 or empty.
+_plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class Answer:
         return {
             "address": self.address,
             "status": _plain(self.status),
-            "workers": [_plain(worker) for worker in self.workers],
-            "shards": [_plain(shard) for shard in self.shards],
-            "events": [_plain(event) for event in self.events],
+            "workers": [*map(_plain, self.workers)],
+            "shards": [*map(_plain, self.shards)],
+            "events": [*map(_plain, self.events)],
             "work": _plain(self.work),
         }
 
@@ -72,13 +76,12 @@ def status(
     token = read_token(token_file)
     try:
         while True:
-            # Servers may have moved.
-            addresses = control_addresses(servers)
             answers: list[Answer] = []
             errors: dict[str, str] = {}
-            for address in addresses:
+            # Servers may have moved since the last round.
+            for address in resolved(servers):
                 try:
-                    answers.append(_ask(address, token, num_events=events, checksums=(wide or as_json) and not watch))
+                    answers.append(_query(address, token, num_events=events, checksums=(wide or as_json) and not watch))
                 except PypsError as error:
                     errors[address] = str(error)
             if watch:
@@ -88,7 +91,7 @@ def status(
                 raise typer.Exit(1 if errors else 0)
             time.sleep(WATCH_SECONDS)
     except KeyboardInterrupt:
-        raise typer.Exit(0 if watch else 130) from None
+        raise typer.Exit(0 if watch else INTERRUPTED) from None
 
 
 def _print(
@@ -105,7 +108,7 @@ def _print(
         typer.echo(f"pyps: {message}", err=True)
 
 
-def _ask(address: str, token: str, *, num_events: int, checksums: bool) -> Answer:
+def _query(address: str, token: str, *, num_events: int, checksums: bool) -> Answer:
     with Control(address, token=token) as control:
         events = control.call("ListEvents", pb.ListEventsRequest(limit=EVENTS_MAX)).events
         return Answer(
@@ -179,15 +182,15 @@ def servers_table(answers: Sequence[Answer]) -> Table:
 def facts(status: pb.Status) -> dict[str, object]:
     """Return the cells of a server's column by row, "" where there is nothing to show."""
     last = "never" if status.last_update_seconds < 0 else f"{in_seconds(status.last_update_seconds)} ago"
-    in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
-    tally = status.tally
+    missing = f"; {status.workers_missing} still to come" if status.workers_missing else ""
+    low, high, tally = status.version_min, status.version_max, status.tally
     return {
         "data": status.data_address,
         "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
         "run": status.run_id or "none",
-        "restored or reset": _times(status.epoch),
+        "restored or reset": {0: "", 1: "once"}.get(status.epoch, f"{status.epoch} times"),
         "place": f"{status.server_index} of {status.num_servers}" if status.num_servers else "",
-        "in force": in_force,
+        "in force": ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule))),
         "warm-up": status.warmup and f"{status.warmup} ({'under way' if status.warming_up else 'over'})",
         "learning rate": _rates(status),
         "schedule": "" if status.schedule == "constant" else status.schedule,
@@ -195,8 +198,8 @@ def facts(status: pb.Status) -> dict[str, object]:
         "batch size": f"{status.batch_size} ({status.batch_growth})" if status.batch_growth else "",
         "clipped to": f"{status.clip_norm:g}" if status.clip_norm else "",
         "workers alive": status.workers_alive,
-        "in the round": _roster(status),
-        "version": _range(status.version_min, status.version_max),
+        "in the round": f"{len(status.roster)}: {_names(status.roster)}{missing}" if status.roster or missing else "",
+        "version": str(low) if low == high else f"{low} to {high}",
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{tally.updates:,}, the last {last}",
         "pushed shards": f"{tally.pushes_applied:,} applied, {tally.pushes_pending:,} kept for an update, "
@@ -223,24 +226,27 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
         # From the server that heard from it last.
         latest = known[0]
         tally = merged([worker.tally for worker in known])
+        outside = latest.state == "alive" and not latest.counts
         row: dict[str, object] = {
             "worker": name,
-            "state": _state(latest),
+            "state": "alive, not in the round" if outside else latest.state,
             "steps": latest.clock,
             "loss": f"{latest.scalars['loss']:.4g}" if "loss" in latest.scalars else "",
             "staleness": _staleness(tally),
         }
         if wide:
-            row |= {"replica": latest.replica, "parts": _parts(latest)} if in_parts else {}
+            if in_parts:
+                row |= {"replica": latest.replica, "parts": ", ".join(map(str, latest.parts)) or "all"}
+            others = waits_for(known)
             row |= {
                 "where": f"{latest.host} {latest.process_id} {latest.device}",
-                "transport": _transport(known),
+                "transport": ", ".join(sorted({worker.transport for worker in known})),
                 # A push counts once for each of its shards.
                 "shards taken": taken(tally),
                 "rejected": tally.pushes_rejected,
                 "repeated": tally.pushes_duplicate,
                 "step lost": f"{tally.step_lost:.1%}",
-                "waited": _waited(known, tally.blocked_seconds),
+                "waited": in_seconds(tally.blocked_seconds) + (f", now for {_names(others)}" if others else ""),
                 "silent for": in_seconds(latest.silent_seconds),
                 "reports": ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items())),
             }
@@ -327,63 +333,16 @@ def _rates(status: pb.Status) -> str:
     return ", ".join(f"{text} (group {rate.group})" for text, rate in zip(texts, status.learning_rates, strict=True))
 
 
-def _times(count: int) -> str:
-    return {0: "", 1: "once"}.get(count, f"{count} times")
-
-
-def _roster(status: pb.Status) -> str:
-    if not status.roster and not status.workers_missing:
-        return ""
-    missing = f"; {status.workers_missing} still to come" if status.workers_missing else ""
-    return f"{len(status.roster)}: {_names(status.roster)}{missing}"
-
-
-def _state(worker: pb.WorkerInfo) -> str:
-    return "alive, not in the round" if worker.state == "alive" and not worker.counts else worker.state
-
-
-def _parts(worker: pb.WorkerInfo) -> str:
-    return ", ".join(map(str, worker.parts)) or "all"
-
-
-def _transport(known: Sequence[pb.WorkerInfo]) -> str:
-    return ", ".join(sorted({worker.transport for worker in known}))
-
-
-def _waited(known: Sequence[pb.WorkerInfo], blocked_seconds: float) -> str:
-    seconds, others = in_seconds(blocked_seconds), waits_for(known)
-    return f"{seconds}, now for {_names(others)}" if others else seconds
-
-
 def _names(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def work_tables(work: work_wire.WorkProgress) -> Iterator[Table]:
     """Yield a table of the pass and one of its workers, where server 0 hands out a data set."""
     if not work.HasField("data"):
         return
-    table = Table(title="work", show_header=False)
-    for name, fact in _work_facts(work).items():
-        if fact:
-            table.add_row(name, harmless(fact))
-    yield table
-    if work.workers:
-        yield _portions_table(work)
-
-
-def harmless(words: str) -> Text:
-    """Return the words without control characters and markup, which names from workers may contain."""
-    return Text("".join(character if character.isprintable() else "?" for character in words))
-
-
-def _work_facts(work: work_wire.WorkProgress) -> dict[str, str]:
-    return {
+    facts = {
         "data set": f"{work.data.name or 'unnamed'}, {work.data.num_examples:,} examples",
         # `pass` is a keyword of Python's.
         "pass": f"{getattr(work, 'pass'):,} ({'the work has ended' if work.ended else f'{work.passes_done:,} done'})",
@@ -394,18 +353,24 @@ def _work_facts(work: work_wire.WorkProgress) -> dict[str, str]:
         "thrown away": f"{work.wasted:,} results" if work.wasted else "",
         "coordinator": ", ".join(f"{name} {value:.4g}" for name, value in sorted(work.scalars.items())),
     }
+    table = Table(title="work", show_header=False)
+    for name, fact in facts.items():
+        if fact:
+            _add(table, name, fact)
+    yield table
+    if work.workers:
+        rows: list[dict[str, object]] = [
+            {
+                "worker": worker.worker_id,
+                "done": f"{worker.done:,}",
+                "running": f"{worker.running:,}",
+                "examples/s": f"{worker.examples_per_second:,.3g}" if worker.examples_per_second else "not known yet",
+            }
+            for worker in work.workers
+        ]
+        yield _table("portions of this pass", rows, left=("worker",))
 
 
-def _portions_table(work: work_wire.WorkProgress) -> Table:
-    table = Table(title="portions of this pass")
-    table.add_column("worker")
-    for name in ("done", "running", "examples/s"):
-        table.add_column(name, justify="right")
-    for worker in work.workers:
-        speed = f"{worker.examples_per_second:,.3g}" if worker.examples_per_second else "not known yet"
-        table.add_row(harmless(worker.worker_id), f"{worker.done:,}", f"{worker.running:,}", speed)
-    return table
-
-
-def _plain(message: Any) -> Any:
-    return MessageToDict(message, always_print_fields_with_no_presence=True)
+def harmless(words: str) -> Text:
+    """Return the words without control characters and markup, which names from workers may contain."""
+    return Text("".join(character if character.isprintable() else "?" for character in words))

@@ -16,7 +16,7 @@ from pyps.config import ServerConfig, flag_name, resolve
 from pyps.units import counted
 from pyps_client import Launch, leave
 
-# Servers may have to read a large checkpoint first.
+# How long servers may take until they serve: they may have to read a large checkpoint first.
 START_SECONDS = 600.0
 
 
@@ -33,11 +33,9 @@ class JobSettings:
         config: The configuration of the servers, as `check_job` returns it.
         coordinator_flags: Flags of `pyps coordinate`; None for a job without a coordinator.
         after_a_death: Returns advice, in a sentence, once the server of that name has died.
-        start_seconds: How long servers may take to serve.
         worker_stop_seconds: How long workers may take to end after SIGTERM.
         replica_end_seconds: How long the other processes of a replica that lost one may take to end.
-        replica_early_seconds: When to announce that others outlive a process that finished.
-        coordinator_end_seconds: How long a coordinator may outlive the workers, to report the run's end.
+        replica_early_seconds: How long after the first process of a replica finished the others are announced.
     """
 
     command: tuple[str, ...]
@@ -50,11 +48,9 @@ class JobSettings:
     config: ServerConfig = field(default_factory=ServerConfig)
     coordinator_flags: tuple[str, ...] | None = None
     after_a_death: Callable[[str], str] = lambda name: ""
-    start_seconds: float = START_SECONDS
     worker_stop_seconds: float = 10.0
     replica_end_seconds: float = 10.0
     replica_early_seconds: float = 60.0
-    coordinator_end_seconds: float = 15.0
 
     @property
     def num_processes(self) -> int:
@@ -78,9 +74,6 @@ def workers_noun(num_processes: int) -> str:
 def worker_name(index: int, num_processes: int) -> str:
     """Return the name of a worker in the run: "worker-0" or "replica-0"."""
     return f"{workers_noun(num_processes)}-{index}"
-
-
-NVIDIA_SMI_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ def worker_environment(
         data_addresses, control_addresses: The servers' addresses.
         run_id: The run to join.
         key: The worker's secret, the same for all of its lives.
-        gpus: The machine's GPUs, which processes take in turn.
+        gpus: The machine's GPUs, which are given to the processes in turn.
         group: The place of the process in its worker.
     """
     environment = dict(inherited)
@@ -140,14 +133,14 @@ def worker_environment(
         }
         # gloo's default is reachable from other machines.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # An exception is one sentence, and the end sends Leave.
+    # pyps_client then prints an exception as one sentence, and sends Leave at the end.
     environment.setdefault(leave.VARIABLE, "1")
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # Processes that each use all cores slow each other down.
-    cores = len(os.sched_getaffinity(0)) // (count * num_parts)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+    cores = max(1, len(os.sched_getaffinity(0)) // (count * num_parts))
+    environment.setdefault("OMP_NUM_THREADS", str(cores))
     if gpus:
-        # Process k's is cuda:k.
+        # Process k finds its GPU as cuda:k.
         own = dict.fromkeys(gpus[(index * num_parts + rank) % len(gpus)] for rank in range(num_parts))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -161,26 +154,29 @@ def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])}
 
 
-def own_folders(config: ServerConfig, server: str) -> tuple[str, ...]:
-    """Return the flags of a server's folders, each inside the job's for checkpoints or update logs."""
+def own_flags(config: ServerConfig, server: str, ready_file: Path) -> tuple[str, ...]:
+    """Return the flags of one server: free ports, its ready file, and its folders inside the job's."""
+    ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
+    ports["lane_port"] = "off" if config.lane_port == "off" else "0"
     folders = {name: getattr(config, name) for name in ("checkpoint_dir", "update_log")}
-    return spelled({name: str(folder / server) for name, folder in folders.items() if folder})
+    own = {name: str(folder / server) for name, folder in folders.items() if folder}
+    return spelled({**ports, "ready_file": str(ready_file), **own})
 
 
 def check_job(
     settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int, num_workers: int
 ) -> ServerConfig:
-    """Return the configuration of every server of a job, before anything is started.
+    """Return the configuration of every server of a job.
 
     Args:
         settings: Settings of the servers by their names; empty ones are left out.
-        config: A TOML file with more.
+        config: A TOML file with more settings.
 
     Raises:
-        PypsError: Every server or every worker would refuse a setting, or the run would once it has all its servers.
+        PypsError: A server, a worker, or the run with all its servers would refuse a setting.
     """
     given = {name: value for name, value in settings.items() if value not in ("", None)}
-    # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
+    # A job's servers take free ports whatever the environment says. Each server logs by itself what it ignores.
     ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
     resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
     resolved.behaviour.aggregation.check_servers(num_servers)
@@ -195,12 +191,12 @@ def check_job(
 def spelled(settings: Mapping[str, str | bool | None], config: Path | None = None) -> tuple[str, ...]:
     """Return the flags of `pyps serve` for settings by their names; empty ones are left out."""
     flags: list[str] = []
-    for name, value in settings.items():
+    for name, value in {**settings, "config": str(config or "")}.items():
         if isinstance(value, bool):
             flags.append(flag_name(name) if value else flag_name(f"no_{name}"))
         elif value:
             flags += [flag_name(name), value]
-    return (*flags, *(("--config", str(config)) if config else ()))
+    return tuple(flags)
 
 
 def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:
@@ -210,12 +206,11 @@ def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:
     program = shutil.which("nvidia-smi", path=inherited.get("PATH"))
     if program is None:
         return ()
-    command = [program, "-L"]
     try:
-        listing = subprocess.run(
-            command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, stdin=subprocess.DEVNULL, check=True
+        listing = subprocess.check_output(
+            [program, "-L"], text=True, timeout=20, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError):
         return ()
     # "GPU 0: NVIDIA H200 (UUID: ...)" gives "0".
-    return tuple(re.findall(r"^GPU (\w+)", listing.stdout, re.MULTILINE))
+    return tuple(re.findall(r"^GPU (\w+)", listing, re.MULTILINE))

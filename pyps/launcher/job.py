@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import queue
@@ -23,9 +22,10 @@ from types import FrameType
 from typing import NamedTuple
 
 from pyps.launcher.environment import (
+    START_SECONDS,
     Group,
     JobSettings,
-    own_folders,
+    own_flags,
     visible_gpus,
     worker_environment,
     worker_name,
@@ -42,41 +42,36 @@ PORT_ATTEMPTS = 100
 
 
 def free_port(*, but: Collection[int] = ()) -> int:
-    """Return a port without a listener that is none of `but`.
+    """Return a port that a listener on every address, as torch's store, can bind, and that is none of `but`.
 
-    It is below the range that the system gives away, where there is room, so it stays free until it is used.
+    If possible it is below the range from which the system takes ports, so that it stays free until it is used.
     """
     try:
         end = int(EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError, IndexError):
         end = 0
     for _ in range(PORT_ATTEMPTS if end > PORT_MIN else 0):
-        port = PORT_MIN + secrets.randbelow(end - PORT_MIN)
-        if port not in but and _is_free(port):
-            return port
-    while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind(("0.0.0.0", 0))
-            any_port: int = probe.getsockname()[1]
-        if any_port not in but:
-            return any_port
+        with contextlib.suppress(OSError):
+            if (port := _bound(PORT_MIN + secrets.randbelow(end - PORT_MIN))) not in but:
+                return port
+    while (port := _bound(0)) in but:
+        pass
+    return port
 
 
-def _is_free(port: int) -> bool:
-    """Return whether a listener on every address, as torch's store, could bind it."""
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.bind((address, port))
-        except OSError as error:
-            # A machine without IPv6 fails otherwise.
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-    return True
+def _bound(port: int) -> int:
+    """Return the port that a listener on every address gets; the system chooses one for 0."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=dual) as probe:
+        bound: int = probe.getsockname()[1]
+    return bound
 
 
-# What servers get beyond the time in which they drain.
+# How long servers may take to end beyond the time in which they drain.
 STOP_SPARE_SECONDS = 10.0
+# How long a coordinator may outlive the workers, to report the run's end.
+COORDINATOR_END_SECONDS = 15.0
 # Takes the name of a child and a line of its output.
 LineHandler = Callable[[str, str], None]
 
@@ -103,16 +98,16 @@ class Job:
         *,
         on_line: LineHandler,
         announce: Callable[[str], None],
-        without: Callable[[str], bool] = lambda worker_id: False,
+        expect_fewer: Callable[[str], bool] = lambda worker_id: False,
     ) -> None:
         """Prepare the job.
 
         Args:
-            settings: Its settings.
-            on_line: Takes the output of children.
-            announce: Takes what happens to them, in sentences.
-            without: Called for each worker that ended for good while others go on; returns whether it never joined,
-                so that servers were made to expect one fewer.
+            settings: The job's settings.
+            on_line: Gets each line of the children's output.
+            announce: Gets a sentence about each event of the job.
+            expect_fewer: Called with each worker that ended for good while others go on. Returns whether the worker
+                never joined; then it has made the servers expect one worker fewer.
         """
         self.settings = settings
         self.servers: list[ChildProcess] = []
@@ -123,13 +118,13 @@ class Job:
         self.server_died = False
         self._on_line = on_line
         self._announce = announce
-        self._replicas = Replicas(settings, start=self._start_worker, announce=announce, without=without)
+        self._replicas = Replicas(settings, start=self._start_worker, announce=announce, expect_fewer=expect_fewer)
         self._stopping = False
         self._workers_gone_at: float | None = None
         self._gpus: tuple[str, ...] = ()
-        # By the worker's name, for all its lives.
-        self._keys: defaultdict[str, str] = defaultdict(partial(secrets.token_hex, 16))
-        # Where processes of replicas meet.
+        # The secret of each worker by its name, the same in all of its lives.
+        self.keys: defaultdict[str, str] = defaultdict(partial(secrets.token_hex, 16))
+        # At which the processes of replicas meet.
         self._ports: set[int] = set()
         # Children that ended, None for a signal; handlers of signals may use a SimpleQueue.
         self._events: queue.SimpleQueue[ChildProcess | None] = queue.SimpleQueue()
@@ -151,10 +146,6 @@ class Job:
             self._refuse_after_a_signal()
             self._replicas.add()
 
-    def key_of(self, name: str) -> str:
-        """Return the secret of a worker, the same in all of its lives."""
-        return self._keys[name]
-
     @property
     def workers(self) -> list[ChildProcess]:
         return self._replicas.children
@@ -162,11 +153,12 @@ class Job:
     @property
     def done(self) -> bool:
         """Return whether all workers and the coordinator have ended, a server died, or a signal arrived."""
-        if self.server_died or self.signal_number is not None:
-            return True
-        if self.coordinator is not None and self.coordinator.failed:
-            return True
-        return self._replicas.over and self._coordinator_is_over()
+        return (
+            self.server_died
+            or self.signal_number is not None
+            or (self.coordinator is not None and self.coordinator.failed)
+            or (self._replicas.over and self._coordinator_is_over())
+        )
 
     def wait(self, seconds: float) -> None:
         """Wait for an end or a signal, at most so long, and announce it."""
@@ -175,7 +167,7 @@ class Job:
             if child is not None and not self._stopping:
                 self._report_end(child)
         if not self._stopping:
-            self._replicas.press()
+            self._replicas.check_deadlines()
 
     def stop(self) -> None:
         """End what still runs, workers before servers, by SIGTERM and then SIGKILL."""
@@ -237,25 +229,21 @@ class Job:
             raise JobError("Interrupted while the job was starting.")
 
     def _start_server(self, index: int, ready_file: Path) -> ChildProcess:
-        flags = ["--port", "0", "--control-port", "0", "--metrics-port", "0", "--ready-file", str(ready_file)]
         config, name = self.settings.config, f"server-{index}"
-        flags += ["--lane-port", "off" if config.lane_port == "off" else "0"]
-        if not config.resume or self.settings.run_id:
-            flags += ["--run-id", self.run_id]
+        run_id = ["--run-id", self.run_id] if not config.resume or self.settings.run_id else []
         # Of a flag that is given twice the last one holds.
-        flags += [*self.settings.server_flags, *own_folders(config, name)]
-        environment = {"PYTHONUNBUFFERED": "1"} | os.environ
-        return self._start_child(name, [*PYPS, "serve", *flags], environment)
+        flags = [*run_id, *self.settings.server_flags, *own_flags(config, name, ready_file)]
+        return self._start_child(name, [*PYPS, "serve", *flags], {"PYTHONUNBUFFERED": "1"} | os.environ)
 
     def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
-        deadline = time.monotonic() + self.settings.start_seconds
+        deadline = time.monotonic() + START_SECONDS
         while not all(file.exists() for file in ready_files):
             self._refuse_after_a_signal()
             for server in self.servers:
                 if not server.running:
                     raise JobError(f"{server.name} {server.how_it_ended()} before it served; its last lines say why.")
             if time.monotonic() > deadline:
-                raise JobError(f"The servers do not serve after {self.settings.start_seconds:g} s.")
+                raise JobError(f"The servers do not serve after {START_SECONDS:g} s.")
             self.wait(0.02)
         for file in ready_files:
             ready = json.loads(file.read_text(encoding="utf-8"))
@@ -282,22 +270,20 @@ class Job:
         assert self.settings.coordinator_flags is not None
         servers = ",".join(server.data for server in self.addresses)
         flags = ["--servers", servers, "--run-id", self.run_id, *self.settings.coordinator_flags]
-        environment = {"PYTHONUNBUFFERED": "1"} | os.environ
-        command = [*PYPS, "coordinate", *flags]
-        return self._start_child(COORDINATOR, command, environment)
+        return self._start_child(COORDINATOR, [*PYPS, "coordinate", *flags], {"PYTHONUNBUFFERED": "1"} | os.environ)
 
     def _coordinators(self) -> list[ChildProcess]:
         return [] if self.coordinator is None else [self.coordinator.child]
 
     def _coordinator_is_over(self) -> bool:
-        """Return whether the job need not wait for the coordinator any longer."""
+        """Return whether the coordinator has ended, or the job waits for it no longer."""
         if self.coordinator is None or self.coordinator.done:
             return True
         if all(worker.returncode != 0 for worker in self.workers):
             return True
         if self._workers_gone_at is None:
             self._workers_gone_at = time.monotonic()
-        return time.monotonic() > self._workers_gone_at + self.settings.coordinator_end_seconds
+        return time.monotonic() > self._workers_gone_at + COORDINATOR_END_SECONDS
 
     def _worker_environment(self, index: int, group: Group | None = None) -> dict[str, str]:
         return worker_environment(
@@ -307,7 +293,7 @@ class Job:
             data_addresses=[server.data for server in self.addresses],
             control_addresses=[server.control for server in self.addresses],
             run_id=self.run_id,
-            key=self.key_of(worker_name(index, self.settings.num_processes)),
+            key=self.keys[worker_name(index, self.settings.num_processes)],
             gpus=self._gpus,
             group=group,
         )
@@ -321,26 +307,22 @@ class Job:
             return
         if child in self.servers:
             # With 0 it ends by --stop-after or --exit-when.
-            if child.returncode != 0:
-                self.server_died = True
+            self.server_died |= child.returncode != 0
             if child.returncode != 0 and self.addresses:
                 self._announce(
                     f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
                     f" {self.settings.after_a_death(child.name)}".rstrip()
                 )
             return
-        there_is_a_run = all(server.running for server in self.servers)
-        self._replicas.ended(child, may_restart=there_is_a_run and not self.done)
+        run_exists = all(server.running for server in self.servers)
+        self._replicas.child_ended(child, may_restart=run_exists and not self.done)
 
     def _stop(self, children: list[ChildProcess], *, seconds: float) -> None:
         for child in children:
             child.signal(signal.SIGTERM)
         if self._wait_for_ends(children, seconds=seconds):
             return
-        for child in children:
-            if child.running:
-                self._announce(f"{child.name} did not end within {seconds:g} s and is killed.")
-                child.signal(signal.SIGKILL)
+        kill(children, self._announce, seconds=seconds)
         self._wait_for_ends(children, seconds=seconds)
 
     def _wait_for_ends(self, children: list[ChildProcess], *, seconds: float) -> bool:
@@ -353,10 +335,15 @@ class Job:
 
 
 @dataclass(eq=False)
-class Life:
+class Replica:
     """One life of a worker: its processes, which end together."""
 
+    name: str
     children: list[ChildProcess]
+    # Earlier lives.
+    num_restarts: int = 0
+    # There will be no other life.
+    over: bool = False
     # Processes that have ended, in order, with the time by the monotonic clock.
     ends: list[tuple[ChildProcess, float]] = field(default_factory=list)
     # When the others got SIGTERM after a failure, and whether SIGKILL followed.
@@ -365,54 +352,12 @@ class Life:
     announced_early: bool = False
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return len(self.ends) == len(self.children)
 
-    def first(self, *, failed: bool) -> tuple[ChildProcess, float] | None:
-        """Return the first process that failed, or the first that finished, and when."""
-        return next((end for end in self.ends if bool(end[0].returncode) == failed), None)
-
     @property
-    def failed(self) -> bool:
-        return self.first(failed=True) is not None
-
-    def early(self, *, seconds: float) -> ChildProcess | None:
-        """Return, once, a process that finished so long ago while others go on."""
-        finished = self.first(failed=False)
-        if finished is None or self.announced_early or self.failed or self.over:
-            return None
-        child, finished_at = finished
-        self.announced_early = time.monotonic() >= finished_at + seconds
-        return child if self.announced_early else None
-
-    def press(self, *, end_seconds: float, stop_seconds: float) -> list[ChildProcess]:
-        """End what is left after a failure, by SIGTERM and then SIGKILL; return what was killed just now."""
-        failure, now = self.first(failed=True), time.monotonic()
-        if failure is None or self.over:
-            return []
-        if self.terminated_at is None and now >= failure[1] + end_seconds:
-            self.terminated_at = now
-            self._signal(signal.SIGTERM)
-        elif self.terminated_at is not None and not self.killed and now >= self.terminated_at + stop_seconds:
-            self.killed = True
-            return self._signal(signal.SIGKILL)
-        return []
-
-    def _signal(self, number: int) -> list[ChildProcess]:
-        running = [child for child in self.children if child.running]
-        for child in running:
-            child.signal(number)
-        return running
-
-
-@dataclass(eq=False)
-class Replica:
-    """A worker and its present life; `over` once it has ended for good."""
-
-    name: str
-    life: Life
-    num_restarts: int = 0
-    over: bool = False
+    def failed_at(self) -> float | None:
+        return next((at for child, at in self.ends if child.returncode), None)
 
 
 class Replicas:
@@ -424,78 +369,86 @@ class Replicas:
         *,
         start: Callable[[int], list[ChildProcess]],
         announce: Callable[[str], None],
-        without: Callable[[str], bool],
+        expect_fewer: Callable[[str], bool],
     ) -> None:
-        """`start` starts the processes of a worker by its index; `without` is as in `Job`."""
+        """`start` starts the processes of a worker by its index; `expect_fewer` is as in `Job`."""
         self._settings = settings
         self._start = start
         self._announce = announce
-        self._without = without
+        self._expect_fewer = expect_fewer
         self._all: list[Replica] = []
         self._started_at = time.monotonic()
 
     def add(self) -> None:
         index = len(self._all)
-        name = worker_name(index, self._settings.num_processes)
-        self._all.append(Replica(name, Life(self._start(index))))
+        self._all.append(Replica(worker_name(index, self._settings.num_processes), self._start(index)))
 
     @property
     def children(self) -> list[ChildProcess]:
-        return [child for replica in self._all for child in replica.life.children]
+        return [child for replica in self._all for child in replica.children]
 
     @property
     def over(self) -> bool:
         return all(replica.over for replica in self._all)
 
-    def ended(self, child: ChildProcess, *, may_restart: bool) -> None:
-        """Act on the end of a process; `may_restart` where there is still a run to join."""
-        replica = next(one for one in self._all if child in one.life.children)
-        first_failure = bool(child.returncode) and not replica.life.failed
-        replica.life.ends.append((child, time.monotonic()))
-        if first_failure and len(replica.life.children) > 1:
+    def child_ended(self, child: ChildProcess, *, may_restart: bool) -> None:
+        """Announce the end of a process, and restart its worker if that is allowed and `may_restart` is set."""
+        replica = next(one for one in self._all if child in one.children)
+        first_failure = bool(child.returncode) and replica.failed_at is None
+        replica.ends.append((child, time.monotonic()))
+        if first_failure and len(replica.children) > 1:
             self._announce(f"{replica.name} ends: its process {self._end_of(child)}{self._others_go_on(replica)}.")
-        if not replica.life.over:
+        if not replica.ended:
             return
-        if may_restart and self._may_come_back(replica):
+        if may_restart and self._may_restart(replica):
             self._restart(replica)
         else:
             self._conclude(replica)
 
-    def press(self) -> None:
-        """End the processes that a failure left behind, and announce those that outlive a finished one."""
-        stop_seconds = self._settings.worker_stop_seconds
-        early_seconds = self._settings.replica_early_seconds
+    def check_deadlines(self) -> None:
+        """End processes that outlive a failed one of their worker, and announce those that outlive a finished one."""
+        settings, now = self._settings, time.monotonic()
         for replica in self._all:
-            early = replica.life.early(seconds=early_seconds)
-            if early is not None:
-                self._announce(
-                    f"{early.name} ended with status 0 {early_seconds:g} s ago, and the others of {replica.name} "
-                    "have not."
-                )
-            killed = replica.life.press(end_seconds=self._settings.replica_end_seconds, stop_seconds=stop_seconds)
-            for child in killed:
-                self._announce(f"{child.name} did not end within {stop_seconds:g} s and is killed.")
+            if replica.ended or not replica.ends:
+                continue
+            running = [child for child in replica.children if child.running]
+            if replica.failed_at is None:
+                child, finished_at = replica.ends[0]
+                if not replica.announced_early and now >= finished_at + settings.replica_early_seconds:
+                    replica.announced_early = True
+                    self._announce(
+                        f"{child.name} ended with status 0 {settings.replica_early_seconds:g} s ago, and the others of "
+                        f"{replica.name} have not."
+                    )
+            elif replica.terminated_at is None:
+                if now >= replica.failed_at + settings.replica_end_seconds:
+                    replica.terminated_at = now
+                    for child in running:
+                        child.signal(signal.SIGTERM)
+            elif not replica.killed and now >= replica.terminated_at + settings.worker_stop_seconds:
+                replica.killed = True
+                kill(running, self._announce, seconds=settings.worker_stop_seconds)
 
     def _restart(self, replica: Replica) -> None:
-        children = replica.life.children
-        # The failure of one of several was announced when it happened.
-        who = f"{self._end_of(children[0])} and" if len(children) == 1 else replica.name
-        self._announce(f"{who} is started again (restart {replica.num_restarts + 1} of {self._settings.restarts_max}).")
-        replica.num_restarts += 1
-        replica.life = Life(self._start(self._all.index(replica)))
+        num_restarts, index = replica.num_restarts + 1, self._all.index(replica)
+        # The failure of one of several processes was announced when it happened.
+        who = f"{self._end_of(replica.children[0])} and" if len(replica.children) == 1 else replica.name
+        self._announce(f"{who} is started again (restart {num_restarts} of {self._settings.restarts_max}).")
+        self._all[index] = Replica(replica.name, self._start(index), num_restarts)
 
     def _conclude(self, replica: Replica) -> None:
         replica.over = True
         rest = self._others_go_on(replica)
-        missed = bool(rest) and self._without(replica.name)
-        if replica.life.failed and len(replica.life.children) > 1:
-            if missed:
+        never_joined = bool(rest) and self._expect_fewer(replica.name)
+        failed = replica.failed_at is not None
+        if failed and len(replica.children) > 1:
+            if never_joined:
                 self._announce(f"{replica.name} never joined: the servers expect it no more.")
             return
-        if missed:
+        if never_joined:
             rest += " without it: it never joined, and the servers expect it no more"
         finished = f"{replica.name} finished{self._after()}"
-        self._announce(f"{self._end_of(replica.life.children[0]) if replica.life.failed else finished}{rest}.")
+        self._announce(f"{self._end_of(replica.children[0]) if failed else finished}{rest}.")
 
     def _others_go_on(self, replica: Replica) -> str:
         others = sum(self._goes_on(one) for one in self._all if one is not replica)
@@ -503,15 +456,23 @@ class Replicas:
         return f"; {others} of {len(self._all)} {noun}s go on" if others else ""
 
     def _goes_on(self, replica: Replica) -> bool:
-        if replica.life.failed:
-            return not replica.over and self._may_come_back(replica)
-        return any(child.running for child in replica.life.children)
+        if replica.failed_at is None:
+            return any(child.running for child in replica.children)
+        return not replica.over and self._may_restart(replica)
 
-    def _may_come_back(self, replica: Replica) -> bool:
-        return replica.life.failed and replica.num_restarts < self._settings.restarts_max
+    def _may_restart(self, replica: Replica) -> bool:
+        return replica.failed_at is not None and replica.num_restarts < self._settings.restarts_max
 
     def _end_of(self, child: ChildProcess) -> str:
         return f"{child.name} {child.how_it_ended()}{self._after()}"
 
     def _after(self) -> str:
         return f" after {time.monotonic() - self._started_at:.1f} s"
+
+
+def kill(children: list[ChildProcess], announce: Callable[[str], None], *, seconds: float) -> None:
+    """Kill children that SIGTERM did not end within so many seconds."""
+    for child in children:
+        if child.running:
+            announce(f"{child.name} did not end within {seconds:g} s and is killed.")
+            child.signal(signal.SIGKILL)

@@ -30,6 +30,6 @@ if __name__ == "__main__":
         work()
         sys.exit()
     logging.basicConfig(level=logging.INFO, format="pyps: %(message)s")
-    pyps.ray.LOST_SECONDS = pyps.ray.TELL_SECONDS = 1
+    pyps.ray.LOST_SECONDS = pyps.ray.LOG_SECONDS = 1
     places = {"resources": {"worker": 1}, "server_resources": {"server": 1}}
     print("returned", pyps.ray.run(work, **(places | eval(sys.argv[2]))))

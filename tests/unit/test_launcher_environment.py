@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pyps import logs
-from pyps.cli.run import PrefixedOutput, attention_only
+from pyps.cli.run import PrefixedOutput
 from pyps.launcher import job
-from pyps.launcher.environment import START_SECONDS, Group, JobSettings, visible_gpus, worker_environment
+from pyps.launcher.environment import START_SECONDS, Group, visible_gpus, worker_environment
 from support import ROOT
 
 LISTING = """\
@@ -166,7 +166,7 @@ def test_without_room_below_any_free_port_is_given(tmp_path, monkeypatch):
 
 
 def shown_of(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    show = attention_only(PrefixedOutput(width=len(name)))
+    show = PrefixedOutput(width=len(name)).line
     for line in lines:
         show(name, line)
     return [line.removeprefix(f"{name} | ") for line in capsys.readouterr().out.splitlines()]
@@ -199,4 +199,4 @@ def test_servers_may_read_a_large_checkpoint_as_long_wherever_they_start():
     pods = (ROOT / "deploy" / "kubernetes" / "common" / "pods.yaml").read_text(encoding="utf-8")
     [(period, failures)] = re.findall(r"startupProbe: .*periodSeconds: (\d+),.*failureThreshold: (\d+)", pods)
 
-    assert int(period) * int(failures) == START_SECONDS == JobSettings(command=()).start_seconds
+    assert int(period) * int(failures) == START_SECONDS

@@ -46,13 +46,15 @@ class World:
         self._lives = [0] * settings.num_workers
         self._ends: queue.SimpleQueue[ChildProcess] = queue.SimpleQueue()
         self._children: list[ChildProcess] = []
-        self.replicas = Replicas(settings, start=self._start, announce=self.said.append, without=self._without)
+        self.replicas = Replicas(
+            settings, start=self._start, announce=self.said.append, expect_fewer=self._expect_fewer
+        )
         for _ in range(settings.num_workers):
             self.replicas.add()
 
     def next_end(self, *, may_restart: bool = True) -> ChildProcess:
         child = self._ends.get(timeout=60)
-        self.replicas.ended(child, may_restart=may_restart)
+        self.replicas.child_ended(child, may_restart=may_restart)
         return child
 
     def wait_until_ready(self, name: str) -> None:
@@ -78,7 +80,7 @@ class World:
         self._children += children
         return children
 
-    def _without(self, name: str) -> bool:
+    def _expect_fewer(self, name: str) -> bool:
         self.asked.append(name)
         return name in self._never_joined
 
@@ -132,7 +134,7 @@ def test_the_others_get_time_to_see_it_for_themselves(world):
     one.wait_until_ready("replica-0.0")
     one.next_end()
 
-    one.replicas.press()
+    one.replicas.check_deadlines()
     one.replicas.children[0].signal(signal.SIGWINCH)
 
     assert one.next_end().returncode == signal.SIGWINCH, "no SIGTERM came before it"
@@ -143,7 +145,7 @@ def test_a_process_that_waits_for_nobody_is_ended_by_sigterm(world):
     one.wait_until_ready("replica-0.0")
     assert one.next_end().name == "replica-0.1"
 
-    one.replicas.press()
+    one.replicas.check_deadlines()
 
     assert one.next_end().returncode == -signal.SIGTERM
     assert len(one.said) == 1, "its end is no failure of its own"
@@ -156,9 +158,9 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(world):
     one.wait_until_ready("replica-0.0")
     one.next_end()
 
-    one.replicas.press()
+    one.replicas.check_deadlines()
     assert one.replicas.children[0].running
-    one.replicas.press()
+    one.replicas.check_deadlines()
 
     assert one.next_end().returncode == -signal.SIGKILL
     assert one.said[1:] == ["replica-0.0 did not end within 0 s and is killed."]
@@ -166,11 +168,11 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(world):
 
 def test_one_that_finished_long_before_the_others_is_told_of_once(world):
     one = world(lambda index, rank, life: [WAITS, FINISHES][rank], num_parts=2, replica_early_seconds=0.0)
-    one.replicas.press()
+    one.replicas.check_deadlines()
     assert one.said == []
     one.next_end()
 
-    one.replicas.press(), one.replicas.press()
+    one.replicas.check_deadlines(), one.replicas.check_deadlines()
 
     assert one.said == ["replica-0.1 ended with status 0 0 s ago, and the others of replica-0 have not."]
     assert one.replicas.children[0].running, "it may have something left to do"
@@ -181,10 +183,10 @@ def test_processes_that_finish_together_are_told_of_as_one(world, early_seconds)
     one = world(lambda index, rank, life: FINISHES, num_parts=2, replica_early_seconds=early_seconds)
     one.next_end()
     if early_seconds:
-        one.replicas.press()
+        one.replicas.check_deadlines()
     one.next_end()
 
-    one.replicas.press()
+    one.replicas.check_deadlines()
 
     assert without_seconds(one.said) == ["replica-0 finished."]
 

@@ -32,24 +32,24 @@ PARAMETERS_PER_SECOND_MIN = 10_000_000
 STATE_PAGE = 4096
 # Between two AwaitPass calls of this length the coordinator greets the other servers.
 AWAIT_SECONDS = 2.0
-# The shortest time between two drawings of a terminal's line.
+# The shortest time between two updates of the line in a terminal.
 DRAW_SECONDS = 0.2
+# Returns to the start of a terminal's line and erases the line.
+ERASE = "\r\x1b[K"
 
 
-def coordinate(launch: Launch, settings: CoordinationSettings, *, as_json: bool) -> Summary:
-    """Coordinate a run until L-BFGS ends; raises Superseded if another coordinator comes after this one."""
+def coordinate(launch: Launch, settings: CoordinationSettings, *, as_json: bool) -> None:
+    """Coordinate a run until L-BFGS ends; raise Superseded if another coordinator replaces this one."""
     with Link(launch) as link:
         output = Output(as_json=as_json, traffic=lambda: link.traffic)
         link.join()
         while True:
             try:
-                summary = Coordinator(link, settings, output).run()
-                break
+                output.ended(Coordinator(link, settings, output).run())
+                return
             except ServerRestarted as restarted:
-                # It brings that server to the others' point again.
+                # The next `run` brings that server to the others' point again.
                 output.say(f"{restarted}: resuming the run")
-        output.ended(summary)
-        return summary
 
 
 class Coordinator:
@@ -161,7 +161,7 @@ class RemoteMachine:
         requests = [
             self._request(server, instructions, commits_iteration, state) for server in range(self._link.num_servers)
         ]
-        timeout = CALL_SECONDS + len(instructions) * self._num_parameters_max / PARAMETERS_PER_SECOND_MIN
+        timeout = self._timeout(instructions)
         if not commits_iteration:
             replies = self._link.ask_all("Execute", requests, machine_pb.ExecuteReply, timeout_seconds=timeout)
         else:
@@ -175,15 +175,16 @@ class RemoteMachine:
 
     def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
         request = self._request(server, instructions, commits_iteration, state)
-        timeout = CALL_SECONDS + len(instructions) * self._num_parameters_max / PARAMETERS_PER_SECOND_MIN
-        self._link.ask(server, "Execute", request, machine_pb.ExecuteReply, timeout_seconds=timeout)
+        self._link.ask(server, "Execute", request, machine_pb.ExecuteReply, timeout_seconds=self._timeout(instructions))
+
+    def _timeout(self, instructions: Sequence[Instruction]) -> float:
+        return CALL_SECONDS + len(instructions) * self._num_parameters_max / PARAMETERS_PER_SECOND_MIN
 
     def _request(
         self, server: int, instructions: Sequence[Instruction], commits_iteration: int, state: str
     ) -> machine_pb.ExecuteRequest:
         self._op_seqs[server] += 1
-        # Blanks after the JSON fill its page: numbers as text differ in length, and messages are to be equally long for
-        # any model.
+        # Numbers as text differ in length. Blanks after the JSON make messages equally long for every model.
         page = state.ljust(math.ceil(len(state) / STATE_PAGE) * STATE_PAGE)
         return machine_pb.ExecuteRequest(
             sender=self._link.sender,
@@ -217,7 +218,7 @@ class RemoteObjective:
         self._pass = last_pass
         self._on_progress = on_progress
         self._say = say
-        # Since when no portion was delivered, after how many; and whether there ever was a worker.
+        # The number of delivered portions, and the time of the last one; whether there ever was a worker.
         self._since, self._done = 0.0, 0
         self._found_workers = False
 
@@ -251,10 +252,10 @@ class RemoteObjective:
             self._link.greet()
 
     def _require_progress(self, progress: WorkProgress) -> None:
-        """Raise WaitTimedOut if no worker came, or no portion was delivered, for too long."""
+        """Raise WaitTimedOut if no worker joined, or no portion was delivered, for too long."""
         now, launch = time.monotonic(), self._link.launch
-        came = not self._found_workers and bool(progress.running or progress.done)
-        if came or progress.done != self._done:
+        first_joined = not self._found_workers and bool(progress.running or progress.done)
+        if first_joined or progress.done != self._done:
             self._since, self._done, self._found_workers = now, progress.done, True
         waited = now - self._since
         if not self._found_workers:
@@ -280,8 +281,8 @@ class Output:
         self._work = WorkProgress()
         # At the last line: the time, the traffic and the work.
         self._mark = (time.monotonic(), traffic(), self._work)
+        self._draws = not as_json and sys.stdout.isatty()
         self._drawn_at = 0.0
-        self._drawn_columns = 0
 
     def attached(self, work: WorkProgress, *, planned_bytes: int) -> None:
         """Begin with the queue's counts as they are; `planned_bytes` is the memory on all servers together."""
@@ -293,11 +294,10 @@ class Output:
 
     def passing(self, work: WorkProgress) -> None:
         self._work = work
-        now = time.monotonic()
-        if self._as_json or not sys.stdout.isatty() or now - self._drawn_at < DRAW_SECONDS:
-            return
-        self._drawn_at = now
-        self._draw(f"pass {getattr(work, 'pass')}: {work.done} of {work.num_portions} portions")
+        if self._draws and time.monotonic() >= self._drawn_at + DRAW_SECONDS:
+            self._drawn_at = time.monotonic()
+            self._erase()
+            typer.echo(f"pass {getattr(work, 'pass')}: {work.done} of {work.num_portions} portions", nl=False)
 
     def iteration(self, report: IterationReport) -> None:
         (last_at, last_traffic, last_work), work = self._mark, self._work
@@ -315,7 +315,7 @@ class Output:
         if self._as_json:
             typer.echo(json.dumps(figures))
             return
-        self._clear()
+        self._erase()
         restarted = ", history deleted" if report.restarted else ""
         typer.echo(
             f"iteration {report.iteration:3d}  loss {report.loss:.6g}  step {report.step_length:.3g}  "
@@ -329,7 +329,7 @@ class Output:
         if self._as_json:
             typer.echo(json.dumps({"summary": asdict(summary), "traffic": asdict(traffic)}))
             return
-        self._clear()
+        self._erase()
         typer.echo(
             f"{'converged' if summary.converged else 'ended'} after {summary.iterations} iterations and "
             f"{summary.passes} passes, loss {summary.loss:.6g}: {summary.reason}; "
@@ -338,16 +338,9 @@ class Output:
 
     def say(self, text: str) -> None:
         """Print a sentence to standard error."""
-        self._clear()
+        self._erase()
         typer.echo(f"pyps: {text}", err=True)
 
-    def _draw(self, text: str) -> None:
-        sys.stdout.write("\r" + text.ljust(self._drawn_columns))
-        sys.stdout.flush()
-        self._drawn_columns = len(text)
-
-    def _clear(self) -> None:
-        if self._drawn_columns:
-            self._draw("")
-            sys.stdout.write("\r")
-            self._drawn_columns = 0
+    def _erase(self) -> None:
+        if self._draws:
+            typer.echo(ERASE, nl=False)

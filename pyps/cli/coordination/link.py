@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -82,8 +81,8 @@ class Link:
         self._handshake = Handshake(launch)
         self._servers = Servers(launch, rejoin=self._rejoin)
         self._closing = threading.Event()
-        # Any thread adds to it.
-        self._traffic, self._traffic_lock = Traffic(), threading.Lock()
+        # Any thread adds to it, under the lock.
+        self.traffic, self._traffic_lock = Traffic(), threading.Lock()
         # The servers' epochs, in order: one more with every restore.
         self._epochs: list[int] = []
 
@@ -112,12 +111,8 @@ class Link:
     def num_servers(self) -> int:
         return len(self._servers.connections)
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
-
     def name(self, server: int) -> str:
-        """Return a server's name for users: "server 1 (127.0.0.1:7620)"."""
+        """Return a server's name for messages: "server 1 (127.0.0.1:7620)"."""
         return self._servers.connections[server].name
 
     def address(self, server: int) -> str:
@@ -131,7 +126,7 @@ class Link:
         *,
         timeout_seconds: float = CALL_SECONDS,
     ) -> list[Reply]:
-        """Send each server its request, in parallel, and none for None; return the answers in the servers' order."""
+        """Send each server its request, in parallel; return the answers in order. A server with None gets no call."""
         operations: list[Operation[Reply | None]] = [
             self._operation(method, request, reply, timeout_seconds) if request is not None else lambda *_: None
             for request in requests
@@ -148,8 +143,14 @@ class Link:
         *,
         timeout_seconds: float = CALL_SECONDS,
     ) -> Reply:
-        operation = self._operation(method, request, reply, timeout_seconds)
-        return self._checked_for_restarts(lambda: self._persist(self._servers.connections[server], operation))
+        connection, operation = (
+            self._servers.connections[server],
+            self._operation(method, request, reply, timeout_seconds),
+        )
+        policy = RetryPolicy(self.launch.loss_wait_seconds, "loss_wait_seconds")
+        return self._checked_for_restarts(
+            lambda: connection.persist(operation, rejoin=self._rejoin, stop=self._closing, policy=policy)
+        )
 
     def greet(self) -> None:
         """Check that all servers answer, and wait for one that does not. Raises ServerRestarted."""
@@ -160,33 +161,28 @@ class Link:
         self._servers.on_all([hello(connection) for connection in self._servers])
 
     def work(self) -> WorkProgress:
-        """Query server 0 for the progress of the work; wait for it if it does not answer."""
+        """Return the progress of the work from server 0; wait while it does not answer."""
         work: WorkProgress = self._inspect("GetWork", GetWorkRequest())
         return work
 
     def num_workers(self) -> int:
-        """Query server 0 for the number of live workers."""
+        """Return the number of live workers from server 0; wait while it does not answer."""
         status: pb.Status = self._inspect("GetStatus", pb.GetStatusRequest())
         return status.workers_alive
-
-    def close(self) -> None:
-        self._closing.set()
-        self._servers.close()
 
     def __enter__(self) -> Link:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._servers.close()
 
     def _inspect(self, method: str, request: Any) -> Any:
         policy = RetryPolicy(self.launch.loss_wait_seconds, "loss_wait_seconds")
         wait: Wait | None = None
         while True:
             try:
-                # One for each attempt: a restarted server may have another control port.
+                # A new connection for each attempt: a restarted server may have another control port.
                 with Control(self._servers.connections[0].address, token=self.launch.token) as control:
                     reply = control.call(method, request)
             except (ServerUnavailable, WaitTimedOut) as error:
@@ -201,24 +197,20 @@ class Link:
         def call(channel: GrpcChannel, _: threading.Event) -> Reply:
             answer = channel.call(method, request, reply, timeout_seconds=timeout_seconds)
             with self._traffic_lock:
-                self._traffic += Traffic.of(method, request, answer)
+                self.traffic += Traffic.of(method, request, answer)
             return answer
 
         return call
-
-    def _persist(self, connection: Connection, operation: Operation[T]) -> T:
-        policy = RetryPolicy(self.launch.loss_wait_seconds, "loss_wait_seconds")
-        return connection.persist(operation, rejoin=self._rejoin, stop=self._closing, policy=policy)
 
     def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         self._handshake.rejoin(connection, channel, timeout_seconds)
         if self._epochs and connection.epoch != self._epochs[connection.index]:
             raise ServerRestarted(f"{connection.name} was restored from a checkpoint")
 
-    def _checked_for_restarts(self, ask: Callable[[], T]) -> T:
+    def _checked_for_restarts(self, call: Callable[[], T]) -> T:
         """Return the answer; after a refusal, raise ServerRestarted if gRPC had reconnected to a restored server."""
         try:
-            return ask()
+            return call()
         except ServerUnavailable:
             raise
         except PypsError as refusal:

@@ -11,6 +11,7 @@ from typing import Annotated, get_type_hints
 import typer
 
 from pyps.cli.serve import with_flags
+from pyps.config import flag_name
 from pyps.lbfgs.optimizer import LINE_SEARCHES, LbfgsSettings
 from pyps_wire.errors import InvalidArgument
 
@@ -72,7 +73,7 @@ class CoordinationSettings:
 
     @property
     def portions_per_stage(self) -> int:
-        """The claimed portions whose gradients a worker sums before it stages them.
+        """The number of claimed portions whose gradients a worker sums before it stages the sum.
 
         The paper sends gradients "every few completed portions"; with 1 the sum of all has the same bits whichever
         worker computed which portion.
@@ -96,9 +97,7 @@ class CoordinationSettings:
         return min(num_portions, math.ceil(num_portions / self.portions_per_stage) + num_workers)
 
     def as_flags(self) -> tuple[str, ...]:
-        return tuple(
-            text for name, value in asdict(self).items() for text in (f"--{name.replace('_', '-')}", str(value))
-        )
+        return tuple(text for name, value in asdict(self).items() for text in (flag_name(name), str(value)))
 
 
 _KINDS = get_type_hints(CoordinationSettings, include_extras=True)

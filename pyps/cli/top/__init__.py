@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.control import ObserverTokenFile, Servers, change_token, fail, read_token
+from pyps.cli.control import ObserverTokenFile, Servers, change_token, fail
+from pyps_client.credentials import read_token
 from pyps_client.launch import parse_servers
 from pyps_wire.contract import CONTROL_PORT
 
