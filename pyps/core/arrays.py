@@ -1,4 +1,4 @@
-"""Float32 arrays as the kernels like them: one-dimensional, contiguous, starting on a cache line."""
+"""Float32 arrays for the kernels: one-dimensional, contiguous, starting on a cache line."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CONSTANT = Schedule()
 
 
 class BehaviourTexts(TypedDict):
-    """A behaviour in words, as configurations, checkpoints and logs hold it."""
+    """The texts of a behaviour in configurations, checkpoints and logs."""
 
     protocol: str
     warmup: str
@@ -29,7 +29,7 @@ class BehaviourTexts(TypedDict):
     schedule: str
     clip_norm: float
     batch_growth: str
-    # Examples of an epoch, for a schedule or a growth that counts epochs; 0 for not known.
+    # The examples of an epoch, for a schedule or batch growth that counts epochs; 0 for not known.
     epoch_examples: int
 
 
@@ -69,7 +69,7 @@ class Behaviour:
         batch_growth: str = "",
         epoch_examples: int = 0,
     ) -> Behaviour:
-        """Return the behaviour that the texts name; InvalidArgument says which of them is wrong and why."""
+        """Return the behaviour that the texts name; raise InvalidArgument, which names the wrong text, for others."""
         aggregation = protocols.parse(protocol)
         return cls(
             aggregation=Staged(WarmUp.parse(warmup), aggregation) if warmup else aggregation,
@@ -82,7 +82,7 @@ class Behaviour:
 
     @property
     def texts(self) -> BehaviourTexts:
-        """The texts from which `parse` makes an equal behaviour."""
+        """The arguments from which `parse` makes an equal behaviour."""
         staged = self.aggregation if isinstance(self.aggregation, Staged) else None
         return {
             "protocol": staged.main.text if staged else self.aggregation.text,
@@ -96,13 +96,13 @@ class Behaviour:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether the schedule or the minibatch depends on epochs."""
+        """Whether the schedule or the batch growth depends on epochs."""
         return self.batch_growth is not None or any(term.epoch_examples for term in self.schedule.terms)
 
     def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None, shard_length: int) -> Weighing:
-        """Return the weighing that brings a push down to the norm; `norm` is the push's, None where not known yet.
+        """Return the weighing that clips a push of the given norm; None computes the norm here.
 
-        The gradient itself is scaled, slots included, as torch.nn.utils.clip_grad_norm_ does on a worker.
+        The gradient itself is scaled, slots included, as by torch.nn.utils.clip_grad_norm_ on a worker.
         """
         norm = norm_of(gradient, shard_length) if norm is None else norm
         if norm <= self.clip_norm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pyps.core import rules, spec
 from pyps.core.gradient import EXAMPLES_MAX, Gradient, PayloadKind, norm_of_payload
@@ -13,7 +13,7 @@ from pyps_wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits; by default those of the values themselves."""
+    """The default of each limit allows every valid value."""
 
     # The base rate, before the schedule and staleness.
     learning_rate_min: float = 0.0
@@ -21,14 +21,14 @@ class Bounds:
     momentum_max: float = 1.0
     # The Euclidean norm of a shard's part of a push of deltas or buffers.
     delta_norm_max: float = math.inf
-    # The examples behind one push: its share of a round, and what it moves schedules by.
+    # The examples of one push, which weigh it in a round and advance schedules.
     examples_max: int = EXAMPLES_MAX
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate_min", "learning_rate_max", "momentum_max", "delta_norm_max", "examples_max"):
+        for name, value in asdict(self).items():
             # Written so that NaN fails too.
-            if not getattr(self, name) >= 0:
-                raise InvalidArgument(f"bounds: {name} is {getattr(self, name)}; expected a number of at least 0")
+            if not value >= 0:
+                raise InvalidArgument(f"bounds: {name} is {value}; expected a number of at least 0")
         if self.learning_rate_min > self.learning_rate_max:
             raise InvalidArgument(
                 f"bounds: learning_rate_min is {self.learning_rate_min:g}; expected at most learning_rate_max,"
@@ -41,7 +41,7 @@ class Bounds:
         return spec.build(cls, text, what="bounds")
 
     def require_settings(self, settings: RuleSettings) -> None:
-        """Raise InvalidArgument where a group's rate or momentum lies outside."""
+        """Raise InvalidArgument if the rate or momentum of a group is out of bounds."""
         momentum_name = rules.find(settings.rule).momentum_name
         for group in settings.groups:
             self.require_rate(group["learning_rate"])
@@ -49,13 +49,13 @@ class Bounds:
                 self._require(momentum_name, group[momentum_name], "momentum_max")
 
     def require_rate(self, learning_rate: float) -> None:
-        """Raise InvalidArgument for a base rate that lies outside."""
+        """Raise InvalidArgument for a base rate out of bounds."""
         self._require("learning_rate", learning_rate, "learning_rate_max")
         if learning_rate < self.learning_rate_min:
             self._refuse("learning_rate", learning_rate, "below", "learning_rate_min")
 
     def require_push(self, gradient: Gradient, shard_length: int) -> None:
-        """Raise InvalidArgument for a push whose rate, momentum, examples or norm lies outside."""
+        """Raise InvalidArgument for a push whose rate, momentum, examples or norm is out of bounds."""
         if gradient.learning_rate is not None:
             self.require_rate(gradient.learning_rate)
         if gradient.momentum is not None:

@@ -1,4 +1,4 @@
-"""Effects of an event, which the core returns and the run carries out, and tables of waiting calls."""
+"""Effects of an event, which the core returns and the run carries out, and waiting calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Wake = Callable[[], None]
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Told(NamedTuple):
+class Notice(NamedTuple):
     """An event for people to read, with its facts by name."""
 
     kind: str
@@ -23,14 +23,14 @@ class Told(NamedTuple):
 class Effects(NamedTuple):
     """What an event requires, in any order."""
 
-    told: tuple[Told, ...] = ()
-    # Workers whose portions of the data go back to the queue; True for one that was lost rather than left.
+    notices: tuple[Notice, ...] = ()
+    # Workers whose portions of the data return to the queue; True for a worker that was lost rather than left.
     gone: tuple[tuple[str, bool], ...] = ()
     # Names of workers that are out: rounds may be complete without them.
     departed: tuple[str, ...] = ()
-    # Calls that may ask for their step again.
+    # Calls that may request their step again.
     wakes: tuple[Wake, ...] = ()
-    # Workers that others stop waiting for until they ask for their next step.
+    # Workers that others do not wait for until these request their next step.
     set_aside: tuple[str, ...] = ()
     # Whether first steps no longer wait for expected workers.
     opens_gate: bool = False
@@ -38,7 +38,7 @@ class Effects(NamedTuple):
     def and_then(self, other: Effects) -> Effects:
         """Return these effects and others as one."""
         return Effects(
-            self.told + other.told,
+            self.notices + other.notices,
             self.gone + other.gone,
             self.departed + other.departed,
             self.wakes + other.wakes,
@@ -50,12 +50,12 @@ class Effects(NamedTuple):
 NONE = Effects()
 
 
-def tell(kind: str, what: str, *, warning: bool = False, **facts: object) -> Effects:
-    return Effects((Told(kind, what, facts, warning),))
+def notify(kind: str, what: str, *, warning: bool = False, **facts: object) -> Effects:
+    return Effects((Notice(kind, what, facts, warning),))
 
 
 class ParkedCalls(Generic[Key]):
-    """Waiting calls by what each waits for. Guarded by its owner, which wakes the calls it takes after it unlocks."""
+    """Waiting calls, by what each waits for. Guarded by its owner, which wakes the calls after it unlocks."""
 
     __slots__ = ("calls",)
 

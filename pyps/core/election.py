@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from pyps_wire.errors import RunMismatch, Superseded
 
-# After so long a silence another worker may replace an initialiser.
+# An initialiser that is silent for longer may be replaced.
 LEASE_SECONDS = 10.0
 
 
 class Term(NamedTuple):
-    """One worker's turn to initialise, or one replica's. `expires_at` is in seconds of the caller's clock."""
+    """The turn of a worker or replica to initialise. `expires_at` is in seconds of the caller's clock."""
 
     number: int
     # The replica's name where it has several processes.
@@ -23,7 +23,7 @@ class Term(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """An initialiser's identity, its term, and the run that it initialises on a server; one for a whole replica."""
+    """An initialiser's identity, its term, and the run that it initialises on a server; equal in a whole replica."""
 
     run_id: str
     server_index: int
@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 class Election:
     """Admits one initialiser at a time until the run begins. The caller guards it.
 
-    Server 0 elects workers one after the other. Terms grow by one, so that it recognises messages of an earlier
+    Server 0 elects one worker after another. Terms grow by one, so that it recognises messages of an earlier
     initialiser; after a restart `first_term` must be larger than all terms before. The other servers follow the terms
     of server 0, which receives Initialize last: until then a later term replaces an earlier one.
     """
@@ -63,9 +63,9 @@ class Election:
         now: float,
         is_over: Callable[[str, int], bool] = lambda worker_id, incarnation: False,
     ) -> Term | None:
-        """Return the worker's term where it has the turn, None where another has it or there is a run.
+        """Return the worker's term if it has the turn, None if another has it or there is a run.
 
-        A turn ends with its lease, or as soon as `is_over` says that the worker's life has ended.
+        A turn ends with its lease, or when `is_over` returns True for the worker's life.
         """
         if self._run_id is not None:
             return None
@@ -83,8 +83,8 @@ class Election:
     def open(self, claim: Claim, *, now: float, holding: object, version: int, workers_alive: int) -> bool:
         """Let the caller begin, or go on; return False where it has completed the run already.
 
-        Raises Superseded when another has the turn, RunMismatch where the server holds a run (`holding`, in words)
-        that may not be replaced: only one without updates that server 0 has not completed may be.
+        Raise Superseded when another has the turn, RunMismatch where the server holds a run (`holding`, in words) that
+        may not be replaced. A run may be if it has no updates and server 0 has not completed it.
         """
         if self.is_done(claim):
             return False

@@ -38,12 +38,10 @@ class Extent(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """One shard's part of a push.
+    """One shard's part of a push. (worker_id, incarnation, sequence) is the push's identity.
 
-    A payload that is not volatile never changes: it is scanned before the shard's lock is taken and applied under it.
-    (worker_id, incarnation, sequence) is the push's identity. Without extents the payload covers
-    the whole shard; parameters outside the extents had no gradient, which is not a gradient of zero. A push of
-    NOTHING has no payload and no extents.
+    Without extents the payload covers the whole shard; parameters outside the extents had no gradient, which is not a
+    gradient of zero. A push of NOTHING has no payload and no extents.
     """
 
     worker_id: str
@@ -68,7 +66,7 @@ class Gradient(NamedTuple):
     provisional: bool = False
     # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
     norm: float = 0.0
-    # Whether the payload lies in memory that the worker can still write.
+    # Whether the payload lies in memory that the worker can still write; otherwise it never changes.
     volatile: bool = False
 
     @property
@@ -114,7 +112,7 @@ FINITE = Finding()
 
 
 def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
-    """Look for NaN and infinity in a gradient, which takes as long as a small update.
+    """Find the first NaN or infinity in a gradient, which takes as long as a small update.
 
     Raise InvalidArgument (WrongSize where sizes differ) when the gradient could never be applied to its shard.
     """
@@ -167,17 +165,13 @@ def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Grad
 
 
 def norm_of(gradient: Gradient, shard_length: int) -> float:
-    """Return the Euclidean norm of the whole push, or of this shard's part where the worker reported less.
-
-    Buffers are not clipped: their norm is 0.
-    """
+    """Return the Euclidean norm of the whole push, or of this shard's part if that is larger; 0 for buffers."""
     if gradient.kind in (PayloadKind.BUFFER, PayloadKind.NOTHING):
         return 0.0
     return max(gradient.norm, norm_of_payload(gradient, shard_length))
 
 
 def norm_of_payload(gradient: Gradient, shard_length: int) -> float:
-    """Return the Euclidean norm of the payload's numbers."""
     numbers = gradient.codec.decode(gradient.payload, gradient.count(shard_length))
     # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
     return math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
@@ -211,7 +205,7 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
 
 
 def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> None:
-    """Raise InvalidArgument for a push of another kind than the run's first worker declared for the shard's group."""
+    """Raise InvalidArgument unless the push is of the kind that the run's first worker declared, or of NOTHING."""
     if gradient.kind not in (kind, PayloadKind.NOTHING):
         raise InvalidArgument(
             f"worker {gradient.worker_id!r} pushed kind {gradient.kind} to shard {shard_id}; this run's first worker"
@@ -220,7 +214,7 @@ def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> Non
 
 
 def require_few_extents(count: int) -> None:
-    """Raise InvalidArgument for too many extents. Called before they are parsed, which takes long for a million."""
+    """Raise InvalidArgument for too many extents. Call it before they are parsed, which takes long for a million."""
     if count > EXTENTS_MAX:
         raise InvalidArgument(f"{count} extents; expected at most {EXTENTS_MAX}, adjacent ones as one")
 
@@ -229,7 +223,7 @@ def require_possible_version(gradient: Gradient, *, shard_id: int, version: int)
     """Raise InvalidArgument for a gradient computed at a version that a shard of its epoch never had."""
     newest = max(gradient.base_version, gradient.newest_base_version or 0)
     if gradient.base_version < 0 or newest > version:
-        wrong = gradient.base_version if gradient.base_version < 0 else newest
+        wrong = min(gradient.base_version, 0) or newest
         raise InvalidArgument(
             f"worker {gradient.worker_id!r} pushed a gradient computed at version {wrong} of shard {shard_id},"
             f" which is at version {version} of the same epoch; base_version is the version that came with the"
@@ -238,7 +232,7 @@ def require_possible_version(gradient: Gradient, *, shard_id: int, version: int)
 
 
 def require_rate(learning_rate: float) -> None:
-    """Raise InvalidArgument unless the learning rate is one that the kernels can take."""
+    """Raise InvalidArgument unless the kernels can take the learning rate."""
     if not 0.0 <= learning_rate <= FLOAT32_MAX:
         raise InvalidArgument(f"learning_rate is {learning_rate}; expected a finite float32 of at least 0")
 
@@ -260,10 +254,7 @@ def _require_extents(extents: tuple[Extent, ...], *, shard_length: int) -> None:
 
 
 class Reply(NamedTuple):
-    """Memory for a shard's parameters: `length` numbers of the codec from `offset` on, in bytes.
-
-    A bytes object must have no other reader yet.
-    """
+    """Memory for a shard's parameters, from the byte `offset` on. A bytes object must have no other reader yet."""
 
     buffer: bytes | bytearray | memoryview
     offset: int
@@ -286,9 +277,9 @@ class PushPlan(NamedTuple):
 
     shard_id: int
     gradient: Gradient
-    # Where parameters go that are newer than the worker's; None for a push that brings none back.
+    # Where newer parameters than the worker's are written; None for none.
     reply: Reply | None = None
-    # The version that the worker holds; -1 for none, and for one of another epoch.
+    # The version that the worker holds; -1 for none or one of another epoch.
     held_version: int = -1
     # The worker's shared memory, if gradient or reply lie there.
     memory: SharedMemory | None = None

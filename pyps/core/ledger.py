@@ -16,9 +16,9 @@ from pyps.core.roster import Roster
 
 RECEIPTS_PER_LIFE = 8
 LIVES_MAX = 1024
-# Names of deleted lives, for each life held.
+# Names of deleted lives, per life held.
 NAMES_PER_LIFE = 4
-# In CPython 3.11: the overhead of a receipt, a life with its place in the table, and a name with its number.
+# In CPython 3.11: the overhead of a receipt, of a life with its table entry, and of a name with its numbers.
 _RECEIPT_BYTES = 45
 _LIFE_BYTES = 370
 _NAME_BYTES = 230
@@ -48,9 +48,9 @@ class LedgerEntry(NamedTuple):
 class LedgerState:
     """A ledger's content, for a checkpoint."""
 
-    # From the life heard of longest ago to the latest.
+    # The life of the oldest push first.
     entries: tuple[LedgerEntry, ...] = ()
-    # At or below it, no incarnation of any worker is new; -1 before a name was deleted.
+    # Up to it, no incarnation of an unknown name is new; -1 before a name was deleted.
     forgotten_incarnation: int = -1
     # By name, the largest incarnation among its deleted lives, and the largest sequence of that life.
     forgotten: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -81,22 +81,20 @@ class LedgerState:
 class Ledger:
     """The latest receipts of each life of each worker, for one shard. Guarded by its shard's lock.
 
-    It holds receipts of pushes that changed something or were decided for good: applied, pending, dropped,
-    stale, repeated. Pushes that left no trace (not finite, other epoch, finished) are decided again when they are
-    repeated: they were not applied, so they may be.
+    It holds receipts of pushes on which the protocol or the policy decided: applied, pending, dropped, stale, repeated.
+    Others (not finite, other epoch, finished) were not applied, so a retry is decided again.
 
     Memory is bounded, and a push whose receipt was deleted is never mistaken for new, since sequences grow within a
     life and incarnations with the lives of one name:
 
-    * Of a life that is held, sequences up to the largest deleted one are FORGOTTEN.
-    * Of a deleted life, sequences up to its largest are FORGOTTEN; later ones are new, and it is held again.
-    * Of a name, lives before its latest deleted one are FORGOTTEN.
-    * Names of deleted lives are bounded too: the one with the smallest incarnation is deleted, and up to that
+    * In a life that is held, sequences up to the largest deleted one are FORGOTTEN.
+    * In a deleted life, sequences up to its largest are FORGOTTEN; later ones are new, and it is held again.
+    * For a name, lives before its latest deleted one are FORGOTTEN.
+    * Names of deleted lives are bounded too: the name with the smallest incarnation is deleted, and up to that
       incarnation the lives of all unknown names are FORGOTTEN from then on.
 
-    The present lives of workers on the roster are deleted last. So no number of other names makes a push of an active
-    worker FORGOTTEN, nor the first push of a life that began after theirs. `lives_max` should be
-    several times the workers that push at once.
+    The present lives of workers on the roster are deleted last, so other names cannot make a push of an active worker
+    FORGOTTEN. `lives_max` should be several times the workers that push at once.
     """
 
     def __init__(
@@ -106,11 +104,11 @@ class Ledger:
         receipts_max: int = RECEIPTS_PER_LIFE,
         lives_max: int | None = None,
     ) -> None:
-        """Begin with `state`; `lives_max` None takes the state's."""
+        """Begin with `state`, and its `lives_max` where none is given."""
         state = state or LedgerState()
         self._receipts_max = receipts_max
         self._lives_max = lives_max or state.lives_max
-        # The life heard of longest ago comes first.
+        # The life of the oldest push first.
         self._lives = OrderedDict(
             ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
             for entry in state.entries
@@ -119,13 +117,13 @@ class Ledger:
         self._latest = dict(sorted(self._lives))
         self._forgotten = dict(state.forgotten)
         self._forgotten_incarnation = state.forgotten_incarnation
-        # How many receipts there are, and their size. Read without the shard's lock.
+        # The number of receipts, and their size. Read without the shard's lock.
         self.num_receipts = sum(len(entry.receipts) for entry in state.entries)
         self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes, by counts alone. Read without the shard's lock."""
+        """An estimate of its memory, from counts. Read without the shard's lock."""
         lives, names = len(self._lives) * _LIFE_BYTES, len(self._forgotten) * _NAME_BYTES
         return self._packed_bytes + self.num_receipts * _RECEIPT_BYTES + lives + names
 
@@ -160,10 +158,9 @@ class Ledger:
             self.num_receipts -= 1
             self._packed_bytes -= len(first)
         if len(self._lives) > self._lives_max:
-            self._let_go_one(roster)
+            self._delete_one(roster)
 
     def entries(self) -> LedgerState:
-        """Return the content, for a checkpoint."""
         entries = tuple(
             LedgerEntry(*key, life.forgotten_sequence, tuple(life.receipts)) for key, life in self._lives.items()
         )
@@ -175,8 +172,8 @@ class Ledger:
         latest, largest = self._forgotten.get(worker_id, (-1, -1))
         return _Life(largest if latest == incarnation else -1)
 
-    def _let_go_one(self, roster: Roster) -> None:
-        """Delete the life heard of longest ago, present lives of workers on the roster last."""
+    def _delete_one(self, roster: Roster) -> None:
+        """Delete the life of the oldest push, present lives of workers on the roster last."""
         for _ in range(len(self._lives)):
             (worker_id, incarnation), life = self._lives.popitem(last=False)
             if self._latest.get(worker_id) != incarnation or not roster.is_active(worker_id):
@@ -205,13 +202,13 @@ class _Life:
 
 
 _SEQUENCE = struct.Struct(">Q")
-# The sequence first, big-endian: receipts sort by it as bytes. Then the other fields in order, version_after as the
-# difference to version_before, and the number of bytes of text that follow.
+# The sequence first, big-endian, so that receipts sort by it as bytes. Then the other fields in order, version_after as
+# its difference from version_before, and the number of bytes of text that follow.
 _FIXED = struct.Struct(">QIBqBBqdddIQqI")
 
 
 def packed(receipt: Receipt) -> bytes:
-    """Return a receipt as compact bytes: each worker has eight of each shard."""
+    """Return a receipt as bytes: a ledger holds up to eight for each worker."""
     shard_id, sequence, outcome, before, after, reason, message, _, *numbers, waiting_for = receipt
     # No name and no message holds a zero: all are printable.
     text = "\0".join((message, *waiting_for)).encode()

@@ -9,7 +9,7 @@ from enum import StrEnum
 from hmac import compare_digest
 from itertools import groupby
 
-from pyps.core.effects import NONE, Effects, tell
+from pyps.core.effects import NONE, Effects, notify
 from pyps.core.replicas import Lives, failure_in_words, parts_in_words, was_interrupted
 from pyps.core.roster import Entry, Expectation, Roster, roster_of_part, whole_roster
 from pyps_wire.errors import (
@@ -24,11 +24,11 @@ from pyps_wire.errors import (
 
 # Workers known, gone ones included, are at most this many times workers_max.
 GONE_FACTOR = 4
-# Where all places are taken, a worker that called no more than Hello keeps its place for that part of a lease.
+# At workers_max workers, one that has called only Hello keeps its place for this part of a lease.
 UNHEARD_SHARE = 1 / 3
-# A slow worker's first push after a stall is too late as a rule; for its next the others have to wait.
+# A slow worker's first push after a stall usually comes too late, so others have to wait for its second.
 STALLS_MAX = 2
-# Part of the stall time after which a worker that has not pushed may hold others up.
+# Part of the stall time after which others may wait for a worker that has not pushed.
 IDLE_SHARE = 0.1
 
 
@@ -67,11 +67,11 @@ class Member:
     heard_at: float
     # Whether it has called again after its first Hello. If not, it is forgotten once it is gone.
     was_heard: bool = False
-    # When it pushed last in this life; None before its first push.
+    # When it last pushed in this life; None before its first push.
     pushed_at: float | None = None
-    # When a push of it was last applied, parked, or dropped by the protocol.
+    # When its push was last applied, parked, or dropped by the protocol.
     taken_at: float | None = None
-    # How often others stopped waiting for it since then.
+    # How often others have stopped waiting for it since then.
     stalls: int = 0
     # Whether it is active in the protocol's rounds: from its first push until it is gone or stalls.
     active: bool = False
@@ -105,11 +105,10 @@ class Membership:
     """The workers of a run. Every method may be called from any thread.
 
     A worker_id belongs to one live process at a time, which shows its secret with each call. A later process (a larger
-    incarnation) with the same secret takes the name over at once; any other process has to wait until the live one is
-    gone.
+    incarnation) with the same secret takes the name over at once; any other must wait until the live one is gone.
 
-    The processes of a replica share one incarnation, the life of the replica. When one of them is lost, or a later life
-    begins, the others are out at once.
+    The processes of a replica share one incarnation, the life of the replica. It ends for all of them when one of them
+    is lost or a later life begins.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Membership:
         self.workers_max = workers_max
         self.stall_seconds = stall_seconds
         self._lock = threading.Lock()
-        # Guarded by _lock, the members too: they change with every push, and callers get copies. In order of joining.
+        # Guarded by _lock, the members too: callers get copies. In order of joining.
         self._members: dict[str, Member] = {}
         self.num_alive = 0
         # How many workers the job has; 0 for not known.
@@ -135,8 +134,8 @@ class Membership:
         self.parted = False
         # None after each change, until it is needed.
         self._roster: Roster | None = None
-        # Who holds others up, and since when: ('round', worker, 0), ('step', worker, its step), ('expected', '', 0) for
-        # the workers that have not come.
+        # Since when others wait for a worker: ('round', worker, 0), ('step', worker, its step), or ('expected', '', 0)
+        # for the workers that have not come.
         self._since: dict[tuple[str, str, int], float] = {}
 
     @property
@@ -166,23 +165,24 @@ class Membership:
         parts: tuple[int, ...] = (),
         secret: bytes = b"",
     ) -> Effects:
-        """Make the worker alive. A process of a replica's later life ends the earlier one.
+        """Make the worker alive. The first process of a replica's later life ends the earlier one.
 
         Raises:
-            Superseded: A later process holds its name or its replica's.
+            Superseded: A later process holds the name of the worker or its replica.
             ReplicaLost: The life of its replica is over.
             InvalidArgument: Another process has its parts or its name.
             LimitExceeded: There are workers_max already.
             NameHeld: A live process with another secret holds its name, or is of its replica.
-            NotAllowed: The same, and of this very life.
+            NotAllowed: The same, where that process is of this life.
         """
         info = info or WorkerInfo()
+        member = Member(worker_id, incarnation, _ALIVE, info, now, now, replica=replica, parts=parts, secret=secret)
         with self._lock:
             known = self._members.get(worker_id)
-            others = [m for m in self._alive_of(replica) if m.worker_id != worker_id] if replica else []
-            self._require_may_join(known, others, worker_id, incarnation, replica, parts, secret, now=now)
-            earlier = [m for m in others if m.incarnation < incarnation]
-            ended = [m.worker_id for m in self._alive_of(replica) if m.incarnation < incarnation] if replica else []
+            processes = self._alive_of(replica)
+            self._require_may_join(member, known, [m for m in processes if m is not known], now=now)
+            ended = [m for m in processes if m.incarnation < incarnation]
+            earlier = [m for m in ended if m is not known]
             is_full = not (known and known.alive) and self.num_alive - len(earlier) >= self.workers_max
             if is_full and not self._forget_unheard(now):
                 raise LimitExceeded(
@@ -197,9 +197,6 @@ class Membership:
                 member.replica, member.parts = replica, parts
             else:
                 self._members.pop(worker_id, None)
-                member = Member(
-                    *(worker_id, incarnation, _ALIVE, info, now, now), replica=replica, parts=parts, secret=secret
-                )
             self._members[worker_id] = member
             self._moved(member, before=before)
             if replica or parts:
@@ -208,12 +205,13 @@ class Membership:
                 self._out(other, WorkerState.EXPIRED)
             self._forget_gone()
         effects = NONE
+        ended_ids = [m.worker_id for m in ended]
         if is_later or not before[0]:
-            effects = tell("joined", "worker joined", worker=worker_id, host=info.host, pid=info.process_id)
+            effects = notify("joined", "worker joined", worker=worker_id, host=info.host, pid=info.process_id)
         if ended:
             what = f"replica {replica} is out: a later life of it has begun"
-            effects = effects.and_then(tell("replica", what, taken_along=", ".join(ended)))
-        gone = dict.fromkeys([worker_id, *ended] if is_later else ended)
+            effects = effects.and_then(notify("replica", what, taken_along=", ".join(ended_ids)))
+        gone = dict.fromkeys([worker_id, *ended_ids] if is_later else ended_ids)
         departed = (member.name,) if (ended if replica else is_later) else ()
         return effects.and_then(Effects(gone=tuple((each, True) for each in gone), departed=departed))
 
@@ -230,7 +228,7 @@ class Membership:
         """Note a heartbeat. A worker whose lease had run out is alive again.
 
         Raises:
-            UnknownWorker: It has to say Hello (first).
+            UnknownWorker: It has to say Hello first.
             Superseded: A later process holds its name.
             ReplicaLost: Another process of its replica is lost.
             NotAllowed: The secret is not the worker's.
@@ -241,14 +239,14 @@ class Membership:
             self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, active=member.active)
             if scalars is not None:
                 member.scalars = dict(scalars)
-        return NONE if was_alive else tell("back", "worker is back", worker=worker_id)
+        return NONE if was_alive else notify("back", "worker is back", worker=worker_id)
 
     def pushed_again(
         self, worker_id: str, incarnation: int, *, now: float, clock: int, secret: bytes = b""
     ) -> Roster | None:
-        """Note a push of an active worker and return the roster; return None for any other worker.
+        """Note a push of an active worker and return the roster; None for any other, which needs `pushed`.
 
-        Most pushes change only the time of the heartbeat. A clock of 0 is ignored.
+        Most pushes pass here, and change no more than times and the clock. A clock of 0 is ignored.
         """
         with self._lock:
             member = self._members.get(worker_id)
@@ -265,10 +263,7 @@ class Membership:
     def pushed(
         self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None, secret: bytes = b""
     ) -> tuple[Roster, Effects]:
-        """Note a push and return the roster with the worker, which is active now unless it stalls again and again.
-
-        Raises as `heard`.
-        """
+        """Note a push and return the roster, with the worker unless it has stalled too often; raise as `heard`."""
         with self._lock:
             member = self._require(worker_id, incarnation, secret)
             was_alive, was_active = member.alive, member.active
@@ -278,7 +273,7 @@ class Membership:
         if was_active or not active:
             return roster, NONE
         kind, what = ("counts", "worker is active") if was_alive else ("back", "worker is back")
-        return roster, tell(kind, what, worker=worker_id, workers=roster.num_workers)
+        return roster, notify(kind, what, worker=worker_id, workers=roster.num_workers)
 
     def taken(self, worker_id: str, incarnation: int, *, now: float) -> Effects:
         """Note that a push was applied, parked or dropped, which makes a stalled worker active again."""
@@ -291,7 +286,7 @@ class Membership:
                 return NONE
             before, member.active = _roster_key(member), True
             self._moved(member, before=before)
-        return tell("counts", "worker is active", worker=worker_id, workers=self.roster.num_workers)
+        return notify("counts", "worker is active", worker=worker_id, workers=self.roster.num_workers)
 
     def leave(
         self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str = "", secret: bytes = b""
@@ -310,7 +305,7 @@ class Membership:
             effects = self._without(gone, lost=failed, was_alive=was_alive)
         if before is state:
             return effects
-        return tell("left", "worker left", worker=worker_id, state=state.value, message=message).and_then(effects)
+        return notify("left", "worker left", worker=worker_id, state=state.value, message=message).and_then(effects)
 
     def expire(self, now: float) -> Effects:
         """End the membership of workers that were silent for longer than the lease, and of their replicas.
@@ -329,7 +324,7 @@ class Membership:
                 silent = now - member.heard_at
                 if silent > self.lease_seconds:
                     facts = {"worker": member.worker_id, "silent_seconds": round(silent, 1)}
-                    effects = effects.and_then(tell("expired", "worker's lease ran out", warning=True, **facts))
+                    effects = effects.and_then(notify("expired", "worker's lease ran out", warning=True, **facts))
                 if not member.was_heard and not member.replica:
                     # Its answer to Hello may have been lost.
                     del self._members[member.worker_id]
@@ -346,17 +341,17 @@ class Membership:
         if not self.num_alive:
             return NONE
         what = "the server stood still; its workers' leases are prolonged by that time"
-        return tell("standstill", what, seconds=round(seconds, 1), warning=True)
+        return notify("standstill", what, seconds=round(seconds, 1), warning=True)
 
     # Stalls, and how many workers are expected.
 
     def idle(self, now: float) -> set[str]:
-        """Return the live workers that have not pushed for long enough to hold others up."""
+        """Return the live workers whose last push is so old that others may be waiting for the next."""
         latest = now - IDLE_SHARE * self.stall_seconds
         last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in self.alive()}
         return {worker_id for worker_id, time in last.items() if time <= latest}
 
-    def look(
+    def end_stalls(
         self,
         *,
         now: float,
@@ -366,17 +361,17 @@ class Membership:
         at_gate: Sequence[str] = (),
         at_steps: Mapping[str, int] | None = None,
     ) -> Effects:
-        """Stop waiting for workers that have held others up for stall_seconds. Called at each tick.
+        """Stop waiting for workers that others have waited for during stall_seconds. Called at each tick.
 
         The time starts at the tick that first saw others wait for the worker, or at its last push that was taken, if
         that was later.
 
         Args:
             now: The time.
-            idle: What `idle` returned. Only these stall in rounds.
-            in_rounds: The workers for whose gradients rounds wait. One that stalls is not active until it pushes.
+            idle: The result of `idle`: only these stall in rounds.
+            in_rounds: The workers whose gradients rounds wait for. One that stalls is not active until it pushes.
             awaited: The expected workers that have not come, in words; each is active from its first push.
-            at_gate: The same, as calls for a first step wait for them.
+            at_gate: The same, if calls for a first step wait for them.
             at_steps: The workers whose steps others wait for, each with a number that its next step changes.
         """
         not_come = at_gate or ([] if in_rounds.isdisjoint(awaited) else awaited)
@@ -392,14 +387,14 @@ class Membership:
                 # It left meanwhile, or with another process of its replica.
                 continue
             facts = {"worker": worker_id} if worker_id else {"waited_for": ", ".join(not_come)}
-            told = tell("stalled", _STALLED[kind], **facts, stall_seconds=self.stall_seconds, warning=True)
+            notice = notify("stalled", _STALLED[kind], **facts, stall_seconds=self.stall_seconds, warning=True)
             if kind == "expected":
                 follows = self.expect_no_more()
             elif kind == "round":
                 follows = Effects(departed=(self.name_of(worker_id),))
             else:
                 follows = Effects(set_aside=(worker_id,))
-            effects = effects.and_then(told).and_then(follows)
+            effects = effects.and_then(notice).and_then(follows)
         return effects
 
     def stall(self, worker_id: str) -> bool:
@@ -422,7 +417,7 @@ class Membership:
     def expect(self, num_workers: int, *, said: bool = True) -> None:
         """Wait for so many workers, including those that pushed or left already; 0 to wait for no more.
 
-        With `said` False `expected_workers`, the number that people set, stays.
+        `said` is whether people set the number; otherwise `expected_workers` stays.
         """
         with self._lock:
             if said:
@@ -490,7 +485,7 @@ class Membership:
         """
         with self._lock:
             known = self._members.get(worker_id)
-            for each in [*([known] if known is not None else []), *(self._alive_of(replica) if replica else [])]:
+            for each in [*([] if known is None else [known]), *self._alive_of(replica)]:
                 if each.alive or each.incarnation == incarnation:
                     require_own(each, incarnation, secret)
             _require_latest(known, incarnation)
@@ -519,31 +514,22 @@ class Membership:
     # What follows is called under the lock.
 
     def _alive_of(self, replica: str) -> list[Member]:
-        return [member for member in self._members.values() if member.replica == replica and member.alive]
+        """Return the live processes of a replica; none for a worker of one process, whose replica is empty."""
+        return [m for m in self._members.values() if m.replica == replica and m.alive] if replica else []
 
     def _taken_at(self, kind: str, worker_id: str) -> float:
         # Pushes do not prolong the time of a step: the next one alone ends it.
         member = self._members.get(worker_id) if kind == "round" else None
         return 0.0 if member is None or member.taken_at is None else member.taken_at
 
-    def _require_may_join(
-        self,
-        known: Member | None,
-        others: Sequence[Member],
-        worker_id: str,
-        incarnation: int,
-        replica: str,
-        parts: tuple[int, ...],
-        secret: bytes,
-        *,
-        now: float,
-    ) -> None:
-        """Check a Hello's name, secret, life and parts; `others` are the live processes of its replica."""
+    def _require_may_join(self, new: Member, known: Member | None, others: Sequence[Member], *, now: float) -> None:
+        """Check a Hello's name, secret, life and parts; `others` are the other live processes of its replica."""
+        worker_id, incarnation, replica, parts = new.worker_id, new.incarnation, new.replica, new.parts
         _require_latest(known, incarnation)
         for holder in others if known is None else [known, *others]:
             if holder.incarnation == incarnation:
-                require_own(holder, incarnation, secret)
-            elif holder.alive and not compare_digest(holder.secret, secret):
+                require_own(holder, incarnation, new.secret)
+            elif holder.alive and not compare_digest(holder.secret, new.secret):
                 info = holder.info
                 raise NameHeld(
                     f"worker {worker_id!r} cannot join yet: {holder.worker_id!r} is a live process (pid"
@@ -580,7 +566,7 @@ class Membership:
         )
 
     def _begin_parted(self, member: Member) -> None:
-        if not self.parted and not self._make_roster().missing:
+        if not self.parted and not self._present_roster().missing:
             # All expected workers have come: do not wait for parts of them now.
             self._expectation = Expectation(0)
         self.parted, self._roster = True, None
@@ -588,9 +574,7 @@ class Membership:
             self._lives.begin(member.replica, member.incarnation)
 
     def _lose_replica(self, member: Member, how: str) -> list[Member]:
-        """End the life of a replica that has lost a process; return those that were alive."""
-        if not member.replica:
-            return []
+        """End the life of a replica that has lost a process; return the processes that were alive."""
         self._lives.lose(member.replica, member.incarnation, f"its process {member.worker_id!r} {how}")
         others = [each for each in self._alive_of(member.replica) if each.incarnation == member.incarnation]
         for each in others:
@@ -607,7 +591,7 @@ class Membership:
             what = f"replica {first.replica} is out: its process {first.worker_id} {how}"
             warning = not (failed and was_interrupted(first.message))
             taken_along = ", ".join(member.worker_id for member in others)
-            effects = effects.and_then(tell("replica", what, warning=warning, taken_along=taken_along))
+            effects = effects.and_then(notify("replica", what, warning=warning, taken_along=taken_along))
         if not any(member.alive and member.name == first.name for member in self._members.values()):
             effects = effects.and_then(Effects(departed=(first.name,)))
         return effects
@@ -618,12 +602,9 @@ class Membership:
 
     def _present_roster(self) -> Roster:
         if self._roster is None:
-            self._roster = self._make_roster()
+            make = whole_roster if self.parted else roster_of_part
+            self._roster = make(self._entries(), self._expectation)
         return self._roster
-
-    def _make_roster(self) -> Roster:
-        make = whole_roster if self.parted else roster_of_part
-        return make(self._entries(), self._expectation)
 
     def _entries(self) -> list[Entry]:
         """Return the entries of a roster, without processes of a replica's earlier lives."""
@@ -634,18 +615,15 @@ class Membership:
         ]
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, active: bool) -> None:
-        """Note a heartbeat, and drop the roster if that makes the worker alive, active or arrived."""
         before = _roster_key(member)
-        member.state, member.was_heard = _ALIVE, True
-        member.heard_at = max(now, member.heard_at)
-        member.pushed_at = pushed_at
-        member.active = active
+        member.state, member.was_heard, member.heard_at = _ALIVE, True, max(now, member.heard_at)
+        member.pushed_at, member.active = pushed_at, active
         if clock is not None:
             member.clock = clock
         self._moved(member, before=before)
 
     def _moved(self, member: Member, *, before: RosterKey) -> None:
-        """Drop the roster if it would no longer be the same."""
+        """Note a change of a member: drop the roster if it would no longer be the same."""
         now = _roster_key(member)
         if now != before:
             self._roster = None
@@ -653,9 +631,9 @@ class Membership:
 
     def _forget_unheard(self, now: float) -> bool:
         """Forget one worker that called only Hello and has been silent since; return False if there is none."""
+        latest = now - UNHEARD_SHARE * self.lease_seconds
         for member in self._members.values():
-            silent = now - member.heard_at > UNHEARD_SHARE * self.lease_seconds
-            if silent and member.alive and not member.was_heard and not member.replica:
+            if member.heard_at < latest and member.alive and not member.was_heard and not member.replica:
                 self._out(member, WorkerState.EXPIRED)
                 del self._members[member.worker_id]
                 return True
@@ -705,7 +683,7 @@ def _require_latest(known: Member | None, incarnation: int) -> None:
 
 
 def _require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -> None:
-    """Raise InvalidArgument where a worker of one process and a replica, or one of its processes, share a name."""
+    """Raise InvalidArgument if a worker of one process has the name of a replica, or of a process of a replica."""
     name = replica or worker_id
     for other in members:
         if other.alive and other.replica != replica and (other.name == name or other.worker_id == worker_id):

@@ -1,18 +1,16 @@
-"""Who may begin a step.
+"""Which worker may begin a step.
 
-Some protocols bind not only what a push does but when a worker may compute: one at a time, or no more than s
-clocks ahead of the slowest. Servers know nothing of each other, so the pacer of server 0 alone grants steps; a
-worker that asks there before each step keeps the rule on all servers.
+Some protocols limit when a worker may compute: one at a time, or no more than s clocks ahead of the slowest. The pacer
+of server 0 alone grants steps. A worker that requests each step there keeps the rule on all servers.
 
 A pacer is a state machine without lock, time or thread: its owner calls one method at a time and wakes the
-workers that it returns. A worker is present from its first request until it departs; it holds a granted step until
+workers that it returns. A worker is present from its first request until it departs. It holds a granted step until
 it requests the next.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,14 +27,14 @@ class WorkerClock:
     worker_id: str
     # Steps that it reports as finished.
     count: int
-    # The count that is clock 0.
+    # The count at which its clock was 0.
     offset: int
     # Drawn when it joins and at the end of each step: the lowest ticket has waited longest.
     ticket: int
     # Whether it may compute now; otherwise it waits.
     granted: bool = False
-    # Whether a call of it still waits for the answer.
-    asking: bool = True
+    # Whether one of its calls still waits for the answer.
+    requested: bool = True
 
     @property
     def clock(self) -> int:
@@ -46,11 +44,11 @@ class WorkerClock:
 
 @dataclass(slots=True)
 class PacerState:
-    """The workers that are present, and what the owner has reported."""
+    """The present workers, and the events that the owner has reported."""
 
     # In order of joining.
     present: dict[str, WorkerClock] = field(default_factory=dict)
-    # Workers that the quorum no longer waits for: they have requested a step, or need not.
+    # Workers that count towards the quorum: they have requested a step, or need not.
     seen: set[str] = field(default_factory=set)
     # Workers that others stopped waiting for, and their count then.
     aside: dict[str, int] = field(default_factory=dict)
@@ -67,7 +65,7 @@ class PacerState:
 
     def waiting(self) -> list[WorkerClock]:
         """Return the workers whose requests are not granted yet, in order of joining."""
-        return [worker for worker in self.present.values() if worker.asking and not worker.granted]
+        return [worker for worker in self.present.values() if worker.requested and not worker.granted]
 
     def slowest(self) -> int:
         """Return the lowest clock; 0 if no worker is present."""
@@ -80,18 +78,20 @@ class PacerState:
 
 
 class Pacer(ABC):
-    """Grants steps to the workers that ask for them. Guarded by its owner's lock."""
+    """Grants steps to workers. Guarded by its owner's lock.
+
+    Each method that notes an event returns the workers that may proceed now and could not before.
+    """
 
     def __init__(self) -> None:
-        # No worker is granted a step until so many have requested one.
+        # No step is granted until so many workers have requested one.
         self.quorum = 0
         self._state = PacerState()
 
     def arrive(self, worker_id: str, clock: int) -> list[str]:
-        """Note a worker's request for the step after `clock` finished ones, which ends its step before.
+        """Note a worker's request for the step after `clock` finished ones, which ends its previous step.
 
-        Return the workers that may proceed now and could not before. The requesting worker is among them if it may,
-        also when it repeats a request whose answer was lost. Raise InvalidArgument if its clock went backwards.
+        A worker that may proceed is also returned when it repeats a request. Raise InvalidArgument if its clock fell.
         """
         state = self._state
         worker = state.present.get(worker_id)
@@ -102,7 +102,7 @@ class Pacer(ABC):
             )
         if worker is None:
             if clock <= state.aside.get(worker_id, -1):
-                # It goes on with the step that it had; no worker waits for that any more.
+                # It continues its step, which no worker waits for any more.
                 return [worker_id]
             state.aside.pop(worker_id, None)
             state.join(worker_id, clock)
@@ -111,23 +111,20 @@ class Pacer(ABC):
         else:
             if worker.granted:
                 worker.granted, worker.ticket = False, state.draw()
-            worker.count, worker.asking = clock, True
+            worker.count, worker.requested = clock, True
         if self.missing:
             state.seen.add(worker_id)
         return self._grant()
 
     def withdraw(self, worker_id: str) -> list[str]:
-        """Cancel a worker's request, as its call has ended; return the workers that may proceed now.
-
-        Its clock stays. It is granted nothing until it requests again, and its turn comes after those of the others.
-        """
+        """Cancel a worker's request. Its clock stays; after its next request its turn comes behind the others."""
         worker = self._state.present.get(worker_id)
         if worker is not None:
-            worker.granted, worker.asking, worker.ticket = False, False, self._state.draw()
+            worker.granted, worker.requested, worker.ticket = False, False, self._state.draw()
         return self._grant()
 
     def set_aside(self, worker_id: str) -> list[str]:
-        """Stop waiting for a worker until it requests a later step; return the workers that may proceed now."""
+        """Stop waiting for a worker until it requests a later step."""
         worker = self._state.present.get(worker_id)
         released = self.depart(worker_id)
         if worker is not None:
@@ -135,28 +132,25 @@ class Pacer(ABC):
         return released
 
     def depart(self, worker_id: str) -> list[str]:
-        """Forget a worker that left or died; return the workers that may proceed now and could not before."""
+        """Forget a worker that left or died."""
         self._state.present.pop(worker_id, None)
         self._state.aside.pop(worker_id, None)
         return self._grant()
 
     def excuse(self, worker_ids: Iterable[str]) -> list[str]:
-        """Count workers towards the quorum without a request; return the workers that may proceed now."""
+        """Count workers towards the quorum without a request."""
         if not self.missing:
             return []
         self._state.seen.update(worker_ids)
         return self._grant()
 
     def advanced(self, version: int) -> list[str]:
-        """Note a shard's version; the highest is in force. Return the workers that may proceed now."""
+        """Note a shard's version; the highest is in force."""
         self._state.version = max(self._state.version, version)
         return self._grant()
 
     def take_over(self, other: Pacer) -> list[str]:
-        """Take over the workers of another pacer, which is not used again, and set their clocks to 0.
-
-        Return the workers that wait no longer.
-        """
+        """Take over the workers of another pacer, which is not used again, and set their clocks to 0."""
         self._state = other._state
         self._state.seen.update(self._state.present)
         self._state.restart_clocks()
@@ -167,14 +161,11 @@ class Pacer(ABC):
         return True
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
-        """Return the workers that one waits for, by name; () if it does not wait, or waits for the quorum."""
-        worker = self._state.present.get(worker_id)
-        if worker is None or worker.granted or self.missing:
-            return ()
-        return tuple(sorted(self._ahead_of([worker])))
+        """Return the workers that one waits for, ascending; () if it does not wait, or waits for the quorum."""
+        return tuple(sorted(self.waited_for([worker_id])))
 
     def waited_for(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the workers that any of these waits for."""
+        """Return the workers that any of these waits for, the quorum apart."""
         present = self._state.present
         workers = [present[worker_id] for worker_id in worker_ids if worker_id in present]
         waiting = [worker for worker in workers if not worker.granted]
@@ -186,18 +177,21 @@ class Pacer(ABC):
 
     @property
     def missing(self) -> int:
-        """How many workers the quorum still waits for."""
+        """The number of workers that the quorum still waits for."""
         return max(0, self.quorum - len(self._state.seen))
 
-    def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
-        """Return the workers that have never requested a step."""
-        return [worker_id for worker_id in worker_ids if worker_id not in self._state.seen]
+    def awaited(self, alive: Iterable[str]) -> tuple[str, ...]:
+        """Return the workers that the quorum waits for: live ones by name, the others as a number in words."""
+        if not self.missing:
+            return ()
+        coming = sorted(worker_id for worker_id in alive if worker_id not in self._state.seen)
+        return (*coming, *not_joined(self.missing - len(coming)))
 
     # The rule of a pacer.
 
     @abstractmethod
     def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        """Return the waiting workers that may proceed now, in that order, if the quorum is there."""
+        """Return the waiting workers that may proceed now, in order, if the quorum is complete."""
 
     @abstractmethod
     def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
@@ -227,8 +221,7 @@ class TurnTaking(Pacer):
 class ClockBound(Pacer):
     """Lets a worker at clock c proceed while c - min_q c_q <= s (stale synchronous parallel, Ho et al. 2013).
 
-    A worker that joins late begins at the present minimum, whatever its own count is: it neither holds the others
-    up nor runs ahead of them.
+    A worker that joins late begins at the present minimum, whatever its own count is.
     """
 
     def __init__(self, clock_bound: int) -> None:
@@ -247,10 +240,7 @@ class ClockBound(Pacer):
 class Release(Pacer):
     """Admits the workers one after the other, in order of joining, after a warm start (Dean et al. 2012, section 4.1).
 
-    The paper does not say how the others are admitted: the intervals are ours.
-
-    At version t the first 1 + floor((t - start) / every) workers may compute, at least one: versions go on rising
-    when workers depart.
+    At version t the first max(1, 1 + floor((t - start) / every)) workers may compute. The paper gives no intervals.
     """
 
     def __init__(self, start: int, every: int) -> None:
@@ -263,9 +253,8 @@ class Release(Pacer):
 
     @property
     def all_free(self) -> bool:
-        """Whether the last worker of those present may compute."""
-        present = self._state.present
-        return bool(present) and len(present) <= self._places
+        """Whether every present worker may compute; False if none is present."""
+        return 0 < len(self._state.present) <= self._places
 
     @property
     def _places(self) -> int:
@@ -281,7 +270,7 @@ class Release(Pacer):
 
 
 class Free(Pacer):
-    """Lets every worker compute once the quorum is there."""
+    """Lets every worker compute once the quorum is complete."""
 
     def asks(self, version: int) -> bool:
         return self.missing > 0
@@ -296,59 +285,56 @@ class Free(Pacer):
 class StagedPacer(Pacer):
     """One pacer for the first `updates` versions, then another; None for a stage in which every worker may compute.
 
-    With `release_every`, the second stage admits the workers one after the other, each so many updates after the one
-    before it. The second pacer's rule applies once all are admitted.
+    With `release_every`, the workers are admitted one after the other, so many updates apart, before the second pacer's
+    rule applies.
     """
 
     def __init__(self, warm_up: Pacer | None, main: Pacer | None, *, updates: int, release_every: int = 0) -> None:
         super().__init__()
         self._updates = updates
         self._release = Release(updates, release_every) if release_every else None
-        self._stage: Pacer = warm_up or Free()
-        # The stages still to come.
-        self._later: deque[Pacer] = deque([self._release] if self._release else [])
-        self._later.append(main or Free())
+        # The present stage first.
+        self._stages: list[Pacer] = [warm_up or Free(), *([self._release] if self._release else []), main or Free()]
 
     def asks(self, version: int) -> bool:
         # Also during a free warm-up: a later stage needs the order in which the workers came.
-        return any(stage.asks(version) for stage in (self._stage, *self._later))
+        return any(stage.asks(version) for stage in self._stages)
 
     def _grant(self) -> list[str]:
-        for stage in (self._stage, *self._later):
+        for stage in self._stages:
             stage._state = self._state
-        while self._later and self._over():
-            self._stage = self._later.popleft()
+        while len(self._stages) > 1 and self._is_over(self._stages[0]):
+            del self._stages[0]
             self._state.restart_clocks()
         return super()._grant()
 
-    def _over(self) -> bool:
-        if self._stage is self._release:
+    def _is_over(self, stage: Pacer) -> bool:
+        if stage is self._release:
             return self._release.all_free
         return self._state.version >= self._updates
 
     def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        return self._stage._ready(waiting)
+        return self._stages[0]._ready(waiting)
 
     def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
-        return self._stage._ahead_of(waiting)
+        return self._stages[0]._ahead_of(waiting)
 
 
 class StepGate:
-    """The protocol's pacer and the calls that wait for it: wakes those whose workers may go on, and no others.
+    """The protocol's pacer and the calls that wait for it. Wakes exactly the calls whose workers may proceed.
 
-    It is a state machine without lock or thread, as a pacer is: its owner calls one method at a time and carries out
-    what it returns. A waiting call parks its wake function here and asks again once an event's effects wake it. A
-    worker may repeat a request whose answer was lost.
+    Its owner calls one method at a time and carries out the effects. A waiting call parks its wake function here and
+    requests its step again when an event's effects wake it.
     """
 
     def __init__(self, pacer: Pacer | None = None):
-        # None under most protocols, whose pushes pass by here; may be read from any thread.
+        # None under most protocols, whose workers request no steps; may be read from any thread.
         self.pacer = pacer
         self._version = 0
         # By worker.
         self._parked = ParkedCalls[str]()
-        # By worker, its latest call, until that ends.
-        self._asking: dict[str, Wake] = {}
+        # The latest call of each worker, until it ends.
+        self._latest: dict[str, Wake] = {}
 
     @property
     def asks(self) -> bool:
@@ -361,7 +347,7 @@ class StepGate:
         if self.pacer is None or not self.asks:
             return True, NONE
         released = self.pacer.arrive(worker_id, clock)
-        self._asking[worker_id] = wake
+        self._latest[worker_id] = wake
         effects = self._wake(other for other in released if other != worker_id)
         granted = worker_id in released
         if not granted:
@@ -375,28 +361,28 @@ class StepGate:
         others would wait in vain for a step that it does not know it has.
         """
         self._parked.forget(worker_id, wake)
-        if self._asking.get(worker_id) != wake:
+        if self._latest.get(worker_id) != wake:
             return NONE
-        del self._asking[worker_id]
+        del self._latest[worker_id]
         return self._wake(self.pacer.withdraw(worker_id)) if withdraw and self.pacer is not None else NONE
 
     def depart(self, worker_id: str) -> Effects:
-        """Forget a worker; its own waiting calls ask again."""
+        """Forget a worker; wake its own calls too."""
         if self.pacer is None:
             return NONE
-        # A worker may go without ever having requested a step.
+        # The quorum must not wait for a worker that never requested a step.
         return self._wake([*self.pacer.excuse([worker_id]), *self.pacer.depart(worker_id), worker_id])
 
     def excuse(self, worker_ids: Iterable[str]) -> Effects:
         """Count workers that are gone, or compute already, towards the quorum."""
-        return self._wake(self.pacer.excuse(worker_ids)) if self.pacer is not None else NONE
+        return NONE if self.pacer is None else self._wake(self.pacer.excuse(worker_ids))
 
     def expect(self, quorum: int, at_work: Iterable[str] = ()) -> Effects:
-        """Set the quorum, towards which the workers `at_work` count; all waiting calls ask again."""
+        """Set the quorum, towards which the workers `at_work` count; wake all calls if it changes."""
         if self.pacer is None or self.pacer.quorum == quorum:
             return self.excuse(at_work)
         self.pacer.quorum = quorum
-        return self._wake(list(self._parked.calls)).and_then(self.excuse(at_work))
+        return self._wake_all().and_then(self.excuse(at_work))
 
     def holding_up(self) -> dict[str, int]:
         """Return the workers whose steps others wait for, each with its `step_of`."""
@@ -417,35 +403,35 @@ class StepGate:
             return NONE
         asked = self.asks
         released = self.pacer.advanced(self._version)
-        # Once no worker must ask, all may go.
-        return self._wake(released if asked else list(self._parked.calls))
+        # Where no worker must request steps, all may proceed.
+        return self._wake(released) if asked else self._wake_all()
 
     def replace(self, pacer: Pacer | None, *, quorum: int, at_work: Iterable[str], version: int) -> Effects:
-        """Replace the pacer; the new one knows the workers of the old, and all waiting calls ask it.
+        """Replace the pacer by one that takes over its workers, and wake all calls.
 
-        `quorum`, `at_work` and `version` are given again, as none of them is kept without a pacer.
+        `quorum`, `at_work` and `version` are as in `expect` and `advanced`: without a pacer none of them is kept.
         """
         if pacer is not None:
             pacer.quorum = quorum
             if self.pacer is not None:
                 pacer.take_over(self.pacer)
         self.pacer = pacer
-        return self._wake(list(self._parked.calls)).and_then(self.excuse(at_work)).and_then(self.advanced(version))
+        return self._wake_all().and_then(self.excuse(at_work)).and_then(self.advanced(version))
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
         """Return the workers that this one waits for."""
         return self.pacer.waiting_for(worker_id) if self.pacer is not None else ()
 
     def awaited(self, alive: Iterable[str]) -> tuple[str, ...]:
-        """Return the workers that the quorum waits for: those alive by name, the others as a number in words."""
-        if self.pacer is None or not self.pacer.missing:
-            return ()
-        coming = sorted(self.pacer.not_seen(alive))
-        return (*coming, *not_joined(self.pacer.missing - len(coming)))
+        """Return the workers that the quorum waits for: live ones by name, the others as a number in words."""
+        return self.pacer.awaited(alive) if self.pacer is not None else ()
 
     def holds_for(self, alive: Iterable[str]) -> tuple[str, ...]:
-        """Return what `awaited` does if any call waits for them, else ()."""
+        """Return the same as `awaited` if any call waits, else ()."""
         return self.awaited(alive) if self._parked.calls else ()
 
     def _wake(self, worker_ids: Iterable[str]) -> Effects:
         return Effects(wakes=tuple(self._parked.take(worker_ids)))
+
+    def _wake_all(self) -> Effects:
+        return Effects(wakes=tuple(self._parked.take_all()))

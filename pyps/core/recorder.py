@@ -1,4 +1,4 @@
-"""What happens to a shard, for a recorder that logs all of it."""
+"""The events of a shard, for a recorder that logs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyps.core.update import Update
 class Pushed(NamedTuple):
     """A push is about to be applied, parked, dropped or refused by the protocol or the policy.
 
-    Duplicates and the pushes that left no trace (not finite, other epoch, finished, forgotten) are not recorded.
+    Duplicates and pushes refused earlier (not finite, other epoch, finished, forgotten) are not recorded.
     """
 
     shard_id: int
@@ -25,7 +25,7 @@ class Pushed(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """Waiting gradients are about to become updates at that version, since other workers are active now."""
+    """Pending gradients are about to become updates at that version, since the roster has changed."""
 
     shard_id: int
     roster: Roster
@@ -33,9 +33,9 @@ class Completed(NamedTuple):
 
 
 class Configured(NamedTuple):
-    """Behaviour and base rate are about to change at that version; None for what stays.
+    """The behaviour or base rate is about to change at that version; None for no change.
 
-    With another protocol, waiting gradients are settled first, unless the run has finished.
+    If the protocol changes, pending gradients are settled first, unless the run has finished.
     """
 
     shard_id: int
@@ -51,7 +51,7 @@ class Updated(NamedTuple):
 
     shard_id: int
     update: Update
-    # They change with the shard's next update.
+    # The shard's next update changes the array.
     parameters: Floats
 
 
@@ -74,14 +74,13 @@ class Recorder(Protocol):
     """
 
     def record(self, event: Event) -> None:
-        """Note an event.
+        """Note an event. Called under the shard's lock, from several shards at once: be quick, do not call the shard.
 
-        It is called under the shard's lock, and from several shards at once: it must be quick and must not call the
-        shard. `Pushed`, `Completed` and `Configured` are about to happen: an exception prevents them, and nothing has
-        changed. `Updated` and `Pulled` have happened: they must not raise.
+        `Pushed`, `Completed` and `Configured` are about to happen: an exception prevents them, and nothing has changed.
+        `Updated` and `Pulled` have happened: do not raise.
         """
         ...
 
     def write(self, shard_id: int) -> None:
-        """Write the events noted of a shard; see `LoggedShard`. It must not raise, nor keep a gradient's payload."""
+        """Write a shard's events; see `LoggedShard`. It must not raise, nor keep a gradient's payload afterwards."""
         ...

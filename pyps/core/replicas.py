@@ -23,34 +23,32 @@ class Lives:
         self._lives: dict[str, Life] = {}
 
     def begin(self, replica: str, incarnation: int) -> None:
-        """Note a life; it is the replica's latest unless a later one is known."""
+        """Note a life, unless a later one is known."""
         life = self._lives.get(replica)
         if life is None or life.incarnation < incarnation:
             self._lives[replica] = Life(incarnation)
 
     def is_latest(self, replica: str, incarnation: int) -> bool:
-        """Return whether it is the replica's latest life."""
         life = self._lives.get(replica)
         return life is not None and life.incarnation == incarnation
 
     def lose(self, replica: str, incarnation: int, how: str) -> None:
         """End a life, with the reason: "its process 'r/1' failed". The first reason stays."""
-        life = self._lives.get(replica)
-        if life is not None and life.incarnation == incarnation and not life.lost:
-            life.lost = how
+        if self.is_latest(replica, incarnation):
+            self._lives[replica].lost = self._lives[replica].lost or how
 
     def is_over(self, replica: str, incarnation: int) -> bool:
         """Return whether that life has lost a process, or a later one has begun."""
         life = self._lives.get(replica)
-        return life is not None and (
-            life.incarnation > incarnation or (life.incarnation == incarnation and bool(life.lost))
-        )
+        if life is None or life.incarnation < incarnation:
+            return False
+        return life.incarnation > incarnation or bool(life.lost)
 
     def require(self, replica: str, incarnation: int) -> None:
         """Raise ReplicaLost where that life has lost a process, Superseded where a later one has begun."""
-        life = self._lives.get(replica)
-        if life is None or not self.is_over(replica, incarnation):
+        if not self.is_over(replica, incarnation):
             return
+        life = self._lives[replica]
         if life.incarnation == incarnation:
             raise ReplicaLost(
                 f"replica {replica!r} is out of the run: {life.lost}; a replica ends as a whole; start it again"
@@ -67,23 +65,17 @@ class Lives:
 
 
 def parts_in_words(parts: tuple[int, ...]) -> str:
-    """Return a worker's parts of the model in words."""
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts))}" if parts else "all parts"
 
 
-# How the messages of a process begin that lost another of its replica, and of one that people ended.
-_LOST = "ReplicaLost"
-_INTERRUPTIONS = ("KeyboardInterrupt", "Terminated")
-
-
 def was_interrupted(message: str) -> bool:
-    """Return whether people ended a process that left as failed, by its own message."""
-    return message.startswith(_INTERRUPTIONS)
+    """Return whether the last message of a failed process says that people ended it."""
+    return message.startswith(("KeyboardInterrupt", "Terminated"))
 
 
 def failure_in_words(message: str) -> str:
-    """Return how a process that left as failed ended, by its own message."""
-    if message.startswith(_LOST):
+    """Return how a failed process ended, from its last message."""
+    if message.startswith("ReplicaLost"):
         return "says that it lost another of them"
     if was_interrupted(message):
         return f"was interrupted ({message.rstrip(': ')})"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Instead of the number of a part: the whole run, and all parts that no worker declared by number.
+# In place of a part's number: the whole run, and all parts that no worker declared by number.
 WHOLE = -1
 REST = -2
 
@@ -16,16 +16,16 @@ REST = -2
 class Roster:
     """The workers that are active in the protocol's round (the papers' lambda is their number).
 
-    A worker is active from its first push until it leaves, its lease runs out, or it holds others up for too long.
-    Where workers hold parts of the model, the roster of each part lists the processes that hold it, and the run's own
-    roster the replicas: each is one worker however many processes it has.
+    A worker is active from its first push until it leaves, its lease runs out, or it delays others for too long. Where
+    workers hold parts of the model, each part has a roster of the processes that hold it; the run's own roster lists
+    replicas, each as one worker.
     """
 
     # Ascending by worker_id.
     workers: tuple[str, ...] = ()
     # How many of the expected workers have not pushed yet; 0 for good once all have.
     missing: int = 0
-    # Workers that have joined and not pushed, ascending; none once nobody is missing.
+    # The missing workers that have joined, ascending.
     coming: tuple[str, ...] = ()
     # The rosters of the model's parts; None where every worker is one process that holds all of them.
     parted: Parted | None = field(default=None, compare=False, repr=False)
@@ -47,17 +47,13 @@ class Roster:
 
     def of_part(self, part: int) -> Roster:
         """Return the roster of a part of the model; the same object as long as nothing changes."""
-        parted = self.parted
-        if parted is None:
-            return self
-        return parted.rosters.get(part, parted.rosters[REST])
+        return self if self.parted is None else self.parted.rosters.get(part, self.parted.rosters[REST])
 
     def is_active(self, worker_id: str) -> bool:
         """Return whether that process is active for some part."""
-        parted = self.parted
-        if parted is not None:
-            return worker_id in parted.active
-        # At every push: a linear search would cost a round the square of its workers.
+        if self.parted is not None:
+            return worker_id in self.parted.active
+        # Called at every push: with a linear search a round's cost would grow with the square of its workers.
         index = bisect_left(self.workers, worker_id)
         return index < len(self.workers) and self.workers[index] == worker_id
 
@@ -73,7 +69,7 @@ class Parted:
 
 
 class Entry(NamedTuple):
-    """A worker, or one process of a replica, as an entry of rosters."""
+    """A worker, or one process of a replica, in a roster."""
 
     worker_id: str
     # The replica's name, or its own.
@@ -86,11 +82,11 @@ class Entry(NamedTuple):
 
 
 class Expectation:
-    """How many workers must have pushed or left before rounds go on without more, for each part of the model."""
+    """The number of workers that must have pushed or left before rounds proceed, for each part of the model."""
 
     def __init__(self, num_workers: int):
         self.num_workers = num_workers
-        # The parts, or WHOLE, for which enough have come. From then on no worker is missing there.
+        # The parts, or WHOLE, with enough workers. No worker is missing there from then on.
         self._gathered = set[int]()
 
     def missing(self, num_arrived: int, *, part: int = WHOLE) -> int:
@@ -106,13 +102,14 @@ class Expectation:
 def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
     """Return the run's roster with those of the parts, where workers are replicas or hold parts of the model."""
     entries = list(entries)
-    by_part: dict[int, list[Entry]] = {part: [] for entry in entries for part in entry.parts}
-    holders_of_all = [entry for entry in entries if not entry.parts]
+    by_part: dict[int, list[Entry]] = {REST: []}
     for entry in entries:
-        for part in entry.parts:
-            by_part[part].append(entry)
-    rosters = {part: roster_of_part([*holders_of_all, *some], expectation, part) for part, some in by_part.items()}
-    rosters[REST] = roster_of_part(holders_of_all, expectation, REST)
+        for part in entry.parts or (REST,):
+            by_part.setdefault(part, []).append(entry)
+    rosters = {
+        part: roster_of_part([*by_part[REST], *(holders if part != REST else ())], expectation, part)
+        for part, holders in by_part.items()
+    }
     active = frozenset(entry.worker_id for entry in entries if entry.active)
     names = [entry._replace(worker_id=entry.name) for entry in entries]
     run = roster_of_part(names, expectation, WHOLE)
@@ -120,14 +117,14 @@ def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
 
 
 def not_joined(count: int) -> tuple[str, ...]:
-    """Return a number of unknown workers in words, as one entry of a list of names; () for none."""
+    """Return a number of unknown workers in words, as one item for a list of names; () for none."""
     if count <= 0:
         return ()
     return (f"{count} more worker{'s' if count > 1 else ''} that ha{'ve' if count > 1 else 's'} not joined",)
 
 
 def roster_of_part(entries: Iterable[Entry], expectation: Expectation, part: int = WHOLE) -> Roster:
-    """Return the roster of a part of the model whose holders are the entries."""
+    """Return the roster of a part of the model, of the processes that hold it."""
     entries = list(entries)
     arrived = {entry.name for entry in entries if entry.arrived}
     missing = expectation.missing(len(arrived), part=part)

@@ -16,19 +16,19 @@ class RuleSettings:
 
     rule: str
     groups: tuple[Mapping[str, float], ...]
-    # What is pushed of each group; () where that is left to the run's first worker.
+    # The kind of each group's pushes; () where the run's first worker decides.
     kinds: tuple[PayloadKind, ...] = ()
 
     @classmethod
     def make(
         cls, rule: str, groups: tuple[Mapping[str, float], ...], kinds: tuple[PayloadKind, ...] = ()
     ) -> RuleSettings:
-        """Check and complete settings; UnsupportedOptimizer names what the server lacks."""
+        """Check settings and fill in defaults; raise UnsupportedOptimizer for any that the server does not have."""
         return cls(rule, tuple(rules.validate(rule, dict(group)) for group in groups), kinds)
 
     @classmethod
     def parse(cls, text: str) -> RuleSettings:
-        """Read adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError when malformed."""
+        """Return the settings of adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError if malformed."""
         name_of_rule, _, rest = text.partition(":")
         rule = rules.find(name_of_rule.strip())
         group: dict[str, float] = {}
@@ -37,7 +37,7 @@ class RuleSettings:
             if not separator:
                 raise ValueError(f"{item!r} is no setting: write name=number")
             name = name.strip()
-            # First: what would be a number for a setting that there is not says nothing.
+            # Before its number: an unknown name is the more useful error.
             rules.require_known(rule, [name])
             if name in group:
                 raise ValueError(f"{name} is given twice: {group[name]:g} and {number}")
@@ -48,11 +48,10 @@ class RuleSettings:
         return cls.make(rule.name, (group,))
 
     def kind(self, group: int) -> PayloadKind:
-        """Return what is pushed of a group."""
         return self.kinds[group] if self.kinds else PayloadKind.GRADIENT
 
     def for_groups(self, num_groups: int) -> RuleSettings:
-        """The same settings for every one of a model's groups, where one was given."""
+        """Return the settings for each of a model's groups, from those of one group or of all."""
         if len(self.groups) == num_groups:
             return self
         if len(self.groups) != 1:
@@ -79,7 +78,7 @@ class RuleSettings:
         return lines
 
     def as_heavy_ball(self) -> RuleSettings:
-        """Return the settings of heavy_ball, momentum with the rate in the velocity; with dampening, self."""
+        """Return momentum's settings as those of heavy_ball, which has the rate in its velocity; self if dampened."""
         if any(group["dampening"] for group in self.groups):
             return self
         kept = tuple({name: value for name, value in group.items() if name != "dampening"} for group in self.groups)
@@ -99,9 +98,9 @@ def settle(
     source: str,
     requester: str = "the worker",
 ) -> RuleSettings:
-    """Return the settings in force, from those that are fixed already (`configured`, by `source`) and a worker's own.
+    """Return the settings in force, from those fixed already (`configured`, by `source`) and a worker's (`requested`).
 
-    A worker whose settings differ from the fixed ones is refused, never silently overridden.
+    Raise OptimizerMismatch where both are given and differ.
     """
     if configured is None and requested is None:
         raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")

@@ -1,8 +1,7 @@
 """Update rules: how the gradients of an update change a shard's parameters and slots.
 
-A rule is a row of `RULES` here and a formula in csrc/kernel_rules.h. In every rule g is the weighted sum of the
-update's gradients and alpha the rate. Where weight decay is not zero, g += weight_decay * theta comes first, once per
-update.
+A rule is a row of `_ROWS` and a formula in csrc/kernel_rules.h. In every rule g is the weighted sum of the update's
+gradients and alpha the rate. With weight decay, g += weight_decay * theta comes first, once per update.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from pyps_wire.codecs import Codec
 from pyps_wire.errors import UnsupportedOptimizer
 
 Slots = dict[str, Floats]
-
-
 # One gradient of an update's sum: encoded numbers, their codec, and the factor that multiplies them.
 WeightedGradient = tuple[bytes | memoryview, Codec, float]
 
@@ -38,20 +35,20 @@ class Hyperparameter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateRule:
-    """An update's formula, by its name in csrc/kernel_rules.h, and what it takes. It holds no state of any shard."""
+    """An update's formula, by its name in csrc/kernel_rules.h, with its settings and slots. It has no state."""
 
     name: str
     settings: Mapping[str, Hyperparameter]
     slot_names: tuple[str, ...] = ()
-    # The setting that a slot begins at, where that is not zero.
+    # The setting that gives a slot's first values, where they are not zero.
     first_values: Mapping[str, str] = field(default_factory=dict)
     # True where the step does not grow with the gradient, so that only the rate can scale it.
     adaptive: bool = False
-    # The setting that a schedule may move as well as the learning rate; empty where the rule has no momentum.
+    # The setting that a schedule may change as well as the learning rate; empty where the rule has no momentum.
     momentum_name: str = ""
-    # The rule that holds while the momentum is zero, where this one's kernel would go on to move the velocity.
+    # The rule to use while the momentum is zero, so that the velocity does not change.
     without_momentum: UpdateRule | None = None
-    # Makes the kernel's numbers of the rate and the settings, in place, at a version; None where these are they.
+    # Makes the kernel's numbers of the rate and the settings, in place, at a version; None where they are the same.
     derive: Callable[[dict[str, float], int], None] | None = None
 
     def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
@@ -69,7 +66,7 @@ class UpdateRule:
         *,
         kind: PayloadKind = PayloadKind.GRADIENT,
     ) -> BoundRule:
-        """Return the rule with a shard's arrays and settings, for its updates from now on by pushes of that kind."""
+        """Return the rule with a shard's arrays and settings, for updates by pushes of that kind."""
         if kind is PayloadKind.BUFFER:
             return BoundRule(_ADDITION, parameters, {}, {"weight_decay": 0.0}, sign=-1.0)
         sign = -1.0 if kind is PayloadKind.DELTA else 1.0
@@ -90,7 +87,7 @@ class BoundRule:
         *,
         sign: float = 1.0,
     ) -> None:
-        """`sign`: what makes a gradient of what is pushed."""
+        """`sign` multiplies what is pushed to make a gradient of it."""
         kernel = _kernels.ShardKernel(rule.name, parameters, slots)
         self.length = parameters.size
         self.sign = sign
@@ -120,10 +117,10 @@ class BoundRule:
         Args:
             gradients: One at least, each as long as the updated part of the shard.
             rate: The step size after schedules and staleness. The learning rate among the settings is not read.
-            version: How many updates the shard has had.
+            version: The number of updates before this one.
             reply: Where to write the new parameters too.
             guarded: Whether a worker may write to the payloads meanwhile. Each block of 512 numbers is then copied,
-                and left out of the sum where it is no longer finite.
+                and left out of the sum if it is no longer finite.
             start, stop: The part of the shard to update; all of it by default.
 
         Returns:
@@ -136,7 +133,7 @@ class BoundRule:
         return self._update(gradients, self._numbers(numbers), reply, guarded, start, stop)
 
 
-# A share is rounded to float32 once, by the kernel: there 1 - 0.999 is no 0.001.
+# Shares are computed here, not in the kernel's float32, which would round twice: there 1 - 0.999 is not 0.001.
 def _momentum(numbers: dict[str, float], version: int) -> None:
     numbers["gradient_share"] = 1.0 - (numbers["dampening"] if version > 0 else 0.0)
 
@@ -189,8 +186,8 @@ _ROWS = (
     SGD,
     # v = m * v + (1 - dampening) * g; theta -= alpha * v: heavy-ball momentum in torch's form.
     #
-    # A shard's first update takes v = g without dampening, and a momentum of zero leaves v as it is, as torch does. A
-    # new rate moves along the old velocity too.
+    # As in torch, a shard's first update takes v = g without dampening, and a momentum of zero leaves v as it is. A new
+    # rate scales the old velocity too.
     UpdateRule(
         name="momentum",
         settings={
@@ -206,14 +203,14 @@ _ROWS = (
     ),
     # v = m * v + alpha * g; theta -= v: heavy-ball momentum with the rate inside the velocity.
     #
-    # The form for updates whose gradients carry rates of their own, as in Zhang et al. 2016 (staleness-aware ASGD):
-    # what a gradient was worth when it came stays so, whatever the rate is later.
+    # For updates whose gradients have rates of their own, as in Zhang et al. 2016 (staleness-aware ASGD): a gradient
+    # keeps the rate at which it arrived.
     UpdateRule(name="heavy_ball", settings=_MOMENTUM_SETTINGS, slot_names=("velocity",), momentum_name="momentum"),
     # v = m * v + g; theta -= alpha * (g + m * v): Nesterov's momentum in torch's form.
     #
-    # The parameters held and served are the look-ahead point of Sutskever et al. 2013, at which the next gradient is
-    # wanted: with u = -alpha * v and a constant alpha they are phi + m * u, where u' = m * u - alpha *
-    # grad(phi + m * u) and phi' = phi + u'.
+    # The parameters are the look-ahead point of Sutskever et al. 2013, where the next gradient is computed: with
+    # u = -alpha * v and a constant alpha they are phi + m * u, where u' = m * u - alpha * grad(phi + m * u) and
+    # phi' = phi + u'.
     UpdateRule(
         name="nesterov",
         settings=_MOMENTUM_SETTINGS,
@@ -223,8 +220,7 @@ _ROWS = (
     ),
     # s += g * g; theta -= alpha * g / (sqrt(s) + eps) (Dean et al. 2012, section 4.1).
     #
-    # The sum holds the current gradient; the root is the paper's (a public note lost it). With lr_decay, alpha is
-    # divided by 1 + lr_decay * version.
+    # The sum includes the current gradient. With lr_decay, alpha is divided by 1 + lr_decay * version.
     UpdateRule(
         name="adagrad",
         settings={
@@ -266,7 +262,7 @@ _ROWS = (
     ),
     # theta -= alpha * weight_decay * theta, then as Adam without decay (Loshchilov and Hutter 2019).
     #
-    # The decay meets neither moments nor their root, so it is the same for parameters of every gradient.
+    # The decay enters neither the moments nor their root, so it does not depend on the gradients.
     UpdateRule(
         name="adamw",
         settings={**_ADAM_SETTINGS, "weight_decay": Hyperparameter(default=0.01)},
@@ -282,7 +278,6 @@ RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _ROWS}
 
 
 def find(name: str) -> UpdateRule:
-    """Return the rule of that name."""
     if name not in RULES:
         raise UnsupportedOptimizer(f"update rule {name!r} is unknown; this server has {', '.join(sorted(RULES))}")
     return RULES[name]
@@ -304,10 +299,8 @@ def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> di
     """
     rule = find(rule) if isinstance(rule, str) else rule
     require_known(rule, hyperparameters)
-    settled = {name: setting.default for name, setting in rule.settings.items()} | {
-        name: float(value) for name, value in hyperparameters.items()
-    }
-    for name, value in settled.items():
+    values = {name: float(hyperparameters.get(name, setting.default)) for name, setting in rule.settings.items()}
+    for name, value in values.items():
         setting = rule.settings[name]
         # Written so that NaN fails; the kernels compute in float32.
         if not (setting.minimum <= value <= float(np.finfo(np.float32).max) and value < setting.below):
@@ -315,4 +308,4 @@ def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> di
             raise UnsupportedOptimizer(
                 f"{rule.name}'s {name} is {value}; expected a finite float32 of at least {setting.minimum:g}{bound}"
             )
-    return settled
+    return values

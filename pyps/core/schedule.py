@@ -1,7 +1,7 @@
-"""How the learning rate changes while training goes on, and how the workers' minibatch grows.
+"""How the learning rate changes during training, and how the workers' minibatch grows.
 
-A schedule is evaluated where and when an update is made, from the shard's own counts: a worker's view of
-them is stale. To add a curve: a frozen dataclass with `at`, and its name in CURVES.
+A shard evaluates its schedule when it makes an update, from its own counts: a worker's view of them is stale. To add a
+curve: a frozen dataclass with `at`, and its name in CURVES.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from pyps_wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Gives the factor of the base learning rate: the product of its terms, 1 without any.
-
-    A pure function of a shard's counts, so a log is replayed through it.
-    """
+    """Gives the factor of the base learning rate: the product of its terms, 1 without any."""
 
     terms: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
         highest = math.prod(max(1.0, term.curve.highest) for term in self.terms)
         if highest > FLOAT32_MAX:
-            # Times 0 it would be no number at all.
+            # A larger factor is infinite in float32, and infinity times 0 is NaN.
             raise InvalidArgument(
                 f"schedule {self.text!r} multiplies the rate by up to {highest:g}; expected at most {FLOAT32_MAX:.3g},"
                 " the largest float32: give its points smaller factors"
@@ -37,8 +34,6 @@ class Schedule:
 
     def factor(self, version: int, examples: int) -> float:
         """Return the factor for the update that comes after `version` updates made of `examples` examples."""
-        if not self.terms:
-            return 1.0
         return math.prod((term.factor(version, examples) for term in self.terms), start=1.0)
 
     @property
@@ -48,14 +43,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A curve and what its time t counts."""
+    """A curve and the unit of its time t."""
 
     curve: Curve
-    # The examples of an epoch: t counts epochs and parts of them. 0: t counts updates.
+    # The examples of an epoch if t counts epochs and parts of them; 0 if t counts updates.
     epoch_examples: int = 0
 
     def factor(self, version: int, examples: int) -> float:
-        """Return the curve's factor after so many updates made of so many examples."""
         return self.curve.at(examples / self.epoch_examples if self.epoch_examples else version)
 
     @property
@@ -72,7 +66,7 @@ class Curve(ABC):
 
     @abstractmethod
     def at(self, time: float) -> float:
-        """Return the factor at time t, which is not negative."""
+        """Return the factor at a time that is not negative."""
 
     @property
     def highest(self) -> float:
@@ -85,7 +79,7 @@ class Curve(ABC):
 
     @classmethod
     def read(cls, settings: str) -> Self:
-        """Return the curve with the settings of "name=value,name=value"."""
+        """Return the curve with the settings "name=value,name=value"."""
         return spec.build(cls, settings, what=f"schedule {cls.name!r}")
 
 
@@ -108,8 +102,8 @@ class Step(Curve):
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_length(self.name, "every", self.every)
-        _check_fraction(self.name, "factor", self.factor)
+        _check_length(self, "every", self.every)
+        _check_fraction(self, "factor", self.factor)
 
     def at(self, time: float) -> float:
         return self.factor ** math.floor(time / self.every)
@@ -124,8 +118,8 @@ class Exponential(Curve):
     every: float = 1.0
 
     def __post_init__(self) -> None:
-        _check(0 < self.decay <= 1, self.name, "decay", self.decay, expected="a number above 0 and at most 1")
-        _check_length(self.name, "every", self.every)
+        _check(0 < self.decay <= 1, self, "decay", self.decay, expected="a number above 0 and at most 1")
+        _check_length(self, "every", self.every)
 
     def at(self, time: float) -> float:
         return math.pow(self.decay, time / self.every)
@@ -143,8 +137,8 @@ class Cosine(Curve):
     minimum: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_length(self.name, "length", self.length)
-        _check_fraction(self.name, "minimum", self.minimum)
+        _check_length(self, "length", self.length)
+        _check_fraction(self, "minimum", self.minimum)
 
     def at(self, time: float) -> float:
         progress = min(time, self.length) / self.length
@@ -163,8 +157,8 @@ class WarmUp(Curve):
     start: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_length(self.name, "length", self.length)
-        _check_fraction(self.name, "start", self.start)
+        _check_length(self, "length", self.length)
+        _check_fraction(self, "start", self.start)
 
     def at(self, time: float) -> float:
         return self.start + (1.0 - self.start) * (min(time, self.length) / self.length)
@@ -216,16 +210,14 @@ class Piecewise(Curve):
         return ";".join(f"{spec.spell_value(time)}={spec.spell_value(factor)}" for time, factor in self.points)
 
 
-CURVES: dict[str, type[Curve]] = {
-    curve.name: curve for curve in (Constant, Step, Exponential, Cosine, WarmUp, Piecewise)
-}
+CURVES: dict[str, type[Curve]] = {kind.name: kind for kind in (Constant, Step, Exponential, Cosine, WarmUp, Piecewise)}
 
 
 def parse(text: str, *, epoch_examples: int = 0) -> Schedule:
-    """Return the schedule that the text names, as "warmup:length=100+step:every=30,factor=0.1,unit=epochs".
+    """Return the schedule of a text such as "warmup:length=100+step:every=30,factor=0.1,unit=epochs".
 
     `epoch_examples` is the length of an epoch where the text counts epochs and does not give it.
-    Raises InvalidArgument for an unknown name, an unknown setting or a value out of range.
+    Raise InvalidArgument for an unknown name, an unknown setting or a value out of range.
     """
     # A plus inside a number (1e+3) is followed by a digit.
     terms = [_parse_term(part.strip(), epoch_examples) for part in re.split(r"\+(?!\d)", text)]
@@ -240,7 +232,7 @@ def _parse_term(text: str, epoch_examples: int) -> Term:
     timing = [item for item in items if item.partition("=")[0].strip() in ("unit", "epoch_examples")]
     curve = CURVES[name].read(",".join(item for item in items if item not in timing))
     unit = spec.build(_Unit, ",".join(timing), what=f"schedule {name!r}")
-    return Term(curve, unit.length(name, epoch_examples))
+    return Term(curve, unit.length(curve, epoch_examples))
 
 
 LR_SCALINGS = ("none", "sqrt", "linear")
@@ -248,12 +240,10 @@ LR_SCALINGS = ("none", "sqrt", "linear")
 
 @dataclass(frozen=True, slots=True)
 class BatchGrowth:
-    """Doubles the minibatch every so many epochs: b(e) = min(maximum, start * 2^floor(e / every)).
+    """Doubles the minibatch every so many epochs: b(e) = min(maximum, start * 2^floor(e / every)) (Zhang et al. 2013).
 
-    e counts epochs of `epoch_examples` examples behind a shard's updates. A pure function of that count.
-
-    Zhang et al. 2013 (ASGD) start small and let the minibatch grow. The rate meets the mean gradient and stays as it
-    is, so that the rate of each example falls as the minibatch grows; `lr_scaling` makes good for that.
+    e counts epochs of `epoch_examples` examples behind a shard's updates. The rate multiplies the mean gradient, so the
+    rate of each example falls as the minibatch grows; `lr_scaling` makes up for that.
     """
 
     # Examples in a worker's minibatch, at first and at most.
@@ -261,18 +251,17 @@ class BatchGrowth:
     maximum: int = 0
     # Epochs between two doublings.
     every: float = 2.0
-    # What the rate is multiplied by: 1, the root of the growth b(e) / start, or the growth.
+    # The factor of the rate: 1, the root of the growth b(e) / start, or the growth.
     lr_scaling: str = "none"
     epoch_examples: int = 0
 
     def __post_init__(self) -> None:
-        _check_growth(self.start >= 1, "start", self.start, expected="a minibatch of at least 1 example")
-        expected = f"at least the start, {self.start}, and at most {spec.COUNT_MAX}"
-        _check_growth(self.start <= self.maximum <= spec.COUNT_MAX, "maximum", self.maximum, expected=expected)
-        _check_growth(1e-6 <= self.every < math.inf, "every", self.every, expected="a finite number of epochs above 0")
-        _check_growth(
-            self.lr_scaling in LR_SCALINGS, "lr_scaling", self.lr_scaling, expected=f"one of {', '.join(LR_SCALINGS)}"
-        )
+        most, scaling = spec.COUNT_MAX, self.lr_scaling
+        expected = f"at least the start, {self.start}, and at most {most}"
+        _check(self.start >= 1, self, "start", self.start, expected="a minibatch of at least 1 example")
+        _check(self.start <= self.maximum <= most, self, "maximum", self.maximum, expected=expected)
+        _check(1e-6 <= self.every < math.inf, self, "every", self.every, expected="a finite number of epochs above 0")
+        _check(scaling in LR_SCALINGS, self, "lr_scaling", scaling, expected=f"one of {', '.join(LR_SCALINGS)}")
         if self.epoch_examples < 1:
             raise InvalidArgument(
                 "batch_growth counts epochs, but how many examples an epoch has is not known; set --epoch-examples"
@@ -280,10 +269,10 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str, *, epoch_examples: int = 0) -> BatchGrowth:
-        """Return the growth of "start=8,maximum=64,every=2,lr_scaling=none".
+        """Return the growth of a text such as "start=8,maximum=64,every=2,lr_scaling=none".
 
         `epoch_examples` is the length of an epoch where the text does not give it.
-        Raises InvalidArgument for an unknown setting or a value out of range.
+        Raise InvalidArgument for an unknown setting or a value out of range.
         """
         if "epoch_examples" not in text:
             text = f"{text},epoch_examples={epoch_examples}"
@@ -296,55 +285,51 @@ class BatchGrowth:
     def size(self, examples: int) -> int:
         """Return the minibatch after so many examples."""
         doublings = math.floor(examples / (self.every * self.epoch_examples))
-        # No more than it takes to reach the maximum, so that the number stays small.
+        # Not more than the maximum needs, so that the number stays small.
         return min(self.maximum, self.start << min(doublings, self.maximum.bit_length()))
 
     def rate_factor(self, examples: int) -> float:
-        """Return what multiplies the rate after so many examples."""
+        """Return the factor of the rate after so many examples."""
         growth = self.size(examples) / self.start
         return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[self.lr_scaling]
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What a text says of a term's time."""
+    """The settings of a term's time in a text."""
 
     unit: str = "updates"
     epoch_examples: int = 0
 
-    def length(self, name: str, epoch_examples: int) -> int:
+    def length(self, curve: Curve, epoch_examples: int) -> int:
         """Return how many examples an epoch has, 0 where the time counts updates."""
-        _check(self.unit in ("updates", "epochs"), name, "unit", self.unit, expected="updates or epochs")
-        _check(self.epoch_examples >= 0, name, "epoch_examples", self.epoch_examples, expected="a number above 0")
+        _check(self.unit in ("updates", "epochs"), curve, "unit", self.unit, expected="updates or epochs")
+        _check(self.epoch_examples >= 0, curve, "epoch_examples", self.epoch_examples, expected="a number above 0")
         if self.unit == "updates":
             if self.epoch_examples:
-                raise InvalidArgument(f"schedule {name!r} counts updates; epoch_examples needs unit=epochs")
+                raise InvalidArgument(f"schedule {curve.name!r} counts updates; epoch_examples needs unit=epochs")
             return 0
         if not (self.epoch_examples or epoch_examples):
             raise InvalidArgument(
-                f"schedule {name!r} counts epochs, but how many examples an epoch has is not known;"
+                f"schedule {curve.name!r} counts epochs, but how many examples an epoch has is not known;"
                 " set --epoch-examples"
             )
         return self.epoch_examples or epoch_examples
 
 
-def _check(holds: bool, schedule: str, setting: str, value: float | str, *, expected: str) -> None:
+def _check(holds: bool, thing: Curve | BatchGrowth, setting: str, value: float | str, *, expected: str) -> None:
     if not holds:
-        raise InvalidArgument(f"schedule {schedule!r}: {setting} is {value}; expected {expected}")
+        what = "batch_growth" if isinstance(thing, BatchGrowth) else f"schedule {thing.name!r}"
+        raise InvalidArgument(f"{what}: {setting} is {value}; expected {expected}")
 
 
-def _check_length(schedule: str, setting: str, value: float) -> None:
+def _check_length(curve: Curve, setting: str, value: float) -> None:
     if value == 0.0:
-        # Left out, too: the length of a curve has no sensible default.
-        raise InvalidArgument(f"schedule {schedule!r} needs {setting}=..., a finite number above 0")
-    # A smaller one could overflow when a time is divided by it.
-    _check(1e-6 <= value < math.inf, schedule, setting, value, expected="a finite number above 0")
+        # Also where it is not given: the length of a curve has no sensible default.
+        raise InvalidArgument(f"schedule {curve.name!r} needs {setting}=..., a finite number above 0")
+    # A smaller number could overflow when a time is divided by it.
+    _check(1e-6 <= value < math.inf, curve, setting, value, expected="a finite number above 0")
 
 
-def _check_fraction(schedule: str, setting: str, value: float) -> None:
-    _check(0 <= value <= 1, schedule, setting, value, expected="a number from 0 to 1")
-
-
-def _check_growth(holds: bool, setting: str, value: float | str, *, expected: str) -> None:
-    if not holds:
-        raise InvalidArgument(f"batch_growth: {setting} is {value}; expected {expected}")
+def _check_fraction(curve: Curve, setting: str, value: float) -> None:
+    _check(0 <= value <= 1, curve, setting, value, expected="a number from 0 to 1")

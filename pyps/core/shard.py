@@ -22,6 +22,7 @@ from pyps.core.gradient import (
     SharedMemory,
     norm_of,
     require_kind,
+    require_possible_version,
     require_rate,
     scan,
 )
@@ -42,9 +43,8 @@ T = TypeVar("T")
 class Shard:
     """Parameters, slots, version and ledger of one shard. Every method may be called from any thread.
 
-    A push is checked in a fixed order: whether it fits (else an error is raised), whether it was answered before,
-    finished, epoch, base version, finite numbers, protocol, staleness policy. Only a push that passes all of them
-    changes parameters and slots.
+    A push passes these checks in order: its size (an error is raised), answered before, run finished, epoch, base
+    version, finite numbers, protocol, staleness policy. Only a push that passes all changes parameters and slots.
     """
 
     def __init__(
@@ -68,11 +68,10 @@ class Shard:
         budget: PendingBudget | None = None,
         take_over: bool = False,
     ) -> None:
-        """Copy the parameters, and the slots where a restored shard brings them.
+        """Copy the parameters, and the slots of a restored shard.
 
-        `kind` is what pushes hold. `learning_rate` and `momentum` replace those of the hyperparameters. Gradients that
-        wait count against `budget`. With `take_over` the arrays become the shard's own, and are copied only if they are
-        not aligned.
+        `learning_rate` and `momentum` replace those of the hyperparameters. Pending gradients count against `budget`.
+        With `take_over` the arrays become the shard's own, and are copied only if they are not aligned.
         """
         take = aligned if take_over else aligned_copy
         self.shard_id = shard_id
@@ -120,13 +119,13 @@ class Shard:
     ) -> Pushed:
         """Handle a gradient; a push that was answered before gets the first answer.
 
-        Parameters newer than `held_version` are written to `reply`, whatever became of the push, unless its worker has
-        to wait for its round: the pull that follows brings what the round made. `memory` is the worker's, where the
-        gradient or the reply lies in such. `finding` is what `scan` said where it has run already, of this gradient or
-        of another part of a push that is taken as a whole or not at all.
+        Parameters newer than `held_version` are written to `reply`, also when the push is refused. They are not if its
+        worker has to wait for its round: the pull that follows brings them. `memory` is the worker's shared memory that
+        holds the gradient or the reply. `finding` is the result of an earlier `scan`, of this gradient or of another
+        part of a push that is taken as a whole or not at all.
 
-        Raises InvalidArgument (WrongSize where sizes differ) when the gradient could never be applied here,
-        ServerUnavailable where `memory` is attached no longer, LimitExceeded where it would wait and there is no room.
+        Raise InvalidArgument (WrongSize where sizes differ) when the gradient could never be applied here,
+        ServerUnavailable where `memory` is detached, LimitExceeded where the gradient would wait and there is no room.
         A refused push changes no parameter, no slot and no rate.
         """
         # Without the lock, as a scan takes as long as an update. A volatile payload is checked again when applied.
@@ -163,7 +162,10 @@ class Shard:
         """Make the updates that are due since the roster has changed, and return them."""
         updates: list[Update] = []
         with self._lock:
-            while (decision := self._completed(roster)) is not None:
+            while self._pending and not self.finished:
+                decision = self.behaviour.aggregation.at(self.version).complete(self._pending, self.version, roster)
+                if decision is None:
+                    break
                 if not updates and self._recorder is not None:
                     self._recorder.record(events.Completed(self.shard_id, roster, self.version))
                 updates.append(self._update(decision))
@@ -176,9 +178,8 @@ class Shard:
     ) -> list[Update]:
         """Replace the behaviour or the base rate from the next push on; return the updates made.
 
-        With another protocol, waiting gradients become one last update under the old one (its `settle`); else they go
-        on waiting with their weights. Raise InvalidArgument, and change nothing, for an impossible rate or a protocol
-        that cannot work with the roster.
+        If the protocol changes, pending gradients become one last update under the old one (its `settle`). Raise
+        InvalidArgument, and change nothing, for an impossible rate or a protocol that cannot work with the roster.
         """
         if learning_rate is not None:
             require_rate(learning_rate)
@@ -193,9 +194,9 @@ class Shard:
                     )
                 )
             if behaviour is not None:
-                decision = self._settled(behaviour)
-                if decision is not None:
-                    updates.append(self._update(decision))
+                before = self.behaviour.aggregation
+                if self._pending and not self.finished and behaviour.aggregation != before:
+                    updates.append(self._update(before.at(self.version).settle(self._pending)))
                 self.behaviour = behaviour
             if learning_rate is not None:
                 self.learning_rate = learning_rate
@@ -205,17 +206,12 @@ class Shard:
         return updates
 
     def pull(
-        self,
-        reply: Reply,
-        *,
-        held_version: int = -1,
-        memory: SharedMemory | None = None,
-        worker_id: str | None = None,
+        self, reply: Reply, *, held_version: int = -1, memory: SharedMemory | None = None, worker_id: str | None = None
     ) -> int | None:
-        """Write the parameters to `reply` where they are newer than `held_version`; return their version, or None.
+        """Write parameters newer than `held_version` to `reply`; return their version, or None.
 
-        A worker's pull is recorded, an observer's is not. Raise ServerUnavailable if `memory`, which holds the reply,
-        is detached.
+        The pull of a worker is recorded, that of an observer (`worker_id` None) is not. Raise ServerUnavailable if
+        `memory`, which holds the reply, is detached.
         """
         with self._lock:
             if memory is not None:
@@ -229,7 +225,7 @@ class Shard:
             return self.version
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
-        """Record the pull of a version that was read before; False where the shard has moved on since."""
+        """Record the pull of a version that was read before; return False if the version has changed since."""
         with self._lock:
             if self.version != version:
                 return False
@@ -238,17 +234,14 @@ class Shard:
             return True
 
     def read(self, reader: Callable[[int, Floats], T]) -> T:
-        """Return what `reader(version, parameters)` makes of the parameters, all of one version.
-
-        `reader` is called under the lock: it must not keep the array, which is read-only.
-        """
+        """Return the result of `reader(version, parameters)`, called under the lock: it must not keep the array."""
         with self._lock:
             return reader(self.version, self._readable)
 
     def rewrite(self, writer: Callable[[Floats], object]) -> None:
-        """Let `writer` overwrite all parameters, as one update without gradients.
+        """Let `writer` overwrite all parameters, as one update without gradients, which is not recorded.
 
-        `writer` is called under the lock. The recorder does not hear of it: an update log cannot hold it.
+        `writer` is called under the lock.
         """
         with self._lock:
             writer(self._parameters)
@@ -259,7 +252,7 @@ class Shard:
     @property
     def next_rate(self) -> float:
         """The step size of the next update, before staleness."""
-        return self.learning_rate if self.behaviour.constant_rate else self._rate(self.learning_rate)
+        return self._rate(self.learning_rate)
 
     def contributors(self) -> set[str]:
         """Return the workers whose gradients wait for an update."""
@@ -287,11 +280,10 @@ class Shard:
             return self.behaviour.aggregation.at(self.version).waiting_for(self._pending, roster)
 
     def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]:
-        """Call back once, as soon as the shard has that version, or is finished and never will.
+        """Call back once, when the shard has that version or is finished; return a function that cancels this.
 
-        `callback` is called without the lock: at once if the shard has the version already, else from the thread whose
-        call makes it. It must be quick and must not raise. Return a function that cancels the wait, and returns False
-        if the callback was called or is about to be.
+        `callback` is called without the lock, at once or from the thread whose call makes the version. It must be quick
+        and must not raise. The returned function returns False if the callback was called or is about to be.
         """
         with self._lock:
             waits = self.version < min_version and not self.finished
@@ -307,7 +299,7 @@ class Shard:
         return cancel
 
     def finish(self) -> None:
-        """Refuse new pushes from now on; waiting gradients are never applied. Pulls and repeated answers go on."""
+        """Refuse new pushes from now on; pending gradients are never applied. Pulls and repeated answers go on."""
         with self._lock:
             self.finished = True
             parked = self._parked.take_all()
@@ -333,15 +325,22 @@ class Shard:
         return self._parked.take([version for version in self._parked.calls if version <= self.version])
 
     def _refusal(self, gradient: Gradient, known: Receipt | Forgotten | None, finding: Finding) -> Refuse | None:
-        """Return why a push cannot be used and leave no trace, not even in the ledger; None where it may be."""
+        """Return why the protocol cannot decide on a push, which the ledger then does not remember; None if it can.
+
+        Raise InvalidArgument for a gradient of a version that the shard never had.
+        """
+        shard_id, version = self.shard_id, self.version
         if known is FORGOTTEN:
-            return verdict.forgotten(gradient, shard_id=self.shard_id)
-        version, newest = self.version, gradient.newest_base_version or 0
-        usual = not self.finished and gradient.epoch == self.epoch and finding is FINITE
-        if known is not None or (usual and 0 <= gradient.base_version <= version and newest <= version):
+            return verdict.forgotten(gradient, shard_id=shard_id)
+        if known is not None:
             return None
-        of = {"shard_id": self.shard_id, "epoch": self.epoch, "version": version}
-        return verdict.unusable(gradient, finding, finished=self.finished, **of)
+        if self.finished:
+            return verdict.finished(shard_id=shard_id, version=version)
+        if gradient.epoch != self.epoch:
+            return verdict.other_epoch(gradient, shard_id=shard_id, epoch=self.epoch)
+        if not 0 <= gradient.base_version <= version or (gradient.newest_base_version or 0) > version:
+            require_possible_version(gradient, shard_id=shard_id, version=version)
+        return None if finding is FINITE else verdict.not_finite(finding, gradient, shard_id=shard_id)
 
     def _decide(
         self, gradient: Gradient, roster: Roster, norm: float | None, reply: Reply | None, held_version: int
@@ -370,12 +369,7 @@ class Shard:
         if behaviour.staleness.scales_updates and isinstance(decision, Apply):
             update_scale = self._update_scale(decision.parts)
         receipt = verdict.receipt_of(
-            decision,
-            arrival,
-            shard_id=self.shard_id,
-            epoch=self.epoch,
-            rate=rate,
-            update_scale=update_scale,
+            decision, arrival, shard_id=self.shard_id, epoch=self.epoch, rate=rate, update_scale=update_scale
         )
         waits_bytes = len(gradient.payload) if isinstance(decision, Park) else 0
         if waits_bytes:
@@ -393,7 +387,7 @@ class Shard:
             brings = reply if receipt.version_after > held_version else None
             update, left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=brings)
             if left_out:
-                receipt = verdict.telling(receipt, gradient, left_out=left_out)
+                receipt = verdict.with_left_out(receipt, gradient, count=left_out)
         elif isinstance(decision, Park):
             self._pending.add(contribution)
             self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
@@ -406,10 +400,7 @@ class Shard:
         return Pushed(receipt, brought, update)
 
     def _take_rates(self, gradient: Gradient, decision: Decision, *, provisional: bool) -> None:
-        """Put a push's learning rate and momentum in force, unless it is refused.
-
-        A push whose gradient is dropped or parked sets them too: they are settings of the run.
-        """
+        """Put a push's learning rate and momentum in force, also where its gradient is dropped or parked."""
         if isinstance(decision, Refuse):
             return
         if gradient.learning_rate is not None:
@@ -422,7 +413,7 @@ class Shard:
             self.rate_is_set = True
 
     def _decide_on_copy(self, gradient: Gradient, roster: Roster, reply: Reply | None, held_version: int) -> Pushed:
-        """Copy, scan and decide on a gradient that has to wait in memory that its worker may overwrite."""
+        """Copy, scan and decide on a gradient that must wait but lies in memory that its worker may overwrite."""
         private = gradient.private()
         finding = scan(private, shard_id=self.shard_id, shard_length=self.length)
         if finding.finite:
@@ -433,7 +424,7 @@ class Shard:
     def _bring(
         self, reply: Reply | None, held_version: int, receipt: Receipt, worker_id: str, *, written: bool = False
     ) -> int | None:
-        """Write newer parameters to a push's reply, unless its update has; return their version, or None."""
+        """Write newer parameters to a push's reply, if its update has not; return their version, or None."""
         version = self.version
         if reply is None or version <= held_version or receipt.min_version > version:
             return None
@@ -445,17 +436,6 @@ class Shard:
 
     def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
         return verdict.rejection(refusal, gradient, self.version, roster, shard_id=self.shard_id, epoch=self.epoch)
-
-    def _completed(self, roster: Roster) -> Apply | None:
-        if self.finished or not self._pending:
-            return None
-        return self.behaviour.aggregation.at(self.version).complete(self._pending, self.version, roster)
-
-    def _settled(self, behaviour: Behaviour) -> Apply | None:
-        aggregation = self.behaviour.aggregation
-        if self.finished or not self._pending or behaviour.aggregation == aggregation:
-            return None
-        return aggregation.at(self.version).settle(self._pending)
 
     def _rate(self, learning_rate: float) -> float:
         behaviour = self.behaviour
@@ -499,8 +479,7 @@ class Shard:
 class LoggedShard(Shard):
     """A shard whose recorder writes before a call returns, but not under the lock: reads go on meanwhile.
 
-    Calls that record take turns. So the log has the order of the updates, and an update's parameters stand until it is
-    written.
+    Calls that record take turns: the log has the order of the updates, and the parameters stay until it is written.
     """
 
     def __init__(self, shard_id: int, parameters: Floats, *, recorder: Recorder, **options: Any) -> None:
@@ -551,9 +530,9 @@ def _first_slots(
     length: int,
     take: Callable[[Floats], Floats],
 ) -> Slots:
-    """Return the slots of a new shard, or the restored ones as `take` makes them.
+    """Return the slots of a new shard, or the restored ones, copied by `take`.
 
-    Raise InvalidArgument for another rule's slots, WrongSize for those of another shard.
+    Raise InvalidArgument for slots of another rule, WrongSize for slots of another length.
     """
     if restored is None:
         return rule.make_slots(length, hyperparameters)

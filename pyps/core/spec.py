@@ -1,7 +1,7 @@
-"""Behaviours picked by a line of text: "softsync:n=4" names a class of a registry and gives its fields.
+"""Settings as a line of text: "softsync:n=4" names a class of a registry and gives its fields.
 
-Each class is a frozen dataclass whose fields, all of int, float, bool or str and all with defaults, are its
-settings; a field without a sensible default raises in `__post_init__`, and so does a value out of range.
+Each class is a frozen dataclass. Its fields are its settings, of int, float, bool or str, all with defaults. Its
+`__post_init__` refuses values out of range, and the default of a field that has no sensible one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUNT_MAX = 2**31 - 1
 
 
 def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
-    """Return the object that the text names; InvalidArgument tells which names and settings there are."""
+    """Return the object that the text names; raise InvalidArgument, with the names that there are, for any other."""
     name, _, rest = text.strip().partition(":")
     if name not in registry:
         raise InvalidArgument(f"{what} {name!r} is unknown; expected one of {', '.join(sorted(registry))}")
@@ -45,22 +45,18 @@ def build(kind: type[T], text: str, *, what: str) -> T:
 
 @cache
 def _types_of(kind: type) -> Mapping[str, Any]:
-    """Return the types of a class's settings; evaluating annotations takes longer than all the rest of a text."""
+    # Cached: evaluating annotations takes longer than all the rest of a text.
     types = typing.get_type_hints(kind)
     return {field.name: types[field.name] for field in _settings(kind)}
 
 
 def spell(name: str, thing: object) -> str:
-    """Return the text that makes an equal object; settings at their defaults are left out."""
-    settings = spell_settings(thing)
-    return f"{name}:{settings}" if settings else name
+    """Return the text that makes an equal object, without settings at their defaults."""
+    return _named(name, spell_settings(thing))
 
 
 def spell_settings(thing: object, *, always: Collection[str] = ()) -> str:
-    """Return the "name=value,name=value" of which `build` makes an equal object.
-
-    Settings at their defaults are left out, but for those named in `always`.
-    """
+    """Return the text of which `build` makes an equal object, without settings at defaults unless named in `always`."""
     values = [(field, getattr(thing, field.name)) for field in _settings(thing)]
     return ",".join(
         f"{field.name}={spell_value(value)}"
@@ -71,20 +67,22 @@ def spell_settings(thing: object, *, always: Collection[str] = ()) -> str:
 
 def spell_out(name: str, thing: object) -> str:
     """Return the text that makes an equal object, with all its settings, for people."""
-    settings = spell_settings(thing, always=[field.name for field in _settings(thing)])
-    return f"{name}:{settings}" if settings else name
+    return _named(name, spell_settings(thing, always=[field.name for field in _settings(thing)]))
 
 
 def example(kind: type) -> str:
-    """Return a text that names such an object with all its settings, for people: "softsync:n=4"."""
+    """Return a text with all settings of a class, for people: "softsync:n=4"."""
     values = [(field.name, field.metadata.get(_EXAMPLE, field.default)) for field in _settings(kind)]
-    settings = ",".join(f"{name}={spell_value(value)}" for name, value in values)
     name: str = kind.name  # type: ignore[attr-defined]
+    return _named(name, ",".join(f"{name}={spell_value(value)}" for name, value in values))
+
+
+def _named(name: str, settings: str) -> str:
     return f"{name}:{settings}" if settings else name
 
 
 def required(*, example: int, unset: int) -> Any:
-    """Return a field without a sensible default: `unset` is refused, `example` is what people are shown."""
+    """Return a field without a sensible default: `unset` is refused, `example` is shown to people."""
     return dataclasses.field(default=unset, metadata={_EXAMPLE: example})
 
 
@@ -92,24 +90,15 @@ _EXAMPLE = "example"
 
 
 def _settings(thing: object) -> list[dataclasses.Field[Any]]:
-    """Return the fields that can be set; others are worked out from them."""
+    """Return the fields that can be set; the others follow from them."""
     return [field for field in dataclasses.fields(thing) if field.init]  # type: ignore[arg-type]
 
 
 def _parse(text: str, kind: type, *, what: str) -> Any:
     if kind is bool:
-        words = {
-            "true": True,
-            "on": True,
-            "yes": True,
-            "1": True,
-            "false": False,
-            "off": False,
-            "no": False,
-            "0": False,
-        }
-        if text.lower() in words:
-            return words[text.lower()]
+        yes, no = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
+        if text.lower() in yes + no:
+            return text.lower() in yes
         raise InvalidArgument(f"{what} is {text!r}; expected true or false")
     try:
         return kind(text)
@@ -119,7 +108,7 @@ def _parse(text: str, kind: type, *, what: str) -> Any:
 
 
 def spell_value(value: object) -> str:
-    """Return the text of one setting, from which exactly it is read back."""
+    """Return the text of a value, which is read back exactly."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

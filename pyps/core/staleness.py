@@ -1,12 +1,8 @@
 """Staleness policies: how the age of a gradient reduces its effect.
 
-A policy gives two numbers, because scaling a gradient does nothing durable under an adaptive rule:
-`rate_scale` multiplies the step, `weight` the gradient itself, slots included.
-
-To add one: a frozen dataclass whose fields are its settings, and its name in POLICIES. A policy that
-scales each element by itself (DC-ASGD, Gap-Aware) needs what the worker pulled, kept by the shard, and
-a kernel: it would say so in a field of `Weighing`, next to the two scalars, and the shard would hand both to
-the update.
+A policy gives two numbers, because an adaptive rule cancels a scaled gradient: `rate_scale` multiplies the step,
+`weight` the gradient itself, slots included. To add one: a frozen dataclass whose fields are its settings, and its name
+in POLICIES.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ class Weighing(NamedTuple):
 
 
 class WeighingContext(NamedTuple):
-    """What a policy may know in addition to the staleness."""
+    """What a policy may use in addition to the staleness."""
 
     worker_id: str
     num_workers: int
@@ -43,18 +39,17 @@ class WeighingContext(NamedTuple):
 class StalenessPolicy(ABC):
     """Weighs gradients by their staleness, the tau of the papers.
 
-    Called under a shard's lock, from many shards at once: a policy must be quick, must not block, must hold no
-    state of its own and must give equal answers to equal questions (a shard's log is replayed through it).
+    Called under a shard's lock, from many shards at once: a policy must be quick, must not block, must hold no state
+    and must give equal answers to equal arguments, since a shard's log is replayed through it.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
-    # Whether `update_scale` says anything.
+    # Whether `update_scale` may return another number than 1.
     scales_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument unless all settings are finite numbers and none is negative."""
         for setting in fields(self):  # type: ignore[arg-type]
             value = getattr(self, setting.name)
             if not 0 <= value < math.inf:
@@ -93,8 +88,7 @@ class Divide(StalenessPolicy):
     name: ClassVar[str] = "divide"
 
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
-        staleness_divisor = max(1, staleness)
-        return Weighing(rate_scale=1.0 / staleness_divisor)
+        return Weighing(rate_scale=1.0 / max(1, staleness))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +119,7 @@ class ConstantShare(StalenessPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PerUpdate(StalenessPolicy):
-    """Divides an update's step by the mean staleness of its gradients: alpha0 / max(1, <sigma>).
-
-    Gupta et al. 2016 divide by the mean staleness; here it is that of the very update.
-    """
+    """Divides an update's step by the mean staleness of its gradients: alpha0 / max(1, <sigma>) (Gupta et al. 2016)."""
 
     name: ClassVar[str] = "per_update"
     scales_updates: ClassVar[bool] = True
@@ -142,10 +133,7 @@ class PerUpdate(StalenessPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Exponential(StalenessPolicy):
-    """Lets the step decay with the staleness: alpha0 * exp(-beta * tau) (Chan and Lane 2014).
-
-    Their beta is not known; the rate all but vanishes once beta * tau is large.
-    """
+    """Lets the step decay with the staleness: alpha0 * exp(-beta * tau) (Chan and Lane 2014, who give no beta)."""
 
     name: ClassVar[str] = "exponential"
     beta: float = 0.1
@@ -190,17 +178,7 @@ class Drop(StalenessPolicy):
 
 POLICIES: dict[str, type[StalenessPolicy]] = {
     kind.name: kind
-    for kind in (
-        NoPenalty,
-        Divide,
-        DividePlusOne,
-        ConstantShare,
-        PerUpdate,
-        Exponential,
-        Polynomial,
-        Hinge,
-        Drop,
-    )
+    for kind in (NoPenalty, Divide, DividePlusOne, ConstantShare, PerUpdate, Exponential, Polynomial, Hinge, Drop)
 }
 
 # The papers' short names.
@@ -214,9 +192,9 @@ ALIASES = {
 
 
 def parse(text: str) -> StalenessPolicy:
-    """Return the policy that the text names, as "divide" or "hinge:a=10,b=4".
+    """Return the policy of a text such as "divide" or "hinge:a=10,b=4".
 
-    Raises InvalidArgument for an unknown name, an unknown setting or a value out of range.
+    Raise InvalidArgument for an unknown name, an unknown setting or a value out of range.
     """
     name, colon, settings = text.strip().partition(":")
     return spec.make(f"{ALIASES.get(name, name)}{colon}{settings}", POLICIES, what="staleness policy")

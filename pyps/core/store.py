@@ -1,7 +1,4 @@
-"""A store: a part of the model's parameters under one lock, as rounds, services, storage and the simulator know it.
-
-`Shard`, a dense vector, is one. Only what makes shards, or computes on dense vectors, names that class.
-"""
+"""The interface of a shard to the run, the services, storage and the simulator, and what its calls return."""
 
 from __future__ import annotations
 
@@ -55,9 +52,10 @@ class ShardState:
 
 
 class Store(Protocol):
-    """Parameters with a version, updated by pushes. Every method may be called from any thread.
+    """A part of the model's parameters with a version, updated by pushes. `Shard`, a dense vector, is one.
 
-    The fields may be read without the store's lock; only the store writes them.
+    Every method may be called from any thread; `Shard` describes them. Fields may be read without the store's lock, and
+    only the store writes them.
     """
 
     shard_id: int
@@ -104,51 +102,35 @@ class Store(Protocol):
         held_version: int = -1,
         memory: SharedMemory | None = None,
         finding: Finding | None = None,
-    ) -> Pushed:
-        """Handle a gradient; see `Shard.push`."""
+    ) -> Pushed: ...
 
     def pull(
-        self,
-        reply: Reply,
-        *,
-        held_version: int = -1,
-        memory: SharedMemory | None = None,
-        worker_id: str | None = None,
-    ) -> int | None:
-        """Write the parameters to `reply` where they are newer; return their version, or None."""
+        self, reply: Reply, *, held_version: int = -1, memory: SharedMemory | None = None, worker_id: str | None = None
+    ) -> int | None: ...
 
-    def note_pull(self, version: int, *, worker_id: str | None) -> bool:
-        """Record the pull of a version that was read before; return False if the version has changed since."""
+    def note_pull(self, version: int, *, worker_id: str | None) -> bool: ...
 
-    def read(self, reader: Callable[[int, Floats], T]) -> T:
-        """Return what `reader(version, parameters)` makes of the parameters, all of one version."""
+    def read(self, reader: Callable[[int, Floats], T]) -> T: ...
 
-    def complete(self, roster: Roster) -> list[Update]:
-        """Make the updates that are due since the roster has changed, and return them."""
+    def complete(self, roster: Roster) -> list[Update]: ...
 
     def configure(
         self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
-    ) -> list[Update]:
-        """Replace the behaviour or the base rate from the next push on; return the updates made."""
+    ) -> list[Update]: ...
 
-    def contributors(self) -> set[str]:
-        """Return the workers whose gradients wait for an update."""
+    def contributors(self) -> set[str]: ...
 
-    def waiting_for(self, roster: Roster) -> tuple[str, ...]:
-        """Return the workers for whose gradients the present round waits, ascending."""
+    def waiting_for(self, roster: Roster) -> tuple[str, ...]: ...
 
-    def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]:
-        """Call back once, when the version is reached or never will be; return a function that cancels this."""
+    def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]: ...
 
-    def finish(self) -> None:
-        """Refuse new pushes from now on; pulls go on."""
+    def finish(self) -> None: ...
 
-    def state(self) -> ShardState:
-        """Return a copy of everything that a restored store needs."""
+    def state(self) -> ShardState: ...
 
 
 class PendingBudget:
-    """Counts the bytes of waiting gradients over all shards of a run. May be used from any thread, under any lock."""
+    """Limits the bytes of pending gradients over all shards of a run. May be used from any thread, under any lock."""
 
     def __init__(self, bytes_max: int = sys.maxsize):
         self.bytes_max = bytes_max
@@ -157,7 +139,7 @@ class PendingBudget:
         self.bytes_held = 0
 
     def take(self, num_bytes: int) -> None:
-        """Count a gradient that is about to wait; raise LimitExceeded if it does not fit."""
+        """Add the size of a gradient that is about to wait; raise LimitExceeded if it does not fit."""
         with self._lock:
             if self.bytes_held + num_bytes > self.bytes_max:
                 raise LimitExceeded(
@@ -168,11 +150,11 @@ class PendingBudget:
             self.bytes_held += num_bytes
 
     def restore(self, num_bytes: int) -> None:
-        """Count gradients that waited before the server ended, whatever the bound is now."""
+        """Add the size of gradients that waited before the server ended, whatever the bound is now."""
         with self._lock:
             self.bytes_held += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Count gradients that wait no longer."""
+        """Subtract the size of gradients that are no longer pending."""
         with self._lock:
             self.bytes_held -= num_bytes

@@ -41,18 +41,11 @@ def apply_update(
     update_scale: float = 1.0,
     reply: Reply | None = None,
 ) -> int:
-    """Apply the parts to the rule's shard as one update; parts without numbers leave no trace.
+    """Apply the parts to the rule's shard as one update; return how many numbers of volatile gradients were left out.
 
-    Args:
-        rule: The shard's.
-        parts: Gradients and their shares.
-        rate: The step size before any staleness: the learning rate after schedules.
-        version: How many updates the shard has had.
-        update_scale: Shortens the update as a whole, in addition to each gradient's own staleness.
-        reply: Where to write the new parameters too.
-
-    Returns:
-        How many numbers of volatile gradients were left out because they were no longer finite.
+    Those are no longer finite. `rate` is the learning rate after schedules and before any staleness; `update_scale`
+    shortens the update as a whole, in addition to each gradient's own staleness; `version` is the number of updates
+    before this one. The new parameters are written to `reply` too.
     """
     if len(parts) == 1 and parts[0].share == 1.0:
         gradient, _, weighing = parts[0].contribution
@@ -88,7 +81,7 @@ def apply_update(
 
 
 def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.0) -> float:
-    """Return the step size that the gradient gets of an update at `rate`; a buffer's does not depend on it."""
+    """Return the gradient's step size in an update at `rate`; a buffer's does not depend on the rate."""
     is_buffer = contribution.gradient.kind == PayloadKind.BUFFER
     return (1.0 if is_buffer else rate) * contribution.weighing.rate_scale * update_scale
 
@@ -97,8 +90,8 @@ def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tup
     """Return the factor of each gradient, and that of the step.
 
     Staleness scales the gradients, so that a velocity holds them with their weights at arrival. An adaptive rule would
-    cancel a factor that all gradients share: the mean of their rate scales multiplies the step, and only the ratio of
-    each to the mean enters the sum and the slots.
+    cancel a factor that all gradients share. So the mean of their rate scales multiplies the step, and only the ratio
+    of each to the mean enters the sum and the slots.
     """
     weighed = [(part.share, part.contribution.weighing) for part in parts]
     if not rule.adaptive:
@@ -113,7 +106,7 @@ def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tup
 def _covered(
     gradients: Sequence[Gradient], factors: Sequence[float], length: int
 ) -> Iterator[tuple[int, int, list[WeightedGradient]]]:
-    """Yield start and stop of each part of the shard that one or more gradients cover whole, and their numbers."""
+    """Yield start and stop of each part of the shard that one or more gradients cover whole, with their numbers."""
     weighted = zip(gradients, factors, strict=True)
     if all(not gradient.extents for gradient in gradients):
         yield 0, length, [(g.payload, g.codec, factor) for g, factor in weighted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyps.core.gradient import Finding, Gradient, require_possible_version
+from pyps.core.gradient import Finding, Gradient
 from pyps.core.protocols.base import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
@@ -13,18 +13,12 @@ _REJECTING = (Refuse, Drop)
 
 
 def receipt_of(
-    decision: Decision,
-    arrival: Arrival,
-    *,
-    shard_id: int,
-    epoch: int,
-    rate: float,
-    update_scale: float,
+    decision: Decision, arrival: Arrival, *, shard_id: int, epoch: int, rate: float, update_scale: float
 ) -> Receipt:
     """Return the receipt of a push that a protocol has decided on.
 
-    `rate` is that of an update made now, before staleness; `update_scale` what the staleness of all its gradients
-    leaves of it.
+    `rate` is the step size of an update made now, before staleness; `update_scale` is the factor of it that the
+    staleness of all its gradients makes.
     """
     contribution, _, version, roster = arrival
     gradient, staleness, weighing = contribution
@@ -64,7 +58,7 @@ def rejection(
     epoch: int,
     staleness: int = 0,
 ) -> Receipt:
-    """Return the receipt of a push that is not taken."""
+    """Return the receipt of a push that is refused or dropped."""
     return Receipt(
         shard_id=shard_id,
         sequence=gradient.sequence,
@@ -80,51 +74,36 @@ def rejection(
     )
 
 
-def unusable(
-    gradient: Gradient, finding: Finding, *, finished: bool, shard_id: int, epoch: int, version: int
-) -> Refuse | None:
-    """Refuse a push before the protocol decides on it; return None for one that it may decide on.
-
-    Raise InvalidArgument for a gradient of a version that the shard never had.
-    """
-    if finished:
-        return over(shard_id=shard_id, version=version)
-    if gradient.epoch != epoch:
-        return other_epoch(gradient, shard_id=shard_id, epoch=epoch)
-    require_possible_version(gradient, shard_id=shard_id, version=version)
-    return None if finding.finite else not_finite(finding, gradient, shard_id=shard_id)
-
-
 def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
     """Refuse a push whose receipt the ledger has forgotten, if there was one."""
-    message = (
+    return Refuse(
+        Reason.FORGOTTEN,
         f"shard {shard_id} no longer remembers push {gradient.sequence} of worker {gradient.worker_id!r}, so it may"
-        " have been applied; go on with a new push"
+        " have been applied; go on with a new push",
     )
-    return Refuse(Reason.FORGOTTEN, message)
 
 
-def over(*, shard_id: int, version: int) -> Refuse:
+def finished(*, shard_id: int, version: int) -> Refuse:
     """Refuse a push after the end of the run."""
     return Refuse(Reason.FINISHED, f"the run is finished; shard {shard_id} stays at version {version}")
 
 
 def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
     """Refuse a push computed at parameters of another epoch of the run."""
-    message = (
+    return Refuse(
+        Reason.EPOCH,
         f"the gradient is of epoch {gradient.epoch}, shard {shard_id} of epoch {epoch} since the server was restored;"
-        " pull again, then go on"
+        " pull again, then go on",
     )
-    return Refuse(Reason.EPOCH, message)
 
 
 def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse:
     """Refuse a push because this part of it, or another, holds NaN or infinity."""
-    message = (
+    return Refuse(
+        Reason.NOT_FINITE,
         f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter {finding.parameter} of shard"
-        f" {finding.shard_id}; nothing of this gradient was applied to shard {shard_id}"
+        f" {finding.shard_id}; nothing of this gradient was applied to shard {shard_id}",
     )
-    return Refuse(Reason.NOT_FINITE, message)
 
 
 def too_stale(contribution: Contribution, *, policy: str, version: int) -> Refuse:
@@ -133,12 +112,9 @@ def too_stale(contribution: Contribution, *, policy: str, version: int) -> Refus
     return Refuse(Reason.STALE, message, min_version=version)
 
 
-def telling(receipt: Receipt, gradient: Gradient, *, left_out: int) -> Receipt:
+def with_left_out(receipt: Receipt, gradient: Gradient, *, count: int) -> Receipt:
     """Add to the receipt how many numbers of a volatile gradient were left out when it was applied."""
-    if not left_out:
-        return receipt
-    message = (
-        f"worker {gradient.worker_id!r} changed its gradient while it was applied: {left_out} numbers were left out, as"
-        " NaN or infinity stood among them by then; write to a gradient only once its push is answered"
+    return receipt._replace(
+        message=f"worker {gradient.worker_id!r} changed its gradient while it was applied: {count} numbers were left"
+        " out, as NaN or infinity stood among them by then; write to a gradient only once its push is answered"
     )
-    return receipt._replace(message=message)

@@ -1,8 +1,4 @@
-"""Warm start: serial or hardsync for a shard's first updates, then the configured protocol.
-
-Training begins with one worker, or in lockstep, and the others follow once parameters and slots have settled
-(Dean et al. 2012, section 4.1; algorithm notes 2.3). Slots are kept.
-"""
+"""Warm start: serial or hardsync for a shard's first updates, then the configured protocol (Dean et al. 2012, 4.1)."""
 
 from __future__ import annotations
 
@@ -21,14 +17,14 @@ from pyps_wire.errors import InvalidArgument
 class WarmUp:
     """The protocol of the first `updates` versions, and how workers are admitted afterwards.
 
-    With `release_every` the worker of rank r, in the order of joining, begins its first step of the main
-    protocol no sooner than r * release_every updates after the warm-up; 0 admits all at once.
+    The worker of rank r, in the order of joining, begins its first step of the main protocol no sooner than
+    r * release_every updates after the warm-up; 0 admits all at once.
     """
 
     updates: int = 0
     protocol: str = "serial"
     release_every: int = 0
-    # The protocol that was named.
+    # Of the name `protocol`.
     stage: Aggregation = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +50,7 @@ class WarmUp:
 class Staged(Aggregation):
     """One protocol for a shard's first versions, another from then on; each shard changes at its own version.
 
-    Both warm-up protocols leave no gradient waiting when they make their last update, so none changes hands.
+    No gradient is pending then: serial keeps none, and hardsync's last update applies all.
     """
 
     name: ClassVar[str] = "staged"
@@ -73,8 +69,7 @@ class Staged(Aggregation):
             )
 
     def at(self, version: int) -> Aggregation:
-        stage = self.warm_up.stage if version < self.warm_up.updates else self.main
-        return stage.at(version)
+        return (self.warm_up.stage if version < self.warm_up.updates else self.main).at(version)
 
     def decide(self, arrival: Arrival) -> Decision:
         return self.at(arrival.version).decide(arrival)

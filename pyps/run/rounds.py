@@ -296,7 +296,7 @@ class RoundController:
             return
         if _is_taken(receipt):
             effects = self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)
-            if effects.told:
+            if effects.notices:
                 self.carry_out(effects)
         if gradient.kind != PayloadKind.NOTHING:
             self._counted.add(gradient.example_count > 0)
@@ -310,7 +310,7 @@ class RoundController:
 
     def carry_out(self, effects: Effects) -> None:
         """Carry out the effects of an event. Rounds without departed workers are left to `complete_rounds`."""
-        for kind, what, facts, warning in effects.told:
+        for kind, what, facts, warning in effects.notices:
             self._events.add(kind, what, warning=warning, **facts)
         for worker_id, lost in effects.gone:
             self.on_gone(worker_id, lost)
@@ -374,7 +374,7 @@ class RoundController:
         alive = self._membership.names(alive=True)
         with self._steps_lock:
             at_gate, at_steps = self.steps.holds_for(alive), self.steps.holding_up()
-        stalled = self._membership.look(
+        stalled = self._membership.end_stalls(
             now=now, idle=idle, in_rounds=waited_for, awaited=awaited, at_gate=at_gate, at_steps=at_steps
         )
         self.carry_out(stalled)

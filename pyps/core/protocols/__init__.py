@@ -22,7 +22,7 @@ PROTOCOLS: dict[str, type[Aggregation]] = {
     kind.name: kind for kind in (Async, Softsync, Hardsync, Backup, Ssp, Serial, Asgd, Sandblaster)
 }
 
-# Other people's words. The STT chapter calls serial training "synchronous" and hardsync "hybrid".
+# Other names in use. The STT chapter calls serial training "synchronous" and hardsync "hybrid".
 ALIASES = {
     "downpour": "async",
     "asynchronous": "async",
@@ -31,15 +31,15 @@ ALIASES = {
     "bsp": "hardsync",
 }
 
-# Names after sources that take every gradient in full, however old: Dean et al. 2012, the STT chapter, Zhang et al.
-# 2013, Ho et al. 2013.
+# Their sources apply every gradient in full, however old: Dean et al. 2012, the STT chapter, Zhang et al. 2013, Ho et
+# al. 2013.
 IN_FULL = ("downpour", "asynchronous", "asgd", "ssp")
 
 
 def parse(text: str) -> Aggregation:
     """Return the protocol that the text names, such as "softsync:n=4"; "4-softsync" is the same.
 
-    Raises InvalidArgument that tells which protocols or settings there are.
+    Raise InvalidArgument, with the protocols and settings that there are, for any other text.
     """
     name, separator, settings = text.strip().partition(":")
     if match := re.fullmatch(r"(\d+)-softsync", name):
@@ -49,5 +49,5 @@ def parse(text: str) -> Aggregation:
 
 
 def brought_policy(text: str) -> str:
-    """Return the staleness policy that a protocol's name brings where none is chosen; empty where it brings none."""
+    """Return the staleness policy that a protocol's name implies where none is chosen; empty for none."""
     return "none" if text.strip().partition(":")[0].lower() in IN_FULL else ""

@@ -107,10 +107,8 @@ class Softsync(Aggregation):
         return Apply(mean((*pending, contribution)))
 
     def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        gradients_per_update = self.gradients_per_update(roster.num_expected)
-        if len(pending) < gradients_per_update:
-            return None
-        return Apply(mean(islice(pending, gradients_per_update)))
+        count = self.gradients_per_update(roster.num_expected)
+        return Apply(mean(islice(pending, count))) if len(pending) >= count else None
 
     def split(self, roster: Roster) -> float:
         """Return the effective n = L / c, which is above the configured n if that does not divide L."""

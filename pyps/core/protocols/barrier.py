@@ -56,12 +56,11 @@ class Barrier(Aggregation):
         return Park(version + 1, tuple(islice(others, WAITING_FOR_MAX)))
 
     def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        if pending and self._is_due(roster, num_gathered=len(pending), num_late=len(pending.late(roster))):
-            return Apply(self.parts(_in_worker_order(pending)))
-        return None
+        due = pending and self._is_due(roster, num_gathered=len(pending), num_late=len(pending.late(roster)))
+        return self.settle(pending) if due else None
 
-    def settle(self, pending: Pending) -> Apply | None:
-        return Apply(self.parts(_in_worker_order(pending))) if pending else None
+    def settle(self, pending: Pending) -> Apply:
+        return Apply(self.parts(_in_worker_order(pending)))
 
     def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
         return (*pending.late(roster), *roster.awaited) if pending else ()
@@ -79,9 +78,9 @@ class Barrier(Aggregation):
         return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        """Return whether `num_gathered` gradients, one a worker, are enough for the round's update.
+        """Return whether `num_gathered` gradients, also of workers that are gone, are enough for the round's update.
 
-        `num_late` active workers have not pushed to the round. Gradients of workers that are gone count too.
+        `num_late` active workers have not pushed to the round.
         """
         return num_late == 0
 
@@ -102,8 +101,8 @@ WEIGHTINGS = ("by_count", "equal")
 class Hardsync(Barrier):
     """Applies the mean of one gradient from each live worker (Zhang et al. 2016; the STT chapter's "hybrid"; BSP).
 
-    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples. A round
-    in which a gradient comes without its count is averaged with equal shares: it would weigh nothing otherwise.
+    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples. If one
+    gradient of a round has no count, all have equal shares: without a count it would weigh nothing.
     """
 
     name: ClassVar[str] = "hardsync"
@@ -120,14 +119,11 @@ class Hardsync(Barrier):
         return self.weighting == "by_count"
 
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
-        counts = [contribution.gradient.example_count for contribution in gathered]
-        if self.weighting == "equal" or any(_is_uncounted(contribution.gradient) for contribution in gathered):
+        total = sum(contribution.gradient.example_count for contribution in gathered)
+        # The total is 0 in a round of nothing.
+        if self.weighting == "equal" or any(_is_uncounted(each.gradient) for each in gathered) or total == 0:
             return mean(gathered)
-        total = sum(counts)
-        if total == 0:
-            # A round of nothing.
-            return mean(gathered)
-        return tuple(Part(contribution, count / total) for contribution, count in zip(gathered, counts, strict=True))
+        return tuple(Part(contribution, contribution.gradient.example_count / total) for contribution in gathered)
 
 
 def _is_uncounted(gradient: Gradient) -> bool:
@@ -136,7 +132,7 @@ def _is_uncounted(gradient: Gradient) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StrictBsp(Barrier):
-    """Applies the sum of one gradient from each live worker: SSP with s = 0, read from the barrier (Ho et al. 2013)."""
+    """Applies the sum of one gradient from each live worker: SSP with s = 0 (Ho et al. 2013)."""
 
     name: ClassVar[str] = "ssp:s=0,strict_bsp=true"
 
@@ -146,10 +142,7 @@ class StrictBsp(Barrier):
 
 @dataclass(frozen=True, slots=True)
 class Backup(Barrier):
-    """Applies the mean of the first L - b gradients of a version and drops the late ones (Chen et al. 2016).
-
-    Each shard chooses for itself.
-    """
+    """Applies the mean of the first L - b gradients of a shard's version, drops the late ones (Chen et al. 2016)."""
 
     name: ClassVar[str] = "backup"
     b: int = spec.required(example=1, unset=-1)
@@ -167,11 +160,11 @@ class Backup(Barrier):
         return mean(gathered)
 
     def late(self, base_version: int, version: int) -> Decision:
-        message = (
+        return Drop(
             f"the round of version {base_version} was made of other workers' gradients, and the shard is at"
-            f" version {version}; pull, then go on"
+            f" version {version}; pull, then go on",
+            min_version=version,
         )
-        return Drop(message, min_version=version)
 
     def check(self, num_workers: int) -> None:
         if 0 < num_workers <= self.b:

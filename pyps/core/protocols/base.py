@@ -22,16 +22,17 @@ from pyps.core.staleness import Weighing
 class Aggregation(ABC):
     """Decides what becomes of each gradient that arrives.
 
-    A protocol is a frozen dataclass whose fields are its settings; the gradients that wait lie with their
-    shard. So it holds no state, serves all shards at once, and a checkpoint of the shards is a checkpoint of
-    everything. `decide`, `complete` and `settle` are called under a shard's lock, from many shards at once:
-    they must be quick, must not block, and must give equal answers to equal questions (a shard's log is
-    replayed through them).
+    A protocol is a frozen dataclass whose fields are its settings. It holds no state and serves all shards at once:
+    each shard keeps its pending gradients. `decide`, `complete` and `settle` are called under a shard's lock, from many
+    shards at once: they must be quick, must not block, and must give equal answers to equal arguments, since a shard's
+    log is replayed through them.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
+    # Whether a coordinator moves the parameters, and no worker pushes.
+    coordinated: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, arrival: Arrival) -> Decision:
@@ -41,12 +42,12 @@ class Aggregation(ABC):
         """Return the update that is due since the roster has changed, or None. Called again after each update."""
         return None
 
-    def settle(self, pending: Pending) -> Apply | None:
-        """Return the update of all waiting gradients when another protocol follows: their mean."""
-        return Apply(mean(pending)) if pending else None
+    def settle(self, pending: Pending) -> Apply:
+        """Return the update of the pending gradients, one at least, when another protocol follows: their mean."""
+        return Apply(mean(pending))
 
     def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
-        """Return the workers for whose gradients the pending ones wait, ascending."""
+        """Return the workers whose gradients the pending ones wait for, ascending."""
         return ()
 
     def split(self, roster: Roster) -> float:
@@ -70,14 +71,14 @@ class Aggregation(ABC):
     def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:  # noqa: B027
         """Raise InvalidArgument where the protocol cannot work with that worker.
 
-        `parts` are those of the model that it holds, () for all; `replica` is what it is a process of, if anything.
+        `parts` are the parts of the model that it holds, () for all; `replica` is the replica that it belongs to.
         """
 
     def check_change(self, before: Aggregation) -> None:  # noqa: B027
         """Raise InvalidArgument if a run under `before` cannot change to this protocol."""
 
     def warnings(self, num_workers: int) -> tuple[str, ...]:
-        """Return what people should know about the protocol with so many workers, in sentences."""
+        """Return warnings about the protocol with so many workers, in sentences."""
         return ()
 
     @property
@@ -98,11 +99,6 @@ class Aggregation(ABC):
     @property
     def whole_model(self) -> bool:
         """Whether one mutex is held for all shards of a push or a pull."""
-        return False
-
-    @property
-    def coordinated(self) -> bool:
-        """Whether a coordinator moves the parameters, and no worker pushes."""
         return False
 
     @property
@@ -129,8 +125,8 @@ class Contribution(NamedTuple):
 class Pending:
     """The gradients that wait at a shard, in order of arrival, and their workers. Guarded by its shard's lock.
 
-    A protocol only reads it. The sets of workers are kept up to date, as to search for them would cost a round the
-    square of its workers.
+    A protocol only reads it. The sets of workers are kept up to date: a search at each push would make the cost of a
+    round grow with the square of its workers.
     """
 
     __slots__ = ("_late", "_roster", "_workers", "num_bytes", "waiting")
@@ -166,7 +162,6 @@ class Pending:
         return self._late.keys()
 
     def add(self, contribution: Contribution) -> None:
-        """Add a gradient."""
         gradient = contribution.gradient
         self.waiting.append(contribution)
         self._workers.add(gradient.worker_id)

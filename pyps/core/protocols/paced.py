@@ -1,8 +1,4 @@
-"""Protocols that decide which worker may compute.
-
-Under serial and ssp every gradient is an update. Under sandblaster no worker pushes: a coordinator moves the parameters
-by operations on vectors on the servers.
-"""
+"""Protocols that decide which worker may compute."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class Ssp(Async):
     """Stale synchronous parallel: no worker is more than s clocks ahead of the slowest (Ho et al. 2013).
 
     Pulls may bring gradients of the present clock. With `strict_bsp` and s = 0 every worker pulls the parameters of the
-    barrier instead; an update is a sum, so a rate of hardsync is to be divided by L.
+    barrier instead; an update is a sum, so divide a rate of hardsync by L.
     """
 
     name: ClassVar[str] = "ssp"
@@ -67,9 +63,13 @@ _STRICT = StrictBsp()
 
 @dataclass(frozen=True, slots=True)
 class Sandblaster(Aggregation):
-    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2): workers stage sums of gradients and push none."""
+    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2): a coordinator moves the parameters, and no worker pushes.
+
+    Workers stage sums of gradients on the servers, which the coordinator adds up by operations on vectors.
+    """
 
     name: ClassVar[str] = "sandblaster"
+    coordinated: ClassVar[bool] = True
 
     def decide(self, arrival: Arrival) -> Decision:
         raise InvalidArgument(
@@ -77,10 +77,6 @@ class Sandblaster(Aggregation):
             " parameters its coordinator moves: let the script call pyps_client.sandblaster, or start the servers with"
             " another --protocol"
         )
-
-    @property
-    def coordinated(self) -> bool:
-        return True
 
     def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
         if replica or parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hmac import compare_digest
@@ -33,7 +33,7 @@ from pyps_wire.errors import InvalidArgument, LimitExceeded, NotAllowed, RunFini
 
 # The upper bound of a plan's counts: no product of them overflows.
 _COUNT_MAX = 2**32 - 1
-# What an instruction answers with, nothing for most.
+# The numbers that an instruction answers with, none for most.
 Answer: TypeAlias = list[float]
 Job: TypeAlias = Callable[[], list[Answer]]
 
@@ -43,7 +43,7 @@ class Plan:
     """The memory that a coordinator needs at most."""
 
     history_pairs: int
-    # Further vectors.
+    # Vectors outside the history.
     vectors: int
     # Staged sums of gradients at once.
     stages: int
@@ -57,16 +57,10 @@ class Plan:
 
 
 def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int, existing_pairs: int = 0) -> int:
-    """Return the bytes that a plan takes on a server.
+    """Return the bytes that a plan takes on a server of `num_parameters`.
 
-    Args:
-        plan: What the coordinator needs.
-        num_parameters: Of this server.
-        bytes_max: What this server may spend.
-        existing_pairs: The history of an earlier coordinator, which the first commit shortens.
-
-    Raises:
-        LimitExceeded: The plan takes more than `bytes_max`; the message names settings that take less.
+    `existing_pairs` is the history of an earlier coordinator, which the first commit shortens. Raise LimitExceeded for
+    a plan above `bytes_max`; the message names settings that take less.
     """
     for name in ("history_pairs", "vectors", "stages", "num_portions"):
         value = getattr(plan, name)
@@ -88,7 +82,7 @@ def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int, existi
 
 
 def _remedies(plan: Plan, num_parameters: int, *, bytes_max: int, shortest: int) -> Iterator[str]:
-    """Name settings of the coordinator, with `shortest` pairs of history or more, whose plan would fit."""
+    """Yield settings of the coordinator, with `shortest` pairs of history or more, whose plan would fit."""
     room = bytes_max // (4 * num_parameters) - plan.vectors
     history = min((room - plan.stages) // 2, plan.history_pairs)
     stages = min(room - 2 * plan.history_pairs, plan.stages)
@@ -103,7 +97,7 @@ def _remedies(plan: Plan, num_parameters: int, *, bytes_max: int, shortest: int)
 
 
 def _fewer_stages(plan: Plan, stages: int) -> str:
-    """Name settings of the coordinator that need no more than `stages` stages at once."""
+    """Return settings of the coordinator that need no more than `stages` stages at once."""
     if not plan.num_portions:
         return f"{stages} staged sums at once"
     settings = [f"--portions {stages}"] if stages < plan.num_portions else []
@@ -122,15 +116,15 @@ RunAll: TypeAlias = Callable[[Sequence[Job]], list[list[Answer]]]
 class Attachment:
     """The state of a machine when a coordinator attaches."""
 
-    # Counts coordinators, from 1.
+    # The number of the coordinator, from 1.
     coordinator_epoch: int
-    # The iterations committed here, and what the coordinator of the last one saved.
+    # The iterations committed here, and the state that the last one's coordinator saved.
     iteration: int
     state: str
     # Names of the vectors.
     vectors: tuple[str, ...]
     num_parameters: int
-    # What the plan takes.
+    # The bytes that the plan takes.
     planned_bytes: int
 
 
@@ -156,7 +150,6 @@ class MachineState:
 
 
 def in_sequence(jobs: Sequence[Job]) -> list[list[Answer]]:
-    """Run jobs in this thread."""
     return [job() for job in jobs]
 
 
@@ -164,12 +157,9 @@ class VectorMachine:
     """The vectors of a coordinator on one server's shards. Every method may be called from any thread."""
 
     def __init__(self, shards: Mapping[int, Shard], *, bytes_max: int, logged: bool = False) -> None:
-        """Make a machine without vectors.
+        """Make a machine without vectors; `bytes_max` is for vectors and stages.
 
-        Args:
-            shards: The server's.
-            bytes_max: For vectors and stages.
-            logged: Whether the server keeps an update log, which cannot hold instructions.
+        `logged` is whether the server keeps an update log, which cannot hold instructions.
         """
         self._shards = {shard_id: shards[shard_id] for shard_id in sorted(shards)}
         self._bytes_max = bytes_max
@@ -221,9 +211,9 @@ class VectorMachine:
 
         Args:
             plan: The memory that it needs.
-            coordinator_epoch: 0 takes the next one.
-            at_least: The smallest epoch to take: a restored machine does not know of all that were.
-            secret: What further calls in this epoch must show.
+            coordinator_epoch: 0 for the next one.
+            at_least: The smallest next epoch: a restored machine does not know all earlier ones.
+            secret: Further calls in this epoch must show it.
 
         Raises:
             LimitExceeded: The plan is too large; the message names settings that fit.
@@ -272,8 +262,8 @@ class VectorMachine:
     def execute(self, program: Program, *, run_all: RunAll = in_sequence, secret: Secret = b"") -> Results:
         """Execute a program on all shards; return the sums of their answers, added in the order of the shards.
 
-        The last program again gets the last answer; a commit of an iteration that was committed is not executed again.
-        A program that changes what a checkpoint keeps waits while one is copied.
+        A retry of the last program gets its answer; a program that commits an earlier iteration is not executed. One
+        that changes what a checkpoint keeps waits while a checkpoint is copied.
 
         Raises:
             InvalidArgument: An instruction cannot be executed; none was.
@@ -298,16 +288,14 @@ class VectorMachine:
     # For a worker.
 
     def stage(self, part: StagePart) -> bool:
-        """Add one shard of a stage; see `Stages.add`."""
+        """See `Stages.add`."""
         return self._stages.add(part)
 
     # For a checkpoint.
 
-    @contextmanager
-    def durable(self) -> Iterator[None]:
-        """Hold what a checkpoint keeps at one iteration, on all shards, while the block runs."""
-        with self._durable:
-            yield
+    def durable(self) -> AbstractContextManager[object]:
+        """Return a context in which nothing changes that a checkpoint keeps, on all shards."""
+        return self._durable
 
     def state(self) -> MachineState:
         """Return what a checkpoint keeps, without the vectors. Call it within `durable`."""
@@ -351,7 +339,7 @@ class VectorMachine:
         def take_stages(stage_ids: Iterable[int]) -> None:
             folds.append(self._stages.complete(stage_ids))
 
-        validated = validate(program, self._table, take_stages=take_stages, require_room=self._require_room)
+        table, durable = validate(program, self._table, take_stages=take_stages, require_room=self._require_room)
         self._require_possible(program)
         # Nothing may fail once the first shard has begun, so all memory is allocated before.
         num_new = sum(instruction.operation == Operation.ALLOC for instruction in program.instructions)
@@ -365,9 +353,9 @@ class VectorMachine:
             )
             for shard_id, vectors in self._vectors.items()
         ]
-        with self._durable if validated.durable else nullcontext():
+        with self._durable if durable else nullcontext():
             answers = run_all(jobs)
-            self._table = validated.table
+            self._table = table
             if program.commits_iteration:
                 self.iteration, self.text = program.commits_iteration, program.state
         for instruction in program.instructions:
@@ -414,11 +402,8 @@ class ShardVectors:
     ) -> list[Answer]:
         """Execute validated instructions in order; return the answers of each.
 
-        Args:
-            instructions: Of the program.
-            table: The vectors before the first of them.
-            memory: One array for each ALLOC.
-            folds: This shard's parts of the stages of each FOLD.
+        `table` holds the vectors before them, `memory` an array for each ALLOC, `folds` this shard's parts of the
+        stages of each FOLD.
         """
         arrays, oldest, newest = self.arrays, table.oldest, table.newest
         new_arrays, stages = iter(memory), iter(folds)
@@ -440,22 +425,25 @@ class ShardVectors:
                 case Operation.MOVE:
                     self.shard.rewrite(partial(self._move, instruction))
                 case Operation.BEGIN_PASS:
-                    # The machine's, for all shards.
+                    # The machine executes it, for all shards.
                     pass
                 case _ if PARAMETERS in instruction.reads:
-                    answer = self.shard.read(partial(self._compute_with_parameters, instruction))
+                    answer = self.shard.read(partial(_compute_with_parameters, instruction, arrays))
                 case _:
                     answer = _compute(instruction, arrays)
             answers.append(answer)
         return answers
 
-    def _compute_with_parameters(self, instruction: Instruction, _: int, parameters: Floats) -> Answer:
-        return _compute(instruction, {**self.arrays, PARAMETERS: parameters})
-
     def _move(self, instruction: Instruction, parameters: Floats) -> None:
         arrays = {**self.arrays, PARAMETERS: parameters}
         right = arrays[instruction.right] if instruction.right else None
         _kernels.vector_move(parameters, arrays[instruction.left], instruction.scalar, right)
+
+
+def _compute_with_parameters(
+    instruction: Instruction, arrays: Mapping[str, Floats], _: int, parameters: Floats
+) -> Answer:
+    return _compute(instruction, {**arrays, PARAMETERS: parameters})
 
 
 def _compute(instruction: Instruction, arrays: Mapping[str, Floats]) -> Answer:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pyps_wire.errors import InvalidArgument
 
 # The name of the shards' parameters: any operation may read them, only MOVE writes them.
 PARAMETERS = "parameters"
-# The accepted point and its gradient: with the history, what a restarted coordinator goes on from.
+# The accepted point and its gradient: a restarted coordinator continues from them and the history.
 POINT, GRADIENT = "x", "g"
 STATE_BYTES_MAX = 64 * 1024
-# Numbers that a program may answer with: the products of a history of 180 pairs take less.
+# The numbers of a program's answer: the products of a history of 180 pairs are fewer.
 ANSWERS_MAX = 65_536
-# Instructions of a program, and names, stages and scalars that they list in all.
+# A program's instructions, and all names, stages and scalars that they list.
 INSTRUCTIONS_MAX = 10_000
 LISTED_MAX = 200_000
 _NAME = re.compile(r"[A-Za-z0-9_]{1,16}")
@@ -58,7 +58,7 @@ class Instruction:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The vectors that it reads, `target` apart."""
+        """The vectors that it reads, apart from `target`."""
         match self.operation:
             case Operation.DOT | Operation.PUSH_HISTORY:
                 return self.left, self.right
@@ -88,7 +88,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     # The iteration that they complete, 0 for none.
     commits_iteration: int = 0
-    # With a commit: what a restarted coordinator needs to know.
+    # With a commit: the state for a restarted coordinator.
     state: str = ""
 
 
@@ -111,18 +111,9 @@ class VectorTable:
 
     @property
     def kept(self) -> list[str]:
-        """The vectors that a checkpoint stores as files: the gradient and the history; x is the parameters."""
+        """The vectors that a checkpoint stores in addition to x, its parameters: the gradient and the history."""
         pairs = [f"{letter}{k}" for k in range(self.oldest, self.newest + 1) for letter in "sy"]
         return [name for name in (GRADIENT, *pairs) if name in self.names]
-
-
-@dataclass(frozen=True)
-class Validated:
-    """The effects that a program will have."""
-
-    table: VectorTable
-    # Whether it changes what a checkpoint keeps of the coordinator's.
-    durable: bool
 
 
 def validate(
@@ -131,14 +122,14 @@ def validate(
     *,
     take_stages: Callable[[Iterable[int]], None],
     require_room: Callable[[int], None],
-) -> Validated:
-    """Return the effects of a program.
+) -> tuple[VectorTable, bool]:
+    """Return the vectors after a program, and whether it changes anything that a checkpoint keeps.
 
     Args:
-        program: What is to be executed.
+        program: The program to execute.
         table: The vectors before it.
         take_stages: Called with the stages of each FOLD; raises where one is incomplete.
-        require_room: Called with bytes a parameter; raises where vectors of that size are too large.
+        require_room: Called with bytes per parameter; raises where vectors of that size are too large.
 
     Raises:
         InvalidArgument: An instruction, which is named, cannot be executed.
@@ -147,7 +138,7 @@ def validate(
     draft = _Draft(table, take_stages, require_room, durable=program.commits_iteration > 0)
     for number, instruction in enumerate(program.instructions, start=1):
         draft.add(instruction, where=f"instruction {number} ({instruction.operation.name})")
-    return Validated(draft.table, draft.durable)
+    return draft.table, draft.durable
 
 
 class _Draft:
@@ -168,7 +159,7 @@ class _Draft:
         self._take_stages = take_stages
         self._require_room = require_room
         self._stages_gone = False
-        # All vectors that the program makes are allocated before it begins, those too that it drops again.
+        # All vectors that the program makes are allocated before it begins, also those that it deletes again.
         self._num_made = 0
 
     @property
@@ -184,11 +175,33 @@ class _Draft:
                 self._require_exists(name)
         if instruction.operation in (Operation.COPY, Operation.COMBINE, Operation.FOLD):
             self._write(instruction.target)
-        if check := _CHECKS.get(instruction.operation):
-            check(self, instruction)
+        match instruction.operation:
+            case Operation.ALLOC:
+                self._alloc(instruction.target)
+            case Operation.COMBINE:
+                names, scalars = len(instruction.names), len(instruction.scalars)
+                expected = "expected one scalar for each name, and one name at least"
+                self._require(names == scalars > 0, f"has {names} names and {scalars} scalars; {expected}")
+            case Operation.GRAM:
+                names, others = len(instruction.names), len(instruction.others)
+                expected = "expected one of each at least"
+                self._require(names * others > 0, f"has {names} names and {others} others; {expected}")
+            case Operation.FOLD:
+                self._fold(instruction)
+            case Operation.PUSH_HISTORY:
+                self._push_history(instruction.left, instruction.right)
+            case Operation.DROP_OLDEST:
+                self._require(self._oldest <= self._newest, "finds no pair in the history; expected one at least")
+                self._names -= {f"s{self._oldest}", f"y{self._oldest}"}
+                self._oldest += 1
+                self.durable = True
+            case Operation.MOVE:
+                # Without an accepted point a checkpoint keeps the parameters themselves.
+                self.durable = self.durable or POINT not in self._names
+            case Operation.BEGIN_PASS:
+                self._stages_gone = True
 
-    def alloc(self, instruction: Instruction) -> None:
-        name = instruction.target
+    def _alloc(self, name: str) -> None:
         fits = bool(_NAME.fullmatch(name))
         self._require(fits, f"makes the vector {name!r}; expected letters, digits and _, 16 of them at most")
         self._require(
@@ -202,20 +215,7 @@ class _Draft:
         self._num_made += 1
         self._require_room(4 * max(len(self._names), self._num_made))
 
-    def combine(self, instruction: Instruction) -> None:
-        names, scalars = len(instruction.names), len(instruction.scalars)
-        self._require(
-            names == scalars > 0,
-            f"has {names} names and {scalars} scalars; expected one scalar for each name, and one name at least",
-        )
-
-    def gram(self, instruction: Instruction) -> None:
-        self._require(
-            bool(instruction.names and instruction.others),
-            f"has {len(instruction.names)} names and {len(instruction.others)} others; expected one of each at least",
-        )
-
-    def fold(self, instruction: Instruction) -> None:
+    def _fold(self, instruction: Instruction) -> None:
         stage_ids = instruction.stage_ids
         self._require(instruction.count > 0, "divides by a count of 0; expected the examples behind the stages")
         self._require(bool(stage_ids), "names no stage; expected those that AwaitPass returned")
@@ -226,8 +226,7 @@ class _Draft:
         except InvalidArgument as error:
             raise InvalidArgument(f"{self._where} {error}") from None
 
-    def push_history(self, instruction: Instruction) -> None:
-        left, right = instruction.left, instruction.right
+    def _push_history(self, left: str, right: str) -> None:
         for name in (left, right):
             self._require(name != PARAMETERS, f"moves {PARAMETERS!r} into the history; expected a vector")
             in_history = bool(_PAIR_NAME.fullmatch(name))
@@ -237,19 +236,6 @@ class _Draft:
         self._names -= {left, right}
         self._names |= {f"s{self._newest}", f"y{self._newest}"}
         self.durable = True
-
-    def drop_oldest(self, _: Instruction) -> None:
-        self._require(self._oldest <= self._newest, "finds no pair in the history; expected one at least")
-        self._names -= {f"s{self._oldest}", f"y{self._oldest}"}
-        self._oldest += 1
-        self.durable = True
-
-    def move(self, _: Instruction) -> None:
-        # Without an accepted point a checkpoint keeps the parameters themselves.
-        self.durable = self.durable or POINT not in self._names
-
-    def begin_pass(self, _: Instruction) -> None:
-        self._stages_gone = True
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -266,18 +252,6 @@ class _Draft:
 
     def _note_durable(self, name: str) -> None:
         self.durable |= name in (POINT, GRADIENT) or bool(_PAIR_NAME.fullmatch(name))
-
-
-_CHECKS: Mapping[Operation, Callable[[_Draft, Instruction], None]] = {
-    Operation.ALLOC: _Draft.alloc,
-    Operation.COMBINE: _Draft.combine,
-    Operation.GRAM: _Draft.gram,
-    Operation.FOLD: _Draft.fold,
-    Operation.PUSH_HISTORY: _Draft.push_history,
-    Operation.DROP_OLDEST: _Draft.drop_oldest,
-    Operation.MOVE: _Draft.move,
-    Operation.BEGIN_PASS: _Draft.begin_pass,
-}
 
 
 def _require_bounds(program: Program) -> None:
@@ -305,12 +279,11 @@ def _require_bounds(program: Program) -> None:
 
 def combine_answers(instructions: Iterable[Instruction], parts: Sequence[Sequence[float]]) -> list[float]:
     """Return the sum of several shards' or servers' answers, in float64 in their order; for NORM_INF the largest."""
-    combine = [
-        _largest if instruction.operation == Operation.NORM_INF else _sum
-        for instruction in instructions
-        for _ in range(instruction.num_answers)
+    operations = [instruction.operation for instruction in instructions for _ in range(instruction.num_answers)]
+    return [
+        _largest(numbers) if operation == Operation.NORM_INF else _sum(numbers)
+        for operation, numbers in zip(operations, zip(*parts, strict=True), strict=True)
     ]
-    return [of(numbers) for of, numbers in zip(combine, zip(*parts, strict=True), strict=True)]
 
 
 def _sum(numbers: Iterable[float]) -> float:

@@ -21,7 +21,7 @@ class StagePart:
     portion_id: int
     stage_id: int
     shard_id: int
-    # Of the stage on this server.
+    # The stage's shards on this server.
     num_shards: int
     codec: Codec
     payload: bytes | memoryview
@@ -42,7 +42,7 @@ class _Stage:
 class Stages:
     """The stages of the present pass. Every method may be called from any thread.
 
-    Of two stages of one portion the one with the later lease is kept: the other's worker has lost the portion.
+    Of two stages of one portion only the one with the later lease is kept: the other's worker has lost the portion.
     """
 
     def __init__(self, lengths: Mapping[int, int], *, room: Callable[[], int]) -> None:
@@ -58,7 +58,6 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, complete or not."""
         return len(self._by_id)
 
     def add(self, part: StagePart) -> bool:
@@ -155,7 +154,7 @@ class Stages:
         return self._is_complete(stage)
 
     def _require_room(self, part: StagePart) -> None:
-        # This stage replaces an earlier one of its portion.
+        # The new stage replaces an earlier one of its portion.
         former = self._by_portion.get(part.portion_id)
         freed = former.num_bytes if former is not None and former.stage_id != part.stage_id else 0
         num_bytes, room = self.bytes - freed + 4 * self._lengths[part.shard_id], self._room()

@@ -16,7 +16,7 @@ class Calls:
         """Wakes whom it says; returns the workers that people are told of."""
         for wake in effects.wakes:
             wake()
-        return [told.facts["worker"] for told in effects.told]
+        return [notice.facts["worker"] for notice in effects.notices]
 
     def ask(self, name: str, clock: int = 0) -> bool:
         granted, effects = self.gate.ask(name, clock, self._wakes[name])

@@ -29,9 +29,9 @@ def roster(members: Membership) -> tuple[list[str], int]:
 
 
 def test_a_worker_that_joins_is_alive(members):
-    [told] = members.join("a", 1, now=5.0, info=WorkerInfo(host="box")).told
+    [notice] = members.join("a", 1, now=5.0, info=WorkerInfo(host="box")).notices
     member = known(members, "a")
-    assert (told.kind, told.facts["host"]) == ("joined", "box")
+    assert (notice.kind, notice.facts["host"]) == ("joined", "box")
     assert (member.alive, member.info.host, member.joined_at) == (True, "box", 5.0)
     assert (ids(members), members.num_alive) == (["a"], 1)
 
@@ -42,9 +42,9 @@ def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_h
     members.join("b", 1, now=10.0)
     assert members.expire(29.9) is NONE
     expired = members.expire(30.5)
-    assert (expired.gone, expired.departed, expired.told[0].kind) == ((("a", True),), ("a",), "expired")
+    assert (expired.gone, expired.departed, expired.notices[0].kind) == ((("a", True),), ("a",), "expired")
     assert (members.expire(31.0), ids(members), members.num_alive) == (NONE, ["b"], 1)
-    assert [told.kind for told in members.heard("a", 1, now=35.0).told] == ["back"]
+    assert [notice.kind for notice in members.heard("a", 1, now=35.0).notices] == ["back"]
     assert members.num_alive == 2
 
 
@@ -140,7 +140,7 @@ def test_a_worker_counts_from_its_first_push(members):
     assert roster(members) == ([], 0)
     assert members.pushed("b", 1, now=1.0)[0].workers == ("b",)
     active, effects = members.pushed("a", 1, now=1.0)
-    assert (active.workers, [told.kind for told in effects.told]) == (("a", "b"), ["counts"])
+    assert (active.workers, [notice.kind for notice in effects.notices]) == (("a", "b"), ["counts"])
     assert members.pushed("a", 1, now=2.0) == (active, NONE) and members.roster is active, "nothing has changed"
     members.join("a", 2, now=2.0)
     assert roster(members) == (["b"], 0), "a later process counts from its own first push"
@@ -202,7 +202,7 @@ def pair() -> Membership:
 
 def look(members: Membership, *in_rounds: str, now: float, **held: Any) -> list[str]:
     """Whom nobody waits for any more after the look."""
-    effects = members.look(now=now, idle={"a", "b"}, in_rounds=set(in_rounds), **held)
+    effects = members.end_stalls(now=now, idle={"a", "b"}, in_rounds=set(in_rounds), **held)
     return [*effects.departed, *effects.set_aside, *["expected"] * effects.opens_gate]
 
 

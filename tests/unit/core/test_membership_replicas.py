@@ -42,7 +42,7 @@ def test_a_process_that_fails_takes_its_replica_along(members: Membership) -> No
     effects = members.leave("r/1", 1, now=2.0, failed=True, message="out of memory")
 
     assert (effects.gone, effects.departed) == ((("r/1", True), ("r/0", True)), ("r",))
-    assert effects.told[-1].what == "replica r is out: its process r/1 failed (out of memory)"
+    assert effects.notices[-1].what == "replica r is out: its process r/1 failed (out of memory)"
     states = {member.worker_id: member.state for member in members.all() if member.replica == "r"}
     assert states == {"r/0": WorkerState.EXPIRED, "r/1": WorkerState.FAILED}
     assert alive(members) == ["s/0", "s/1"]
@@ -176,7 +176,7 @@ def test_a_process_that_went_for_anothers_sake_or_peoples_is_not_called_lost(mem
         join(members, replica, 0, 1)
         effects = members.leave(f"{replica}/0", 1, now=1.0, failed=True, message=message)
         assert effects.gone == ((f"{replica}/0", True), (f"{replica}/1", True))
-        assert effects.told[-1].warning == (replica == "r")
+        assert effects.notices[-1].warning == (replica == "r")
         require_lost(members, replica, f"'{replica}/0' {how}")
 
 

@@ -71,10 +71,7 @@ def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old(
         protocol, arrived = parse(text), arrival("a", workers=roster_of(4), version=9, base_version=2)
         assert protocol.decide(arrived) == Apply((Part(arrived.contribution, share=1.0),)), text
         assert protocol.decide(arrival("a", workers=roster_of(4), kind=PayloadKind.NOTHING)) == Acknowledge(), text
-        assert (protocol.complete(Pending(), version=0, roster=roster_of(4)), protocol.settle(Pending())) == (
-            None,
-            None,
-        ), text
+        assert protocol.complete(Pending(), version=0, roster=roster_of(4)) is None, text
         assert (protocol.waiting_for(Pending(), roster_of(4)), protocol.warnings(1)) == ((), ()), text
         protocol.check(1)
 
@@ -123,7 +120,6 @@ def test_when_workers_go_exactly_c_of_those_that_wait_are_applied():
     assert Softsync(1).complete(Pending(waiting[2:]), version=1, roster=roster_of(2)) is None
     # When another protocol comes all are, as one mean.
     assert shares(Softsync(1).settle(Pending(waiting))) == [1 / 3] * 3
-    assert Softsync(1).settle(Pending()) is None
 
 
 # Hardsync, backup workers and strict BSP decide by who has contributed (algorithm notes 2.1, 2.7, 2.9, 2.11).
