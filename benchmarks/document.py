@@ -30,7 +30,7 @@ TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("perfo
 # What a complete document has the results of.
 BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge")
 # Whom the page that helps to choose compares in training.
-BESIDE = (
+COMPARED = (
     ALONE,
     "DDP gloo",
     "DDP gloo, float16",
@@ -257,7 +257,7 @@ def training_beside(results: Results) -> str:
     if not found:
         return _missing(results, "training")
     headings = ["", *(f"{_link_name(rate)}{_slowness(slowed)}" for rate, slowed in _training_cases(found))]
-    rows = [(name, *(_trained(results, name, *case) for case in _training_cases(found))) for name in BESIDE]
+    rows = [(name, *(_trained(results, name, *case) for case in _training_cases(found))) for name in COMPARED]
     return _table(headings, rows)
 
 

@@ -78,9 +78,9 @@ def _server_cpu(results: Results) -> Target:
     reported = {name: figures.median(found, name, "server_cpu_s_per_gb") for name in (LANE, GRPC, "TensorFlow gRPC")}
     if (ours := reported.pop(LANE)) is None:
         return Target(what, wanted)
-    beside = "".join(f", {name} {value:.2f}" for name, value in reported.items() if value is not None)
+    others = "".join(f", {name} {value:.2f}" for name, value in reported.items() if value is not None)
     recorded = f"ps-lite {figures.PS_LITE_SERVER_CPU_S_PER_GB:.2f}"
-    return Target(what, wanted, f"{ours:.2f}{beside}, {recorded}", ours <= 0.40)
+    return Target(what, wanted, f"{ours:.2f}{others}, {recorded}", ours <= 0.40)
 
 
 def _memory(results: Results) -> Target:
@@ -88,10 +88,10 @@ def _memory(results: Results) -> Target:
     limit = 2.3 * BIG.nbytes / 1e6 + 100
     what = f"{LANE}, big model, 4 workers: the server's memory at its peak"
     wanted = f"≤ 2.3 x the model + 100 MB = {limit:.0f} MB"
-    peak, beside = (figures.median(found, name, "server_peak_mb") for name in (LANE, GRPC))
+    peak, by_grpc = (figures.median(found, name, "server_peak_mb") for name in (LANE, GRPC))
     if peak is None:
         return Target(what, wanted)
-    return Target(what, wanted, f"{peak:.0f} MB" + (f", {GRPC} {beside:.0f} MB" if beside else ""), peak <= limit)
+    return Target(what, wanted, f"{peak:.0f} MB" + (f", {GRPC} {by_grpc:.0f} MB" if by_grpc else ""), peak <= limit)
 
 
 def _link(results: Results, subject: str, rate: str) -> Target:

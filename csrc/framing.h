@@ -74,7 +74,7 @@ std::size_t write_payload_prefix(std::uint32_t field_number, std::uint64_t paylo
 // The number of a field that no message has: readers skip it.
 constexpr std::uint32_t padding_field_number = 15;
 
-// Fills what a header of `header_size` bytes leaves of its room, at `out`, with a field that
+// Fills what a header of `header_size` bytes does not use of its room, at `out`, with a field that
 // readers skip; false where that cannot be: the header is longer, or one byte shorter.
 bool pad_header(std::size_t header_size, std::size_t room, unsigned char* out);
 

@@ -17,13 +17,13 @@ from sphinx.util.docutils import SphinxDirective
 from pyps_client.launch import Launch
 from pyps_wire import errors
 
-# Public names, each told where it comes first.
+# Each public name is described in the first of these modules that exports it.
 MODULES = (
     *("pyps_client", "pyps_client.torch", "pyps_client.data"),
     *(f"pyps_client.integrations.{trainer}" for trainer in ("transformers", "lightning", "accelerate")),
     "pyps.ray",
 )
-# What they hold can be told without Ray.
+# The pages can be made without Ray.
 with mock(["ray"]):
     for each in MODULES:
         importlib.import_module(each)
@@ -46,15 +46,15 @@ def names() -> str:
 
 
 def error_tree() -> str:
-    """The tree of errors as their module draws it, and an entry a public one."""
-    tree, _, told = dedent(inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2]).partition("\n\n")
+    """Return the tree of errors as their module draws it, and an entry for each public error."""
+    tree, _, prose = dedent(inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2]).partition("\n\n")
     public = importlib.import_module(MODULES[0])
     entries = [
         _autodoc("exception", f"{MODULES[0]}.{name}", ":show-inheritance:")
         for name in public.__all__
         if _is_error(getattr(public, name))
     ]
-    return "\n\n".join([f"```text\n{dedent(tree)}\n```", told.partition("\nA server ends")[0], *entries])
+    return "\n\n".join([f"```text\n{dedent(tree)}\n```", prose.partition("\nA server ends")[0], *entries])
 
 
 def _is_error(value: object) -> bool:
@@ -80,25 +80,25 @@ class Made(SphinxDirective):  # type: ignore[misc]
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Makes the text anew in each build: no file tells that the code has changed."""
+        """Make the text again in each build: no file shows Sphinx that the code has changed."""
         self.env.note_reread()
         made: list[nodes.Node] = self.parse_text_to_nodes(MADE[self.arguments[0]](), allow_section_headings=True)
         return made
 
 
 def _as_text(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Makes what a docstring means by its signs plain to Sphinx: a name in backquotes begins a paragraph of its own."""
-    told: list[str] = []
+    """Turn a docstring into what Sphinx reads: examples, and a paragraph for each name in backquotes."""
+    text: list[str] = []
     within = False
     for line in lines:
         example = line.startswith("    ")
         if example and not within:
-            told += ["::", ""]
-        elif re.match(r"(`\w+`(, )?)+: ", line) and told and told[-1]:
-            told.append("")
+            text += ["::", ""]
+        elif re.match(r"(`\w+`(, )?)+: ", line) and text and text[-1]:
+            text.append("")
         within = example or (within and not line)
-        told.append(line if example else _plain(line))
-    lines[:] = told
+        text.append(line if example else _plain(line))
+    lines[:] = text
 
 
 def _plain(line: str) -> str:

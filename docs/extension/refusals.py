@@ -52,8 +52,8 @@ def of_command(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
             return ""
     if result.exit_code == 0:
         return ""
-    told = result.output if isinstance(result.exception, SystemExit) else str(result.exception)
-    return told.strip().rpartition("\n")[2].removeprefix("Error: ").removeprefix("pyps: ").strip()
+    text = result.output if isinstance(result.exception, SystemExit) else str(result.exception)
+    return text.strip().rpartition("\n")[2].removeprefix("Error: ").removeprefix("pyps: ").strip()
 
 
 @contextmanager

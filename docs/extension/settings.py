@@ -1,4 +1,4 @@
-"""Every option as Markdown: its meaning, its default, and what is said to a wrong value, all asked of the code."""
+"""Every option as Markdown: its meaning, its default, and the answer to a wrong value, all taken from the code."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ def _chapter(words: Sequence[str], command: Any) -> str:
     for option in command.params:
         if option in arguments or option.hidden:
             continue
-        told, meaning = option.get_help_record(context)
-        sentence = _of_option(words, option, told, meaning, given, without)
-        heading = re.sub(r" / ", ", ", told)
+        record, meaning = option.get_help_record(context)
+        sentence = _of_option(words, option, record, meaning, given, without)
+        heading = re.sub(r" / ", ", ", record)
         parts.append(f"````{{option}} {heading}\n\n{escaped(meaning)}\n{_when_wrong(*sentence)}````")
     return "\n\n".join(parts)
 
 
 def _of_option(
-    words: Sequence[str], option: Any, told: str, meaning: str, given: Sequence[str], without: str
+    words: Sequence[str], option: Any, record: str, meaning: str, given: Sequence[str], without: str
 ) -> tuple[str, str]:
-    """What was given that is wrong, and what is said to it, but for what is said without the option too."""
+    """Return a wrong value for the option and the error that it gets; empty where the error is the same without it."""
     flag = option.opts[0]
     tries: list[tuple[list[str], dict[str, str]]]
     if option.is_flag:
         tries = [([flag], {})]
         tries += [([], {variable: "maybe"}) for variable in re.findall(r"env: (PYPS_\w+)", meaning)]
-    elif re.search(r"INTEGER|NUMBER|\b(int|float)\b", told):
+    elif re.search(r"INTEGER|NUMBER|\b(int|float)\b", record):
         tries = [([flag, f"{(getattr(option, 'min', None) or 0) - 1:g}"], {}), ([flag, "nonsense"], {})]
     else:
         tries = [([flag, word], {}) for word in _WORDS]
@@ -81,7 +81,7 @@ def _of_option(
 
 
 def launch() -> str:
-    """An entry a setting of Launch, with its variable."""
+    """Return an entry for each setting of Launch, with its variable."""
 
     def refused(name: str, value: Any) -> str:
         variables = {"PYPS_SERVERS": "127.0.0.1", f"PYPS_{name.upper()}": value}
@@ -98,12 +98,12 @@ def launch() -> str:
 
 
 def options() -> str:
-    """An entry a keyword of RemoteOptimizer, after the model and its optimizer."""
+    """Return an entry for each keyword of RemoteOptimizer, after the model and its optimizer."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def refused(name: str, value: Any) -> str:
-        # A setting's type is looked at first, then what it names.
+        # The setting's type is checked first, then its value.
         keywords: Any = {name: value}
         return refusals.of_call(lambda: RemoteOptimizer(model, sgd, "127.0.0.1:7610", **keywords))
 
@@ -125,15 +125,15 @@ def _entries(
 ) -> str:
     """Settings in the order of the docstring that explains them."""
     paragraphs = [
-        told.partition(": ")
-        for told in re.findall(r"^ *((?:`\w+`(?:, )?)+: .*(?:\n +(?!`\w+`[,:])\S.*)*)", explained, re.M)
+        text.partition(": ")
+        for text in re.findall(r"^ *((?:`\w+`(?:, )?)+: .*(?:\n +(?!`\w+`[,:])\S.*)*)", explained, re.M)
     ]
     leading = {name for names, _, _ in paragraphs for name in re.findall(r"`(\w+)`", names)}
     parts = []
     for heading, _, meaning in paragraphs:
         # Some are explained in another's paragraph.
-        beside = [name for name in re.findall(r"`(\w+)`", meaning) if name in defaults.keys() - leading]
-        names = [*re.findall(r"`(\w+)`", heading), *beside]
+        others = [name for name in re.findall(r"`(\w+)`", meaning) if name in defaults.keys() - leading]
+        names = [*re.findall(r"`(\w+)`", heading), *others]
         lines = [re.sub(r"\s+", " ", meaning)]
         for name in names:
             facts = [
