@@ -27,11 +27,8 @@ from pyps_wire.partition import Model, Partition
 
 M = TypeVar("M", bound=Message)
 
-
 # A caller's descriptions of itself are shortened to this length.
 TEXT_LENGTH_MAX = 200
-
-
 # The longest message that lists no tensors, shards or leases, with its names and a heartbeat's scalars.
 SMALL_BYTES_MAX = 256 * 2**10
 # The longest entry of a list by shards or extents: two or three numbers.
@@ -178,19 +175,16 @@ def plan_from(
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
         # A gradient may wait long, and only its payload is counted: the rest of the message must not stay with it.
         payload = memoryview(bytes(payload))
-    sender = request.sender
     # A payload without numbers needs no codec.
     codec = FLOAT32 if request.kind == common.PAYLOAD_KIND_NOTHING else CODECS.get(request.codec)
     codec = codec or codec_numbered(request.codec)
-    return plan_of(request, payload, sender.worker_id, sender.incarnation, sender.secret, codec, reply, epoch=epoch)
+    return plan_of(request, payload, request.sender, codec, reply, epoch=epoch)
 
 
 def plan_of(
     request: wire.PushRequest,
     payload: bytes | memoryview,
-    worker_id: str,
-    incarnation: int,
-    secret: bytes,
+    sender: common.Sender,
     codec: Codec,
     reply: Reply | None,
     *,
@@ -207,8 +201,8 @@ def plan_of(
         extents = tuple(Extent(extent.offset, extent.length) for extent in request.extents)
     nothing = request.kind == common.PAYLOAD_KIND_NOTHING
     gradient = Gradient(
-        worker_id,
-        incarnation,
+        sender.worker_id,
+        sender.incarnation,
         request.sequence,
         request.base_version,
         request.epoch,
@@ -228,7 +222,7 @@ def plan_of(
     )
     # A version of another epoch means nothing here: everything is newer.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch
-    return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory, secret)
+    return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory, sender.secret)
 
 
 def codec_from(number: int) -> Codec:
@@ -342,18 +336,13 @@ def hello_reply(
         heartbeat_seconds=config.heartbeat_seconds,
         lease_seconds=config.lease_seconds,
         shards=shard_versions(run),
-        protocol=run.rounds.behaviour.aggregation.text,
-        staleness=spell_out(run.rounds.behaviour.staleness.name, run.rounds.behaviour.staleness),
-        ask_to_proceed=run.rounds.steps.asks,
-        batch_size=run.rounds.batch_size,
-        accumulate=run.rounds.behaviour.aggregation.accumulate,
         clip_norm=run.rounds.behaviour.clip_norm,
-        current_version_only=run.rounds.behaviour.aggregation.barrier,
         codecs=CODECS.values(),  # type: ignore[arg-type]
         server_index=run.content.server_index,
         num_servers=run.content.num_servers,
         control_address=control_address,
         secret=secret,
+        **_changeable(run),
     )
     for offer in offers:
         reply.MergeFrom(offer)
@@ -373,13 +362,21 @@ def heartbeat_reply(run: Run, *, known: bool) -> wire.HeartbeatReply:
         state=int(state),  # type: ignore[arg-type]
         command=reply.COMMAND_STOP if state == RunState.FINISHED else reply.COMMAND_UNSPECIFIED,
         version=run.content.version_max,
-        protocol=run.rounds.behaviour.aggregation.text,
-        staleness=spell_out(run.rounds.behaviour.staleness.name, run.rounds.behaviour.staleness),
-        accumulate=run.rounds.behaviour.aggregation.accumulate,
-        current_version_only=run.rounds.behaviour.aggregation.barrier,
-        ask_to_proceed=run.rounds.steps.asks,
-        batch_size=run.rounds.batch_size,
+        **_changeable(run),
     )
+
+
+def _changeable(run: Run) -> dict[str, Any]:
+    """Return the settings that Hello and each heartbeat report, as they may change."""
+    aggregation, staleness = run.rounds.behaviour.aggregation, run.rounds.behaviour.staleness
+    return {
+        "protocol": aggregation.text,
+        "staleness": spell_out(staleness.name, staleness),
+        "accumulate": aggregation.accumulate,
+        "current_version_only": aggregation.barrier,
+        "ask_to_proceed": run.rounds.steps.asks,
+        "batch_size": run.rounds.batch_size,
+    }
 
 
 def for_people(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -79,21 +79,7 @@ def _describe_v1() -> None:
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)
-        return
     except KeyError:
-        pass
-    file = descriptor_pb2.FileDescriptorProto()
-    reflection_pb2.DESCRIPTOR.CopyToProto(file)
-    old, new = f".{file.package}.", f".{file.package.replace('v1alpha', 'v1')}."
-    file.name = file.name.replace("v1alpha", "v1")
-    file.package = file.package.replace("v1alpha", "v1")
-    for message in file.message_type:
-        for field in message.field:
-            # Assigning it, even empty, would make a type name of a field that has none.
-            if field.type_name:
-                field.type_name = field.type_name.replace(old, new)
-    for service in file.service:
-        for method in service.method:
-            method.input_type = method.input_type.replace(old, new)
-            method.output_type = method.output_type.replace(old, new)
-    pool.AddSerializedFile(file.SerializeToString())
+        file = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file)
+        pool.Add(text_format.Parse(str(file).replace("v1alpha", "v1"), descriptor_pb2.FileDescriptorProto()))

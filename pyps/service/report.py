@@ -34,17 +34,39 @@ class Addresses:
 
 
 def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | None) -> pb.Status:
-    last = run.statistics.last_update
-    status = pb.Status(
+    content, roster, last = run.content, run.membership.roster, run.statistics.last_update
+    behaviour, texts, shards = run.rounds.behaviour, run.rounds.behaviour.texts, list(run.content.shards.values())
+    version_min = min((shard.version for shard in shards), default=0)
+    staged = behaviour.aggregation
+    return pb.Status(
         software=SOFTWARE,
         instruction_set=_kernels.isa(),
         state=int(run.state),  # type: ignore[arg-type]
-        run_id=run.content.run_id,
-        epoch=run.content.epoch,
-        server_index=run.content.server_index,
-        num_servers=run.content.num_servers,
+        run_id=content.run_id,
+        epoch=content.epoch,
+        server_index=content.server_index,
+        num_servers=content.num_servers,
+        optimizer=settings_to(content.settings) if content.settings is not None else None,
+        num_shards=len(shards),
+        num_parameters=sum(shard.length for shard in shards),
+        model_parameters=content.model.num_parameters if content.model else 0,
+        version_min=version_min,
+        version_max=max((shard.version for shard in shards), default=0),
+        pending_gradients=sum(shard.num_pending for shard in shards),
+        pending_bytes=sum(shard.pending_bytes for shard in shards),
+        learning_rates=learning_rates_of(run),
+        protocol=texts["protocol"],
+        staleness=texts["staleness"],
+        schedule=texts["schedule"],
+        schedule_owner=run.rounds.owner.worker_id,
+        warmup=texts["warmup"],
+        warming_up=isinstance(staged, Staged) and version_min < staged.warm_up.updates,
+        batch_growth=texts["batch_growth"],
+        batch_size=run.rounds.batch_size,
+        clip_norm=behaviour.clip_norm,
+        warnings=run.rounds.warnings,
         tally=tally_of(run.statistics.total()),
-        examples=run.content.examples,
+        examples=content.examples,
         uptime_seconds=run.clock() - run.started_at,
         last_update_seconds=-1.0 if last is None else run.clock() - last,
         data_address=addresses.data,
@@ -52,15 +74,12 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         metrics_address=addresses.metrics,
         checkpoint="" if checkpoints is None else str(checkpoints.newest or ""),
         checkpoint_failure="" if checkpoints is None else checkpoints.failure,
-        durable_version=run.content.durable_version,
+        durable_version=content.durable_version,
         workers_alive=run.membership.num_alive,
-        roster=run.membership.roster.workers,
-        workers_missing=run.membership.roster.missing,
+        roster=roster.workers,
+        workers_missing=roster.missing,
         waiting_for=run.waits.descriptions(),
     )
-    _set_model(status, run)
-    _set_behaviour(status, run)
-    return status
 
 
 def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
@@ -183,34 +202,6 @@ def histogram_of(tally: Tally) -> pb.StalenessHistogram:
         ],
         tally=tally_of(tally),
     )
-
-
-def _set_model(status: pb.Status, run: Run) -> None:
-    shards = run.content.shards
-    versions = [shard.version for shard in shards.values()]
-    if run.content.settings is not None:
-        status.optimizer.CopyFrom(settings_to(run.content.settings))
-    status.num_shards = len(shards)
-    status.num_parameters = sum(shard.length for shard in shards.values())
-    status.model_parameters = run.content.model.num_parameters if run.content.model else 0
-    status.version_min = min(versions, default=0)
-    status.version_max = max(versions, default=0)
-    status.pending_gradients = sum(shard.num_pending for shard in shards.values())
-    status.pending_bytes = sum(shard.pending_bytes for shard in shards.values())
-    status.learning_rates.extend(learning_rates_of(run))
-
-
-def _set_behaviour(status: pb.Status, run: Run) -> None:
-    behaviour = run.rounds.behaviour
-    texts = behaviour.texts
-    status.protocol, status.staleness = texts["protocol"], texts["staleness"]
-    status.schedule, status.warmup = texts["schedule"], texts["warmup"]
-    staged = behaviour.aggregation
-    status.warming_up = isinstance(staged, Staged) and status.version_min < staged.warm_up.updates
-    status.batch_growth, status.batch_size = texts["batch_growth"], run.rounds.batch_size
-    status.clip_norm = behaviour.clip_norm
-    status.warnings.extend(run.rounds.warnings)
-    status.schedule_owner = run.rounds.owner.worker_id
 
 
 FIRST_VALUES = 8

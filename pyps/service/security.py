@@ -182,12 +182,8 @@ def stamp_of(*paths: Path) -> list[tuple[int, int, int] | None]:
 
 def is_loopback_host(host: str) -> bool:
     """Return whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    ip = _address(host)
+    return host == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def is_own_machine(peer: str, *, host: str) -> bool:

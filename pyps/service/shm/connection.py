@@ -110,9 +110,7 @@ class Exchange(_InMemory):
         return convert.plan_of(
             request,
             numbers.shards[shard_id],
-            attachment.worker_id,
-            attachment.incarnation,
-            attachment.secret,
+            attachment.sender,
             numbers.codec,
             attachment.replies[shard_id] if pull else None,
             epoch=attachment.content.epoch,
@@ -203,7 +201,7 @@ class Pull(_InMemory):
             attachment.replies[shard_id],
             held_version=self._held_versions.get(shard_id, -1),
             memory=attachment.memory,
-            worker_id=attachment.worker_id,
+            worker_id=attachment.sender.worker_id,
         )
         if version is not None:
             self._versions[shard_id] = version
@@ -223,7 +221,7 @@ class Pull(_InMemory):
             written.codec = codec  # type: ignore[assignment]
             num_bytes += codec.max_bytes(content.shards[shard_id].length)
         if num_bytes:
-            self._run.statistics.pulled(self._attachment.worker_id, num_bytes, shard_ids=self._versions)
+            self._run.statistics.pulled(self._attachment.sender.worker_id, num_bytes, shard_ids=self._versions)
         return [reply]
 
 
@@ -290,7 +288,8 @@ class Connection(Caller):
 
     @property
     def worker(self) -> tuple[str, int] | None:
-        return None if self.attachment is None else (self.attachment.worker_id, self.attachment.incarnation)
+        sender = self.attachment and self.attachment.sender
+        return None if sender is None else (sender.worker_id, sender.incarnation)
 
     @property
     def idle(self) -> bool:
@@ -451,7 +450,7 @@ class Connection(Caller):
             attachment = await self._take_memory(self, request, descriptor)
         finally:
             os.close(descriptor)
-        self._conversation.account.caller = attachment.worker_id
+        self._conversation.account.caller = attachment.sender.worker_id
         self._reply(local.LocalReply(attached=local.LocalAttached(nonce=attachment.memory.nonce)))
 
     def _on_done(self, task: asyncio.Task[None]) -> None:

@@ -164,7 +164,7 @@ class SharedMemory(Listener):
         self._leaving = [(owner, memory) for owner, memory in self._leaving if not memory.unused.done()]
         attachment = caller.attachment if isinstance(caller, Connection) else None
         if attachment is not None and not attachment.memory.unused.done():
-            self._leaving.append((attachment.worker_id, attachment.memory))
+            self._leaving.append((attachment.sender.worker_id, attachment.memory))
         self._count()
 
     def _count(self) -> None:

@@ -181,38 +181,27 @@ class Content(NamedTuple):
 class Attachment:
     """A worker's memory and the shards that it was laid out for."""
 
-    worker_id: str
-    incarnation: int
+    # The worker, with its secret.
+    sender: common.Sender = field(repr=False)
     content: Content
     memory: Segment
     gradients: Sequence[Vectors]
     codec: Codec
     # The place of each shard's parameters.
     replies: Mapping[int, Reply]
-    # The worker's secret.
-    secret: bytes = field(repr=False)
 
     @classmethod
     def make(cls, request: local.LocalAttach, memory: Segment, content: Content) -> Attachment:
-        parameters = _vectors(request.parameters, memory, content)
+        sender, parameters = common.Sender(), _vectors(request.parameters, memory, content)
+        sender.CopyFrom(request.sender)
+        sender.run_id = content.run_id
         return cls(
-            request.sender.worker_id,
-            request.sender.incarnation,
+            sender,
             content,
             memory,
             [_vectors(vectors, memory, content) for vectors in request.gradients],
             parameters.codec,
             {shard_id: Reply(view, 0, parameters.codec) for shard_id, view in parameters.shards.items()},
-            request.sender.secret,
-        )
-
-    @property
-    def sender(self) -> common.Sender:
-        return common.Sender(
-            run_id=self.content.run_id,
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            secret=self.secret,
         )
 
     def require_laid_out(self, shard_id: int, membership: Membership) -> None:
@@ -225,17 +214,18 @@ class Attachment:
                 f"shard {shard_id} is not on server {content.server_index}, which holds {len(content.shards)} of the "
                 f"model's {content.plan.num_shards}"
             )
-        membership.require_part(self.worker_id, shard_id, content.plan.part_of(shard_id))
+        membership.require_part(self.sender.worker_id, shard_id, content.plan.part_of(shard_id))
         raise NotInitialized("the worker declares other parts since this memory was attached: attach it again")
 
     def require_sender(self, sender: common.Sender) -> None:
         """Refuse another sender than the worker that attached; an empty sender means that worker."""
-        worker_id, incarnation = sender.worker_id or self.worker_id, sender.incarnation or self.incarnation
-        run_id = sender.run_id or self.content.run_id
-        if (worker_id, incarnation, run_id) != (self.worker_id, self.incarnation, self.content.run_id):
+        own = self.sender
+        worker_id, incarnation = sender.worker_id or own.worker_id, sender.incarnation or own.incarnation
+        run_id = sender.run_id or own.run_id
+        if (worker_id, incarnation, run_id) != (own.worker_id, own.incarnation, own.run_id):
             raise InvalidArgument(
                 f"the request is of worker {worker_id!r} ({incarnation}) of run {run_id!r}, on a connection of worker "
-                f"{self.worker_id!r} ({self.incarnation}) of run {self.content.run_id!r}"
+                f"{own.worker_id!r} ({own.incarnation}) of run {own.run_id!r}"
             )
 
     def require_shards(self, shards: Mapping[int, Store]) -> None:
