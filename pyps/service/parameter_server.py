@@ -40,9 +40,7 @@ class ParameterServer:
 
     def __init__(self, host: Host, *, control_address: str, transports: Sequence[Transport] = ()):
         self._host = host
-        self._access = host.access
         self._run = host.run
-        self._budget = host.budget
         self._work = host.work
         self._control_address = control_address
         self._transports = transports
@@ -54,8 +52,8 @@ class ParameterServer:
         offers = [await transport.offer(greeting) for transport in self._transports]
         secret, address, model = greeting.secret, self._control_address, self._run.content.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
-        reply = partial(convert.hello_reply, self._run, term, secret=secret, control_address=address, offers=offers)
-        return (await self._off_loop_where(large, reply)).SerializeToString()
+        make = partial(convert.hello_reply, self._run, term, secret=secret, control_address=address, offers=offers)
+        return (await self._off_loop_where(large, make)).SerializeToString()
 
     async def Initialize(self, _: object, context: Call) -> bytes:
         """Receive the first parameters, shard by shard, and make them the run's."""
@@ -87,10 +85,9 @@ class ParameterServer:
             sender = request.sender
             # Before it takes room that the worker may hold.
             self._run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
-            with self._budget.account(sender.worker_id).holding(len(message)):
+            with self._host.budget.account(sender.worker_id).holding(len(message)):
                 if not begun:
-                    begin = partial(self._begin_initialize, request)
-                    initialization = await self._off_loop_where(large, begin)
+                    initialization = await self._off_loop_where(large, partial(self._begin_initialize, request))
                     if initialization is None:
                         return True
                     begun.append(initialization)
@@ -98,7 +95,7 @@ class ParameterServer:
                 self._run.renew_term(begun[0].opening)
                 add = partial(begun[0].add, request.shard_id, codec_numbered(request.codec), payload)
                 await self._work.compute(begun[0].length(request.shard_id), add)
-            # It holds no memory while the next is waited for.
+            # Their memory is free while the next message is waited for.
             del message, request, payload
         if not begun:
             raise InvalidArgument("Initialize came without a message: the model comes first, then each shard")
@@ -188,7 +185,7 @@ class ParameterServer:
     def _welcome(self, message: bytes, role: Role) -> tuple[Greeting, int]:
         greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message), self._run.content.model)
         if not greeting.observer:
-            self._access.require(role, HELLO_AS_WORKER)
+            self._host.access.require(role, HELLO_AS_WORKER)
         return greeting, self._run.hello(greeting)
 
     def _commit(self, initialization: Initialization) -> None:

@@ -15,7 +15,7 @@ from pyps.service.conversation import Conversation, Request
 from pyps.service.serializations import Answer, ReplyFrame, Wanted
 from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
-from pyps.service.work_queue import LEASES_MAX, Ask, LeaseCall
+from pyps.service.work_queue import LEASES_MAX, Ask, lease_portion
 from pyps_wire import common_pb2 as common
 from pyps_wire import lane
 from pyps_wire import parameter_server_pb2 as wire
@@ -46,14 +46,14 @@ class PullStream:
 
     def __init__(self, host: Host, conversation: Conversation, request: wire.PullRequest):
         """Refuse workers that the run does not know, and shards that they may not read. It renews a lease."""
+        self._host = host
         self._run = host.run
-        self._work = host.work
         self._conversation = conversation
         self._request = request
-        self._serializations = host.serializations
         self._codec = convert.codec_from(request.codec)
-        self._observes = request.role == common.ROLE_OBSERVER
-        self._waits = VersionWait(host.run, host.work, request, request.sender, observer=self._observes)
+        observes = request.role == common.ROLE_OBSERVER
+        self._waits = VersionWait(host.run, host.work, request, request.sender, observer=observes)
+        # Empty for an observer.
         self._worker_id = self._waits.worker_id
 
     async def serve(self) -> None:
@@ -68,14 +68,14 @@ class PullStream:
             await self._take(_Read(self, self._waits.shards, mutex))
 
     async def _serve_with_portion(self, mutex: Lock | None) -> None:
-        """Lease a portion, then send the newer shards: under one mutex for the model, of that very moment.
+        """Lease a portion, then send the newer shards: under one mutex for the model, both of the same moment.
 
         A worker that gets no portion gets no parameters either.
         """
         self._require_worker()
-        call = LeaseCall(self._run, self._work, self._request.portion)
+        lease = partial(lease_portion, self._run, self._host.work, self._request.portion)
         if mutex is None:
-            answer = await call.answer()
+            answer = await lease()
             await self._take(_Sent([_lease_frame(answer)]))
             if answer.outcome == LeaseReply.OUTCOME_LEASED:
                 await self._send_each()
@@ -86,10 +86,10 @@ class PullStream:
         async def within(ask: Ask) -> LeaseReply:
             with self._conversation.account.holding(read.held_bytes):
                 # Not on the loop: the mutex may be held by a push.
-                answer, frames[:] = await self._work.begin(partial(_lease_and_read, read, ask))
+                answer, frames[:] = await self._host.work.begin(partial(_lease_and_read, read, ask))
             return answer
 
-        answer = await call.answer(within)
+        answer = await lease(within)
         await self._take(_Sent([_lease_frame(answer), *frames]))
 
     async def _take(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class PullStream:
     def read(self, shard: Store) -> list[ReplyFrame]:
         """Return the shard's message where its parameters are newer, and count the pull."""
         wanted = self.wanted(shard)
-        frame = self._serializations.take(wanted, worker_id=self._worker_id)
+        frame = self._host.serializations.take(wanted, worker_id=self._worker_id)
         if frame is None:
             return []
         shard_ids = (shard.shard_id,)
@@ -119,9 +119,9 @@ class PullStream:
     def _require_worker(self) -> None:
         """Refuse a portion to callers that could not deliver it."""
         portion, request = self._request.portion, self._request
-        if self._observes or portion.sender != request.sender:
+        if not self._worker_id or portion.sender != request.sender:
             raise InvalidArgument(
-                f"{request.sender.worker_id!r} pulls {'as an observer ' if self._observes else ''}and wants a portion "
+                f"{request.sender.worker_id!r} pulls {'' if self._worker_id else 'as an observer '}and wants a portion "
                 f"as {portion.sender.worker_id!r}: ask as the worker that pulls"
             )
 
@@ -142,7 +142,7 @@ class _Read(Request):
         return self.read_where(lambda: True)
 
     def read_where(self, provided: Callable[[], bool]) -> list[ReplyFrame]:
-        """Return the shards' messages; under the mutex, none where `provided`, called in the same moment, says no."""
+        """Return the shards' messages; under the mutex, none if `provided`, which is called there, returns False."""
         if self._mutex is None:
             return self._pull.read(self._shards[0])
         with self._mutex:

@@ -44,13 +44,12 @@ class WorkQueueService:
         queue = _queue_of(self._run, request.sender)
         queue.open(spec_from(request.data), worker_id=request.sender.worker_id)
         assert queue.spec is not None
-        return wire.OpenWorkReply(data=spec_to(queue.spec), **{"pass": queue.pass_}).SerializeToString()
+        return wire.OpenWorkReply(data=wire.DataSpec(**asdict(queue.spec)), **{"pass": queue.pass_}).SerializeToString()
 
     async def Lease(self, message: bytes, context: Call) -> bytes:
         """Answer with a portion once there is one, or with the reason why there will be none."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
-        answer = await LeaseCall(self._run, self._work, request).answer()
-        return answer.SerializeToString()
+        return (await lease_portion(self._run, self._work, request)).SerializeToString()
 
     async def Claim(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse a portion's result."""
@@ -105,7 +104,10 @@ class WorkQueueService:
         """Answer when a pass is complete or the time is up; for pass 0, once there is a data set."""
         request = convert.parse(wire.AwaitPassRequest, message)
         queue = self._coordinated_by(request.sender)
-        reply = await self._awaited(request, queue)
+        try:
+            reply = await self._wait_for_pass(request, queue)
+        except WaitTimedOut:
+            reply = wire.AwaitPassReply(complete=False)
         reply.progress.CopyFrom(queue.progress())
         return reply.SerializeToString()
 
@@ -116,7 +118,7 @@ class WorkQueueService:
         queue.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
         return wire.EndWorkReply().SerializeToString()
 
-    async def _awaited(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> wire.AwaitPassReply:
+    async def _wait_for_pass(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> wire.AwaitPassReply:
         run, pass_, wait_seconds = self._run, _pass_of(request), request.wait_milliseconds / 1000
         what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
         poll = _poll(run, self._work, queue, f"the coordinator waits for {what}", wait_seconds=wait_seconds)
@@ -129,8 +131,6 @@ class WorkQueueService:
                 if outcome.complete or not wait_seconds or (pass_ == 0 and queue.spec is not None):
                     return outcome
                 await poll.wait()
-        except WaitTimedOut:
-            return wire.AwaitPassReply(complete=False)
         finally:
             queue.forget(poll.wake)
 
@@ -155,66 +155,56 @@ async def _ask_directly(ask: Ask) -> wire.LeaseReply:
     return ask()
 
 
-class LeaseCall:
-    """A free worker's request for a portion, alone or with one for parameters. Used on the event loop."""
+async def lease_portion(
+    run: Run,
+    work: KernelExecutor,
+    request: wire.LeaseRequest,
+    within: Callable[[Ask], Awaitable[wire.LeaseReply]] = _ask_directly,
+) -> wire.LeaseReply:
+    """Return the queue's answer to a worker that wants a portion, after at most the request's wait.
 
-    def __init__(self, run: Run, work: KernelExecutor, request: wire.LeaseRequest):
-        _require_few(len(request.held))
-        self._run = run
-        self._work = work
-        self._request = request
+    `within` calls the queue, again after each wait, for example under a lock that it holds for other work too.
+    """
+    _require_few(len(request.held))
+    sender, worker_id = request.sender, request.sender.worker_id
+    queue = _queue_of(run, sender)
+    pass_ = _pass_of(request) if request.HasField("pass") else None
+    wait_seconds = request.wait_milliseconds / 1000
+    poll = _poll(run, work, queue, f"{worker_id} waits for a portion", worker_id=worker_id, wait_seconds=wait_seconds)
+    # For the first call of the queue: the worker holds no other leases later.
+    held: set[int] | None = set(request.held)
 
-    async def answer(self, within: Callable[[Ask], Awaitable[wire.LeaseReply]] = _ask_directly) -> wire.LeaseReply:
-        """Return the queue's answer, after at most the request's wait.
-
-        `within` calls the queue, again after each wait, for example under a lock that it holds for other work too.
-        """
-        run, request, sender = self._run, self._request, self._request.sender
-        queue = _queue_of(run, sender)
-        pass_ = _pass_of(request) if request.HasField("pass") else None
-        wait_seconds = request.wait_milliseconds / 1000
-        waiter = sender.worker_id
-        poll = _poll(
-            run, self._work, queue, f"{waiter} waits for a portion", worker_id=waiter, wait_seconds=wait_seconds
+    def ask() -> wire.LeaseReply:
+        return queue.lease(
+            worker_id,
+            sender.incarnation,
+            pass_=pass_,
+            passes=request.passes,
+            now=run.clock(),
+            wake=poll.wake,
+            announced=True,
+            held=held,
         )
-        # Only for its first call of the queue: it holds no other leases later.
-        held: set[int] | None = set(request.held)
 
-        def ask() -> wire.LeaseReply:
-            return queue.lease(
-                sender.worker_id,
-                sender.incarnation,
-                pass_=pass_,
-                passes=request.passes,
-                now=run.clock(),
-                wake=poll.wake,
-                announced=True,
-                held=held,
-            )
-
-        queue.announce(sender.worker_id, poll.wake)
-        try:
-            while True:
-                poll.look()
-                if run.state is RunState.FINISHED:
-                    return lease_reply(wire.LeaseReply.OUTCOME_ENDED, queue.pass_, message="the run has finished")
-                _refuse_when_replaced(run, queue)
-                answer = await within(ask)
-                self._require_alive(queue)
-                if answer.outcome != wire.LeaseReply.OUTCOME_NOTHING_NOW or not wait_seconds:
-                    return answer
-                await poll.wait()
-                held = None
-        finally:
-            queue.forget(poll.wake)
-
-    def _require_alive(self, queue: WorkQueue) -> None:
-        """Take the portion back from a worker that left or was lost during the call; raise WaitTimedOut."""
-        worker_id = self._request.sender.worker_id
-        member = self._run.membership.get(worker_id)
-        if member is None or not member.alive:
-            queue.release(worker_id, lost=False)
-            raise WaitTimedOut(f"worker {worker_id!r} left, or was silent for too long, while it asked: ask again")
+    queue.announce(worker_id, poll.wake)
+    try:
+        while True:
+            poll.look()
+            if run.state is RunState.FINISHED:
+                return lease_reply(wire.LeaseReply.OUTCOME_ENDED, queue.pass_, message="the run has finished")
+            _refuse_when_replaced(run, queue)
+            answer = await within(ask)
+            member = run.membership.get(worker_id)
+            if member is None or not member.alive:
+                # The portion is free for others.
+                queue.release(worker_id, lost=False)
+                raise WaitTimedOut(f"worker {worker_id!r} left, or was silent for too long, while it asked: ask again")
+            if answer.outcome != wire.LeaseReply.OUTCOME_NOTHING_NOW or not wait_seconds:
+                return answer
+            await poll.wait()
+            held = None
+    finally:
+        queue.forget(poll.wake)
 
 
 def _poll(
@@ -267,7 +257,3 @@ def _pass_of(message: wire.LeaseRequest | wire.BeginPassRequest | wire.AwaitPass
 def spec_from(message: wire.DataSpec) -> DataSpec:
     given: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(DataSpec)}
     return DataSpec(**given | {"name": convert.for_people(message.name)})
-
-
-def spec_to(spec: DataSpec) -> wire.DataSpec:
-    return wire.DataSpec(**asdict(spec))

@@ -28,7 +28,7 @@ from pyps.service.security import Access
 from pyps.service.serializations import ReplyFrame, Serializations, Wanted
 from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
-from pyps.service.work_queue import LeaseCall
+from pyps.service.work_queue import lease_portion
 from pyps.work import DataSpec
 from pyps_client.transport import grpc as channel
 from pyps_wire import common_pb2 as common
@@ -193,7 +193,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
             late.cancel()
             await asyncio.wait([late])
             # The caller has lost its connection, and asks anew.
-            answer = await LeaseCall(run, work, LeaseRequest(sender=SENDER)).answer()
+            answer = await lease_portion(run, work, LeaseRequest(sender=SENDER))
         assert answer.outcome == LeaseReply.OUTCOME_LEASED
         return answer
 
