@@ -9,19 +9,22 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyps.service.executor import Job, KernelExecutor
 from pyps.service.limits import Account
 from pyps.service.waiting import VersionWait
 
-# The bytes that all callers together may hold before each has one request at a time: three of large messages and their
+if TYPE_CHECKING:
+    from pyps.service.shm.segment import Segment
+
+# The bytes that all callers together may hold before each has one request at a time: three large messages and their
 # answers.
 AHEAD_BYTES_MAX = 24 * 2**20
-# Stands for all shards at once; no shard has this number.
+# All shards; no shard has this number.
 ALL_SHARDS = -1
 
-# Sends an answer; what it returns is to be awaited where the answer could not be sent at once.
+# Sends an answer; returns an awaitable if it could not be sent at once.
 Write: TypeAlias = Callable[[Any], Awaitable[object] | None]
 
 
@@ -30,15 +33,17 @@ class Request:
 
     __slots__ = ()
 
-    # It is worked on after earlier requests on this shard.
+    # The shard; earlier requests on it go first.
     shard_id: int = ALL_SHARDS
     # How many parameters its work may touch. All gradients that wait at a shard may become one update with it.
     num_parameters: int
-    # What counts among the bytes in flight until it is answered, and how much of that its account holds already.
+    # Its part of the bytes in flight until it is answered, and how much of that its account holds already.
     held_bytes: int = 0
     bytes_held: int = 0
     # The versions that it waits for before its work.
     waits: VersionWait | None = None
+    # What its stages touch. It is held while they run.
+    memory: Segment
 
     def work(self) -> list[Any]:
         """Do the work in this thread and return the answers."""
@@ -48,18 +53,12 @@ class Request:
         return self.answers()
 
     def stages(self) -> Sequence[Sequence[Job]]:
-        """Return the work for several threads: jobs of a stage may run at once. Empty where only `work` does it."""
+        """Return the work for several threads; a stage's jobs may run in parallel. Empty if only `work` does it."""
         return ()
 
     def answers(self) -> list[Any]:
         """Return the answers, once all stages are done."""
         return []
-
-    def hold(self) -> None:
-        """Keep what the stages touch in memory until `let_go`."""
-
-    def let_go(self) -> None:
-        """Release what `hold` keeps. May be called from any thread."""
 
 
 class _Begun(NamedTuple):
@@ -73,11 +72,11 @@ class _Begun(NamedTuple):
 class Conversation:
     """Answers requests in the order in which they are taken. For the event loop, except `answer`.
 
-    Little work is done where it is taken, without task or thread, when no request is under way. Else it runs on
-    threads, in parallel with requests on other shards and after those on its own, while further requests are taken.
+    Little work is done in `take`, without task or thread, when no request is under way. Other work runs on threads, in
+    parallel with requests on other shards and after those on its own, while further requests are taken.
 
-    As a context manager, which more than one request at a time needs, it ends when all requests are answered. The
-    first that fails ends the block with its error, after the answers to those before it.
+    More than one request at a time needs it as a context manager, which ends when all requests are answered. The first
+    request that fails ends the block with its error, after the answers to earlier requests.
     """
 
     def __init__(self, executor: KernelExecutor, account: Account, write: Write, *, ahead_max: int):
@@ -89,7 +88,7 @@ class Conversation:
         self._write = write
         self._ahead_max = ahead_max
         self._group = asyncio.TaskGroup()
-        # Sends the answers of what is under way: one task for all, since a task a message costs as much as its copy.
+        # Sends the answers of what is under way: one task for all, since a task costs as much as a message's copy.
         self._delivery: asyncio.Task[None] | None = None
         self._one_sent = asyncio.Event()
 
@@ -101,7 +100,7 @@ class Conversation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            # Earlier requests are still answered: the group does not learn of the error, and waits.
+            # Earlier requests are still answered: without the error the group waits for them.
             kind = error = trace = None
         try:
             await self._group.__aexit__(kind, error, trace)
@@ -144,7 +143,7 @@ class Conversation:
         more_bytes = request.held_bytes - request.bytes_held
         self.account.hold(more_bytes)
         try:
-            # As in `_release`: what waits until an answer is durable waits here too.
+            # As in `_release`: the place to wait until something is durable.
             for answer in request.work():
                 send(answer)
         finally:
@@ -153,7 +152,7 @@ class Conversation:
     async def _take_long(self, request: Request) -> None:
         await self._begin(request)
         del request
-        # Where callers together hold much, each has one at a time: the others keep processors and links busy. No
+        # If callers together hold much, each has one request at a time: the others keep processors and links busy. No
         # caller waits for another.
         while self.under_way and (
             len(self.under_way) >= self._ahead_max or self.account.budget.bytes_held >= AHEAD_BYTES_MAX
@@ -171,7 +170,7 @@ class Conversation:
                 account.release(held_bytes)
                 return
             if stages:
-                request.hold()
+                request.memory.hold()
             else:
                 while any(begun.shard_id in (request.shard_id, ALL_SHARDS) for begun in self.under_way):
                     await self._end_of_one()
@@ -186,15 +185,15 @@ class Conversation:
             return
 
         def end() -> None:
-            # What they touch is held until the last job is done, also after the caller has gone.
-            request.let_go()
+            # Not before the last job is done, also after the caller has gone.
+            request.memory.let_go()
             account.release(held_bytes)
 
         await self._executor.run_stages(*stages, on_end=end)
         await self._send(request.answers())
 
     async def _end_of_one(self) -> None:
-        """Wait until one more is answered. Where the delivery fails instead, the group cancels this."""
+        """Wait until one more request is answered. If the delivery fails instead, the group cancels this."""
         self._one_sent.clear()
         await self._one_sent.wait()
 
@@ -203,7 +202,7 @@ class Conversation:
             await self._send(await self.under_way[0].answers)
             self.account.release(self.under_way.popleft().held_bytes)
             self._one_sent.set()
-        # Before another task runs: the next request begins another delivery. After an error there is none.
+        # Before another task runs: the next request begins another delivery.
         self._delivery = None
 
     async def _send(self, answers: list[Any]) -> None:
@@ -213,8 +212,8 @@ class Conversation:
     def _release(self, answers: list[Any]) -> Awaitable[object] | None:
         """Send the answers to a request whose work is done; await what this returns.
 
-        Every answer passes here or through `answer`, between its push and its reply. An answer that may not be sent
-        before something is durable is to wait there; nothing waits yet.
+        Every answer passes here or through `answer`, between its push and its reply. This is the place to wait until
+        something is durable; nothing waits yet.
         """
         if len(answers) == 1:
             return self._write(answers[0])
@@ -223,6 +222,6 @@ class Conversation:
     async def _release_each(self, answers: list[Any]) -> None:
         answers.reverse()
         while answers:
-            # What was sent is free before the next is.
+            # The memory of an answer is free before the next is sent.
             if (sent := self._write(answers.pop())) is not None:
                 await sent

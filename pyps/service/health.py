@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pyps.service.calls import Context
 from pyps_wire.errors import LimitExceeded
 
-# Watches at once, and how long each lasts: orchestrators check, and longer watches begin again.
+# How many watches may be open, and how long each lasts: orchestrators check, and other clients watch again.
 WATCHES_MAX = 64
 WATCH_SECONDS = 600.0
 
@@ -19,8 +19,8 @@ WATCH_SECONDS = 600.0
 class Health(health_pb2_grpc.HealthServicer):
     """The standard service. For the event loop.
 
-    grpcio's own keeps a watch for ever, also of an unknown service, and one watcher that takes no message delays all
-    others and the server's end.
+    grpcio's own servicer keeps a watch for ever, also of an unknown service, and a watcher that takes no message delays
+    all others and the server's end.
     """
 
     def __init__(self) -> None:
@@ -50,23 +50,20 @@ class Health(health_pb2_grpc.HealthServicer):
         if not self._watches_left:
             raise LimitExceeded(f"{WATCHES_MAX} watches of this server's health are open: check it, or try again later")
         self._watches_left -= 1
+        sent = None
         try:
             async with asyncio.timeout(WATCH_SECONDS):
-                await self._send_each(request.service, context)
+                while True:
+                    changed = self._changed
+                    status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                    if status != sent:
+                        await context.write(health_pb2.HealthCheckResponse(status=status))
+                    sent = status
+                    if request.service not in self._statuses:
+                        # No service is added later.
+                        return
+                    await changed.wait()
         except TimeoutError:
             return
         finally:
             self._watches_left += 1
-
-    async def _send_each(self, service: str, context: Context) -> None:
-        sent = None
-        while True:
-            changed = self._changed
-            status = self._statuses.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            if status != sent:
-                await context.write(health_pb2.HealthCheckResponse(status=status))
-            sent = status
-            if service not in self._statuses:
-                # No service is added later.
-                return
-            await changed.wait()

@@ -56,15 +56,15 @@ from pyps_wire.errors import NotInitialized
 TICK_SECONDS = 0.2
 # After this time a checkpoint that could not be written is tried again.
 RETRY_SECONDS = 10.0
-# A signal that comes sooner after the first does not count: the system sends two where a launcher is killed.
+# A signal that comes sooner after the first is ignored: the system sends two where a launcher is killed.
 SIGNALS_APART_SECONDS = 1.0
-# The part of drain_seconds for calls under way; the rest is for the checkpoint.
+# The share of drain_seconds for calls under way; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
 
-# The first that knows a worker is its transport; the last knows all.
+# The first that knows a worker is its transport; the last knows every worker.
 TRANSPORTS: Sequence[type[Transport]] = (SharedMemory, Tcp, Grpc)
 
-# Whether a server ends with its workers now, by the value of --exit-when.
+# The condition to end with the workers, by the value of --exit-when.
 _ALL_WORKERS: Mapping[str, Callable[[Run], bool]] = {
     "never": lambda run: False,
     "gone": lambda run: run.done,
@@ -85,7 +85,7 @@ def serve(config: ServerConfig) -> int:
         raise ConfigError(f"PYPS_ISA in the environment cannot be used: {error}") from None
     _check_ready_file(config.ready_file)
     keep_large_blocks(shared=True)
-    # Connections may take half of them, and a shell allows 1024 even where the system allows more.
+    # Connections may take half of the open files, and a shell allows 1024 even where the system allows more.
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
     return asyncio.run(Server(config, instruction_set=instruction_set).run())
@@ -105,7 +105,11 @@ class Server:
         self._instruction_set = instruction_set
         self._clock = clock
         self._checkpoints = (
-            CheckpointFolder(config.checkpoint_dir, keep=config.checkpoint_keep, tell=self._note_checkpoint)
+            CheckpointFolder(
+                config.checkpoint_dir,
+                keep=config.checkpoint_keep,
+                tell=lambda text, is_warning: self._run.events.add("checkpoint", text, warning=is_warning),
+            )
             if config.checkpoint_dir
             else None
         )
@@ -223,12 +227,10 @@ class Server:
                 os._exit(128 + number)
             return
         self._signalled_at = now
-        # It may be ending already for another reason.
-        if not self._stop.is_set():
-            if self._config.exit_condition.workers == "finished":
-                # Else an engine that drains a machine would take the server's part of the job for done.
-                self._status = 128 + number
-            self.stop(number.name)
+        if not self._stop.is_set() and self._config.exit_condition.workers == "finished":
+            # With status 0 an engine that drains a machine would take the server's part of the job for done.
+            self._status = 128 + number
+        self.stop(number.name)
 
     def _announce(self, addresses: Addresses) -> None:
         facts = self._facts(addresses)
@@ -243,7 +245,7 @@ class Server:
             _write_whole(self._config.ready_file, json.dumps(ready))
 
     def _facts(self, addresses: Addresses) -> Mapping[str, str]:
-        """Return the lines of the start block, by name; a run decides the open ones."""
+        """Return the lines of the start block, by name."""
         config, run = self._config, self._run
         later = "open until a worker initialises the run"
         return {
@@ -280,27 +282,28 @@ class Server:
     # While it serves.
 
     async def _keep_serving(self) -> None:
-        watch = asyncio.create_task(self._keep_looking())
-        tickers = [asyncio.create_task(keep) for keep in (self._keep_time(), self._keep_checkpoints())]
+        tickers = [
+            asyncio.create_task(keep)
+            for keep in (self._keep_time(), self._keep_checkpoints(), self._keep_noting_standstills())
+        ]
         for ticker in tickers:
             ticker.add_done_callback(self._report_ticker)
         await self._stop.wait()
-        for task in (watch, *tickers):
-            task.cancel()
+        for ticker in tickers:
+            ticker.cancel()
 
     async def _keep_time(self) -> None:
         exit_when, seen_at = self._config.exit_condition, self._clock()
-        all_are_so = _ALL_WORKERS[exit_when.workers]
+        all_done = _ALL_WORKERS[exit_when.workers]
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
-            # On a thread, since it may make updates; with the present time, so that a wait for one ends no lease.
+            # On a thread, since it may make updates; with the present time, so that a wait for a thread ends no lease.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
             self._host.serializations.tidy(self._run.content.shards)
-            if all_are_so(self._run):
-                # On a thread too: a shard may still be busy with an update that the last worker to leave completed.
+            if all_done(self._run):
+                # On a thread too: a shard may still be busy with an update that the last worker's leave completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
-                # The end saves too.
                 self.stop("all workers are done")
                 return
             if self._run.membership.num_alive:
@@ -310,7 +313,7 @@ class Server:
                 return
 
     async def _keep_checkpoints(self) -> None:
-        # Apart from the ticks: leases and rounds go on while a checkpoint is written.
+        # A task of its own: leases and rounds go on while a checkpoint is written.
         next_at = self._clock() + self._config.checkpoint_seconds
         progress: tuple[int, dict[int, int]] | None = None
         saved_end = progress
@@ -325,15 +328,15 @@ class Server:
                 try:
                     saved = await asyncio.to_thread(self._save, only_changes=at_end)
                 except Exception as error:
-                    # No thread, no memory: as with a full disk the run goes on.
+                    # No thread or no memory: the run goes on, as with a full disk.
                     log.error("no checkpoint could be written", reason=repr(error))
                     saved = False
                 pause = self._config.checkpoint_seconds
                 next_at = self._clock() + (pause if saved else min(pause, RETRY_SECONDS))
                 saved_end = progress if at_end else saved_end
 
-    async def _keep_looking(self) -> None:
-        # Apart from the ticks, which a long update delays while workers' calls are received.
+    async def _keep_noting_standstills(self) -> None:
+        # A task of its own: a long update delays the ticks while workers' calls are received.
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
@@ -344,7 +347,7 @@ class Server:
 
     def _report_ticker(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            # Without its clock a server would never forget a worker: it ends.
+            # A server without its clock would never forget a worker.
             log.error("the server's clock failed", reason=repr(task.exception()))
             self.stop("an error in the server")
 
@@ -357,23 +360,20 @@ class Server:
         try:
             self._checkpoints.save(self._run.snapshot)
         except NotInitialized:
-            # The run was reset in between.
+            # The run was reset meanwhile.
             return True
         except CheckpointError:
-            # It is among the run's events.
+            # The folder has noted it among the run's events.
             return False
         return True
-
-    def _note_checkpoint(self, text: str, is_warning: bool) -> None:
-        self._run.events.add("checkpoint", text, warning=is_warning)
 
     # The end.
 
     async def _end(self, control: hosting.Port, metrics: MetricsServer) -> int:
-        """Stop serving, drain, save; in this order, so that acknowledged pushes are in the checkpoint."""
+        """Stop serving, drain, save: in this order, so that acknowledged pushes are in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
-        # On a thread of its own: it fires even when the loop or a kernel hangs.
+        # On a thread of its own, which goes on even when the loop or a kernel hangs.
         late = threading.Timer(max(self._config.drain_seconds, 0.1), self._end_late)
         late.daemon = True
         late.start()
@@ -392,7 +392,7 @@ class Server:
         metrics.stop()
         await control.stop()
         if self._checkpoints is not None:
-            # Not before: a call may have requested a checkpoint.
+            # Not earlier: a call at the control port may have requested a checkpoint.
             self._checkpoints.close()
         late.cancel()
         log.info("server ended", seconds=round(self._clock() - began, 2))
@@ -415,21 +415,20 @@ class Server:
             await asyncio.sleep(0.01)
 
     async def _set_health(self, status: int) -> None:
-        # The same on both ports, and for the whole server: probes need to know one port only.
+        # For both ports and the whole server, so that a probe needs one port only.
         self._host.health.set(status, "", PARAMETER_SERVER, INSPECTOR)
 
 
 def _access(config: ServerConfig) -> str:
     reach = "open to everybody who can reach it (--insecure)" if config.insecure else "this machine only"
-    ways = [f"with the token in {config.token_file}" if config.token_file else reach]
-    for role, file in (("observers", config.observer_token_file), ("operators", config.operator_token_file)):
-        if file:
-            ways.append(f"{role} with that in {file}")
-    if config.tls_cert:
-        ways.append(f"by TLS as {config.tls_cert}")
-    if config.tls_client_ca:
-        ways.append(f"with a certificate that {config.tls_client_ca} signed")
-    return ", ".join(ways)
+    token = f"with the token in {config.token_file}" if config.token_file else reach
+    named = (
+        ("observers with that in {}", config.observer_token_file),
+        ("operators with that in {}", config.operator_token_file),
+        ("by TLS as {}", config.tls_cert),
+        ("with a certificate that {} signed", config.tls_client_ca),
+    )
+    return ", ".join([token, *(text.format(file) for text, file in named if file)])
 
 
 def _staleness_in_words(config: ServerConfig, run: Run) -> str:
@@ -471,7 +470,7 @@ def _holds(checkpoint: Path | None, run: Run) -> bool:
 
 
 def _check_ready_file(path: Path | None) -> None:
-    """Refuse a ready file that could not be written once the server serves."""
+    """Raise ConfigError for a ready file that could not be written later."""
     if path is not None and not (os.access(path.parent, os.W_OK) and path.parent.is_dir()):
         raise ConfigError(f"the ready file {path} cannot be written: {path.parent} is no folder to write in")
     if path is not None and path.is_dir():

@@ -34,25 +34,13 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, WrongSize
 
 
-class _InMemory(Request):
-    """A request whose work touches a worker's memory, which stays mapped until the last job is done."""
-
-    _attachment: Attachment
-
-    def hold(self) -> None:
-        self._attachment.memory.hold()
-
-    def let_go(self) -> None:
-        self._attachment.memory.let_go()
-
-
-class Exchange(_InMemory):
+class Exchange(Request):
     """One request to push, or to push and pull. All its parts are scanned before any is applied."""
 
     def __init__(self, host: Host, attachment: Attachment, request: local.LocalExchange):
         """Refuse other vectors, shards or workers than those attached, before a number is read."""
         run = self._run = host.run
-        self._attachment = attachment
+        self._attachment, self.memory = attachment, attachment.memory
         attachment.require_shards(run.content.shards)
         # Under one mutex for the model its parts are handled as one.
         self._is_whole = run.rounds.behaviour.aggregation.whole_model
@@ -157,13 +145,13 @@ class Exchange(_InMemory):
         return [reply]
 
 
-class Pull(_InMemory):
+class Pull(Request):
     """One request to pull, as an exchange that pushes nothing. It renews its lease of the worker."""
 
     def __init__(self, host: Host, attachment: Attachment, request: wire.PullRequest):
         """Refuse other shards or workers than those attached."""
         run = self._run = host.run
-        self._attachment = attachment
+        self._attachment, self.memory = attachment, attachment.memory
         attachment.require_shards(run.content.shards)
         attachment.require_sender(request.sender)
         if request.HasField("portion"):
@@ -288,8 +276,9 @@ class Connection(Caller):
 
     @property
     def worker(self) -> tuple[str, int] | None:
-        sender = self.attachment and self.attachment.sender
-        return None if sender is None else (sender.worker_id, sender.incarnation)
+        if self.attachment is None:
+            return None
+        return self.attachment.sender.worker_id, self.attachment.sender.incarnation
 
     @property
     def idle(self) -> bool:
