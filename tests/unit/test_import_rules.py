@@ -195,36 +195,21 @@ def test_no_modules_import_one_another(side):
     assert weight.circles(weight.edges_of(weight.sources(side))) == []
 
 
-def test_the_client_loads_without_torch_and_without_the_server():
-    names = [name for name in modules() if _within(name, ("pyps_wire", "pyps_client")) and not _within(name, ON_TORCH)]
-    code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
-        "print([name for name in ('torch', 'pyps') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-
-
-def test_what_a_worker_does_not_use_is_not_loaded():
-    for module, unused in (
-        ("pyps_client", ("torch", "pyps_client.torch", "pyps_client.lbfgs", "pyps_client.replica.processes")),
-        ("pyps_client.torch", ("pyps_client.replica.processes", "pyps_client.replica.dtensor", "pyps_client.lbfgs")),
+def test_what_is_not_used_is_not_loaded():
+    of_client = [n for n in modules() if _within(n, ("pyps_wire", "pyps_client")) and not _within(n, ON_TORCH)]
+    of_replicas = ("pyps_client.replica.processes", "pyps_client.lbfgs")
+    for code, unused in (
+        (f"import importlib\nfor name in {of_client}: importlib.import_module(name)", ("torch", "pyps")),
+        ("import pyps_client", ("torch", "pyps_client.torch", *of_replicas)),
+        ("import pyps_client.torch", ("pyps_client.replica.dtensor", *of_replicas)),
+        (
+            "from pyps.cli.main import app\nsys.argv = ['pyps', '--help']\ntry: app()\nexcept SystemExit: pass",
+            ("numpy", "pyps._kernels", "grpc"),
+        ),
     ):
-        code = f"import sys, {module}\nprint([name for name in {unused} if name in sys.modules])"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.strip() == "[]", (module, done.stdout, done.stderr)
-
-
-def test_the_commands_help_loads_neither_numpy_nor_the_kernels():
-    code = (
-        "import sys\nfrom pyps.cli.main import app\nsys.argv = ['pyps', '--help']\n"
-        "try: app()\n"
-        "except SystemExit: print([name for name in ('numpy', 'pyps._kernels', 'grpc') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    assert "serve" in done.stdout
+        text = f"import sys\n{code}\nprint([name for name in {unused} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines()[-1:] == ["[]"], (code, done.stdout, done.stderr)
 
 
 def test_no_module_hides_a_public_name_of_its_package():

@@ -14,12 +14,14 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import Store
 from pyps.run.content import listed
 from pyps.run.handshake import Greeting, Opening
+from pyps.run.initialization import Initialization
+from pyps.run.run import Run
 from pyps.run_header import RunHeader
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.update_log import UpdateLogError
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import InvalidArgument, Superseded
-from pyps_wire.partition import partition
+from pyps_wire.partition import Partition, partition
 from replicas import CUT
 from shards import MODEL, Log, adagrad_shards, make_run, push, restored_run, write_checkpoint
 from support import DEADLINE_SECONDS
@@ -29,20 +31,31 @@ def greeting_of(worker_id: str) -> Greeting:
     return Greeting("r", worker_id, 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")
 
 
+def opening_of(worker_id: str, term: int) -> Opening:
+    return Opening("r", worker_id, 1, term, partition(MODEL, num_servers=1), None, 0)
+
+
+def begun(run: Run, opening: Opening) -> Initialization:
+    initialization = run.begin_initialize(opening)
+    assert initialization is not None
+    return initialization
+
+
+def fill(initialization: Initialization, plan: Partition) -> None:
+    for shard in plan.shards:
+        initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
+
+
 def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> None:
     run = make_run()
     term = run.hello(greeting_of("a"))
-    opening = Opening("r", "a", 1, term, partition(MODEL, num_servers=1), None, 0)
-    first, anew = run.begin_initialize(opening), run.begin_initialize(opening)
-    assert first is not None and anew is not None
+    first, second = begun(run, opening_of("a", term)), begun(run, opening_of("a", term))
     with pytest.raises(Superseded, match="'b' is not"):
-        run.begin_initialize(Opening("r", "b", 1, term, partition(MODEL, num_servers=1), None, 0))
-    for shard in partition(MODEL, num_servers=1).of_server(0):
-        payload = memoryview(bytes(4 * shard.length))
-        with pytest.raises(Superseded, match="again"):
-            first.add(shard.shard_id, FLOAT32, payload)
-        anew.add(shard.shard_id, FLOAT32, payload)
-    run.commit(anew)
+        begun(run, opening_of("b", term))
+    with pytest.raises(Superseded, match="again"):
+        fill(first, first.partition)
+    fill(second, second.partition)
+    run.commit(second)
     assert run.content.shards
 
 
@@ -82,11 +95,8 @@ def test_a_replica_whose_first_parameters_could_not_be_taken_sends_them_again_in
     plan = partition(CUT, num_servers=1)
 
     def send(part: int, term: int) -> None:
-        opening = Opening("r", f"r/{part}", 1, term, plan, None, 0, replica="r")
-        initialization = run.begin_initialize(opening)
-        assert initialization is not None
-        for shard in plan.of_parts({part}).shards:
-            initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
+        initialization = begun(run, Opening("r", f"r/{part}", 1, term, plan, None, 0, replica="r"))
+        fill(initialization, plan.of_parts({part}))
         run.commit(initialization)
 
     term, _ = [
@@ -118,12 +128,8 @@ class SlowLog:
 def test_others_are_answered_while_an_update_log_takes_the_first_parameters() -> None:
     log = SlowLog()
     run = make_run(recorder=log)
-    term = run.hello(greeting_of("a"))
-    opening = Opening("r", "a", 1, term, partition(MODEL, num_servers=1), None, 0)
-    initialization = run.begin_initialize(opening)
-    assert initialization is not None
-    for shard in partition(MODEL, num_servers=1).of_server(0):
-        initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
+    initialization = begun(run, opening_of("a", run.hello(greeting_of("a"))))
+    fill(initialization, initialization.partition)
     with ThreadPoolExecutor(2) as pool:
         committing = pool.submit(run.commit, initialization)
         assert log.asked.wait(DEADLINE_SECONDS)

@@ -31,21 +31,15 @@ def ones() -> Floats:
     return np.ones(SHARD_SIZE, np.float32)
 
 
-def test_parameters_that_came_with_receipts_are_counted_as_pulled():
-    run, wish = serving(), Wish()
-    run.push(PushPlan(0, gradient(ones()), wish.reply))
-    run.push(PushPlan(1, gradient(ones())))
+@pytest.mark.parametrize("protocol", ["async", "asgd"])
+def test_parameters_that_come_with_receipts_are_counted_as_pulled(protocol):
+    run, wish = serving(protocol=protocol), Wish()
+    plans = [PushPlan(0, gradient(ones()), wish.reply), PushPlan(1, gradient(ones()))]
+    pushed = run.push_whole(plans) if protocol == "asgd" else [run.push(plan) for plan in plans]
+    assert [each.receipt.outcome for each in pushed] == [Outcome.APPLIED] * 2
     for tally in (run.statistics.total(), run.statistics.worker("a")):
         assert (tally.pushes_applied, tally.bytes_in, tally.bytes_out) == (2, 2 * 4 * SHARD_SIZE, 4 * SHARD_SIZE)
     np.testing.assert_array_equal(wish.parameters, -ones())
-
-
-def test_a_whole_push_brings_its_parameters_back_and_counts_them():
-    run, answers = serving(protocol="asgd"), {0: Wish(), 1: Wish()}
-    pushed = run.push_whole([PushPlan(index, gradient(ones()), answers[index].reply) for index in (0, 1)])
-    assert [each.receipt.outcome for each in pushed] == [Outcome.APPLIED] * 2
-    assert run.statistics.total().bytes_out == 2 * 4 * SHARD_SIZE
-    np.testing.assert_array_equal(answers[1].parameters, -ones())
 
 
 def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole():

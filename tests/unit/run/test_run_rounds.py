@@ -5,29 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import PayloadKind, PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ScheduleOwned, WaitTimedOut
 from shards import RunDriver, effort_of, gradient, pull, refusal, serving
-
-
-def test_a_round_that_waits_for_a_silent_worker_is_completed_at_its_lease_by_a_tick():
-    driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2")
-    driver.push("a")
-    driver.push("b", 3.0)
-    assert driver.push("a", base_version=1).outcome is Outcome.PENDING
-    driver.clock.now += 20.0
-    driver.run.heartbeat("r", "a", 1, clock=0, scalars={})
-    driver.run.tick()
-    assert driver.versions() == [1, 0]
-    driver.clock.now += 11.0
-    driver.run.tick()
-    assert driver.versions() == [2, 0]
-    [message] = driver.events("round")
-    assert "worker b" in message
-    assert driver.run.statistics.total().updates == 2
 
 
 def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_itself():
@@ -140,19 +122,6 @@ def test_a_change_is_checked_as_a_whole_before_anything_changes():
     assert driver.events("configured") == []
 
 
-def test_a_restored_run_says_whose_settings_are_in_force():
-    kept, told = Behaviour.parse(protocol="async"), Behaviour.parse(protocol="hardsync")
-    for in_force, words in (
-        (told, "the server was started with other settings than the checkpoint's"),
-        (kept, "the run keeps its checkpoint's settings where no flag sets others"),
-    ):
-        driver = RunDriver("a")
-        driver.run.rounds.resume(in_force, kept=kept, configured=told)
-        assert driver.run.rounds.behaviour == in_force
-        [message] = driver.events("configured")
-        assert message.startswith(words)
-
-
 def test_a_change_ends_the_warm_up_and_tells_what_it_settled():
     driver = RunDriver("a", "b", protocol="async", warmup="updates=9,protocol=hardsync", expected_workers="2")
     driver.push("a")
@@ -160,19 +129,6 @@ def test_a_change_ends_the_warm_up_and_tells_what_it_settled():
     assert (settled.gradients, settled.updates) == (1, 1)
     assert driver.run.rounds.behaviour.texts["warmup"] == ""
     assert "gradients settled 1, updates made 1" in driver.events("configured")[0]
-
-
-def test_a_stalled_worker_is_left_out_after_its_time_and_comes_back_with_its_push():
-    driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2", stall_seconds="10")
-    driver.push("a")
-    driver.push("b")
-    driver.push("a", base_version=1)
-    driver.pass_seconds(12)
-    assert driver.versions() == [2, 0]
-    assert "worker b" in driver.events("stalled")[0]
-    assert driver.run.membership.roster.workers == ("a",)
-    assert driver.push("b", base_version=1).reason is Reason.STALE
-    assert driver.run.membership.roster.workers == ("a", "b")
 
 
 def test_counts_of_examples_on_some_gradients_only_are_told_once():

@@ -143,31 +143,19 @@ def test_only_a_look_that_comes_much_too_late_tells_of_a_standstill():
     assert told == [0.0, 0.0, 0.0, pytest.approx(36.0), 0.0]
 
 
-def test_an_event_says_what_happened_with_its_facts_in_words():
+def test_events_say_what_happened_and_many_of_a_kind_push_out_their_like_only():
     events = Events(lambda: 5.0)
     events.add("left", "worker left", worker="b", state="finished", message="")
     [event] = events
     assert (event.number, event.time, event.kind) == (1, 5.0, "left")
     assert event.message == "worker left: worker b, state finished"
-
-
-def test_events_are_numbered_and_the_oldest_are_forgotten():
-    events = Events(lambda: 0.0)
-    for index in range(EVENTS_MAX + 5):
-        events.add("tick", f"{index}")
-    assert [event.message for event in events.since(EVENTS_MAX + 3)] == [f"{EVENTS_MAX + 3}", f"{EVENTS_MAX + 4}"]
-    assert next(iter(events)).number == 6
-
-
-def test_events_of_which_there_are_many_push_out_their_like_only():
-    events = Events(lambda: 0.0)
-    events.add("configured", "settings changed")
     for index in range(EVENTS_MAX):
-        for kind in ("joined", "left"):
+        for kind in ("joined", "replica"):
             events.add(kind, f"worker {index} {kind}")
     kept = list(events)
     assert len(kept) == EVENTS_MAX and [event.number for event in kept] == sorted(event.number for event in kept)
-    assert [kept[0].kind, kept[-1].message] == ["configured", f"worker {EVENTS_MAX - 1} left"]
+    assert [kept[0].kind, kept[-1].message] == ["left", f"worker {EVENTS_MAX - 1} replica"]
+    assert events.since(2 * EVENTS_MAX) == kept[-1:]
 
 
 def test_waits_tell_who_waits_for_whom_and_count_equal_ones():
