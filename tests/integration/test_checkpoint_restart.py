@@ -141,16 +141,13 @@ def test_a_resumed_run_has_the_same_bits(start_server, crew_of, tmp_path):
 
 
 @pytest.fixture
-def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerThread, WireWorker, Path]]:
+def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerThread, Path]]:
     folder = tmp_path / "checkpoints"
     server = start_server("--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
         worker.join(value=5.0)
         worker.push(worker.push_request(1.0))
-        yield server, worker, folder
-
-
-Trained = tuple[ServerThread, WireWorker, Path]
+        yield server, folder
 
 
 def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process, tmp_path):
@@ -232,7 +229,7 @@ def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server, tmp_pa
 
 
 def test_a_folder_of_another_run_is_refused_with_the_choice(start_server, trained):
-    server, _, folder = trained
+    server, folder = trained
     assert server.stop() == 0
     for flags, words in (
         ((), ("--resume, or name another folder",)),
@@ -250,7 +247,7 @@ def test_a_folder_of_another_run_is_refused_with_the_choice(start_server, traine
 
 
 def test_a_reset_run_stays_away_and_keeps_its_checkpoints(start_server, trained):
-    server, _, folder = trained
+    server, folder = trained
     for _ in range(2):
         inspect(server.control, "SaveCheckpoint")
     inspect(server.control, "Reset", pb.ResetRequest(run_id="run-1"))

@@ -1,9 +1,9 @@
 """Every protocol, policy and update rule with one and several workers and servers.
 
 A greedy cover picks cells in which all pairs of values meet, the same ones each time. A cell is a short run on real
-servers of the test's own process, called without a socket: workers without torch pull and push, one sends its last push
-twice. Then the universal invariants must hold (algorithm notes 1.4). test_every_mode.py holds the core alone to them in
-all combinations.
+servers of the test's own process, called without a socket: workers without torch pull and push. Then the universal
+invariants must hold (algorithm notes 1.4). test_every_mode.py holds the core alone to them in all combinations, with
+repeated pushes (U3).
 """
 
 import itertools
@@ -29,7 +29,6 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
 from shards import make_shard, push, run_together
 from support import DEADLINE_SECONDS, ServerThread, Start, inspect
-from wire_worker import WireWorker
 
 FACTORS: Mapping[str, tuple[str | int, ...]] = {
     "protocol": (
@@ -84,22 +83,14 @@ class Cell:
         return {"learning_rate": RATE, **decay}
 
 
-def all_cells() -> list[Cell]:
-    cells = (Cell(*values) for values in itertools.product(*FACTORS.values()))  # type: ignore[arg-type]
-    return [cell for cell in cells if cell.possible]
-
-
 def cover() -> list[Cell]:
     """Cells in which all possible pairs meet: each is the one with the most pairs that were not yet there."""
-    cells, numbers = all_cells(), dict[Pair, int]()
-    masks = []
-    for cell in cells:
-        masks.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in cell.pairs))
-    missing, chosen = (1 << len(numbers)) - 1, []
+    cells = (Cell(*values) for values in itertools.product(*FACTORS.values()))  # type: ignore[arg-type]
+    pairs = {cell: cell.pairs for cell in cells if cell.possible}
+    missing, chosen = set[Pair]().union(*pairs.values()), []
     while missing:
-        best = max(range(len(cells)), key=lambda index: (masks[index] & missing).bit_count())
-        missing &= ~masks[best]
-        chosen.append(cells[best])
+        chosen.append(max(pairs, key=lambda cell: len(pairs[cell] & missing)))
+        missing -= pairs[chosen[-1]]
     return chosen
 
 
@@ -133,7 +124,6 @@ class Training:
     cell: Cell
     servers: Sequence[ServerThread]
     pushes: dict[str, list[Pushed]] = field(default_factory=dict)
-    repeated: list[Receipt] = field(default_factory=list)
     shards: dict[int, pb.ShardInfo] = field(default_factory=dict)
     parameters: Mapping[str, Floats] = field(default_factory=dict)
 
@@ -168,7 +158,7 @@ class Training:
         return client
 
     def work(self, index: int) -> None:
-        """Takes a worker's steps, and repeats the first worker's last push."""
+        """Take a worker's steps."""
         pushes = self.pushes[f"worker-{index}"] = []
         with self.client(f"worker-{index}") as client:
             self.all_joined.wait(DEADLINE_SECONDS)
@@ -178,32 +168,6 @@ class Training:
                 gradients = gradients_like(parameters, 100 * index + step)
                 receipts = client.push(gradients, examples=index + 1)
                 pushes.append(Pushed(bases, {receipt.shard_id: receipt for receipt in receipts}))
-            if index == 0:
-                self.repeat(client, pushes[-1], flat(gradients))
-
-    def repeat(self, client: Client, last: Pushed, gradient: Floats) -> None:
-        (me,) = (w for w in inspect(self.servers[0].control, "ListWorkers").workers if w.worker_id == "worker-0")
-        for index, server in enumerate(self.servers):
-            with WireWorker(
-                *(server.data, me.worker_id),
-                run_id=self.run_id,
-                model=client.session.model,
-                server_index=index,
-                num_servers=len(self.servers),
-            ) as wire:
-                wire.sender.incarnation, wire.sender.secret = me.incarnation, client.session.sender.secret
-                shards = [shard for shard in wire.plan.of_server(index) if shard.shard_id in last.receipts]
-                requests = [
-                    wire.push_request(
-                        gradient[shard.offset : shard.offset + shard.length],
-                        *(shard.shard_id, last.bases[shard.shard_id]),
-                        sequence=STEPS,
-                        num_shards=len(shards),
-                        clock=STEPS,
-                    )
-                    for shard in shards
-                ]
-                self.repeated += wire.push(*requests)
 
 
 def flat(tensors: Mapping[str, Floats]) -> Floats:
@@ -225,7 +189,6 @@ def test_each_mode_keeps_the_universal_invariants(start_server, tmp_path, worker
         check_workers(training)
         for shard_id in training.shards:
             check_versions(training, shard_id)
-        check_repeated(training)
         check_logs(training, cluster.logs)
         if cell.workers == 1:
             check_serial(training)
@@ -276,18 +239,6 @@ def check_versions(training: Training, shard_id: int) -> None:
     assert outcomes[OUTCOME_REJECTED] == 0 or cell.protocol.startswith("backup") or cell.policy.startswith("drop")
     if cell.protocol.startswith(NEVER_STALE):
         assert all(receipt.staleness == 0 for receipt in taken)
-
-
-def check_repeated(training: Training) -> None:
-    """U3: the push that was sent twice has the same answer twice, and counts once."""
-    first = training.pushes["worker-0"][-1].receipts
-    again = {receipt.shard_id: receipt for receipt in training.repeated}
-    assert len(training.repeated) == len(again) == len(first)
-    for shard_id, receipt in first.items():
-        repeated = again[shard_id]
-        assert repeated.duplicate and training.shards[shard_id].tally.pushes_duplicate == 1
-        for name in ("sequence", "outcome", "reason", "version_before", "version_after", "staleness", "rate", "weight"):
-            assert getattr(repeated, name) == getattr(receipt, name), name
 
 
 def check_logs(training: Training, logs: Path) -> None:

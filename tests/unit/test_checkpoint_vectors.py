@@ -60,10 +60,6 @@ def save(folder: CheckpointFolder, driver: Driver, **others: Any) -> Path:
     return folder.save(lambda: Snapshot(HEAD, driver.shards, driver.machine, **others)).path
 
 
-def resumed(folder: CheckpointFolder) -> RestoredRun:
-    return folder.resume()
-
-
 def restored_driver(restored: RestoredRun) -> Driver:
     parameters = np.concatenate([restored.shards[shard_id].parameters for shard_id in (0, 2)])
     shards = make_shards(parameters, LENGTHS)
@@ -78,7 +74,7 @@ def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder):
         iterate(driver, k)
     save(folder, driver)
 
-    again = restored_driver(resumed(folder))
+    again = restored_driver(folder.resume())
 
     assert again.machine.names == ("g", "s2", "s3", "x", "y2", "y3")
     assert (again.machine.iteration, again.machine.text) == (3, "state 3")
@@ -97,10 +93,9 @@ def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder):
     driver.execute(fill("t", 77.0), Instruction(Operation.MOVE, left="t"))
 
     path = save(folder, driver)
-
     assert (driver.parameters() == 77).all()
-    assert all((shard.parameters == 1).all() for shard in resumed(folder).shards.values())
-    assert resumed(folder).shards[0].version == driver.shards[0].version
+    assert all((shard.parameters == 1).all() for shard in folder.resume().shards.values())
+    assert folder.resume().shards[0].version == driver.shards[0].version
     assert (load_file(path / "parameters.safetensors")["shard-000002"] == 1).all()
     vectors = load_file(path / "vectors.safetensors")
     assert set(vectors) == {f"shard-00000{i}.{name}" for i in (0, 2) for name in ("g", "s1", "y1")}
@@ -146,14 +141,14 @@ def test_a_machine_to_which_nobody_came_leaves_no_trace(folder):
 
     assert not (path / "vectors.safetensors").exists()
     assert "vector_machine" not in json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    assert resumed(folder).machine is None and resumed(folder).work is None
+    assert folder.resume().machine is None and folder.resume().work is None
 
 
 def test_a_coordinator_that_has_made_no_vector_yet_is_kept(folder):
     driver = make_machine(np.arange(SIZE), lengths=LENGTHS)
     save(folder, driver)
 
-    again = restored_driver(resumed(folder))
+    again = restored_driver(folder.resume())
 
     assert again.machine.names == () and again.epoch == 2
     assert (again.parameters() == np.arange(SIZE)).all()
@@ -164,7 +159,7 @@ def test_the_queue_s_state_comes_back_as_it_was(folder):
 
     save(folder, make_machine(lengths=LENGTHS), work=work)
 
-    assert resumed(folder).work == {**work, "by_portion": {"4": "w1", "11": "w0"}}
+    assert folder.resume().work == {**work, "by_portion": {"4": "w1", "11": "w0"}}
 
 
 def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder):

@@ -65,21 +65,15 @@ def test_each_batch_is_as_large_as_the_servers_then_ask_for():
     assert sorted(parts) == list(range(21))
 
 
-def test_the_optimizer_is_told_how_large_each_growing_batch_is():
-    optimizer = SimpleNamespace(batch_size=4, examples_in_batch=None, steps=0)
-    sampler = growing_batches(range(10), optimizer)
-    told = [optimizer.examples_in_batch for _ in sampler]
-    assert told == [4, 4, 2]
-
-
-def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one():
-    optimizer = SimpleNamespace(batch_size=0)
-    sampler = growing_batches(range(10), optimizer, batch_size=4)
-    assert [len(batch) for batch in sampler] == [4, 4, 2]
-    assert len(sampler) == 3
-    first = list(growing_batches(range(10), optimizer, batch_size=4))
-    sampler.set_epoch(0)
-    assert list(sampler) == first
+def test_the_optimizer_is_given_each_batchs_size_which_is_the_given_one_where_the_servers_leave_it_open():
+    for size, options in ((4, {}), (0, {"batch_size": 4})):
+        optimizer = SimpleNamespace(batch_size=size, examples_in_batch=None, steps=0)
+        sampler = growing_batches(range(10), optimizer, **options)
+        first, sizes = zip(*((batch, optimizer.examples_in_batch) for batch in sampler), strict=True)
+        assert sizes == (4, 4, 2)
+        assert len(sampler) == 3
+        sampler.set_epoch(0)
+        assert tuple(sampler) == first
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import resource
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,24 +149,6 @@ def log(tmp_path: Path) -> UpdateLog:
     return UpdateLog(tmp_path, log_gradients=True)
 
 
-def test_a_replay_gives_the_same_bits(log: UpdateLog, tmp_path: Path) -> None:
-    shard = logged_shard(log)
-    train(shard, range(1, 6))
-    log.end()
-    replayed = replay(only(tmp_path))
-    assert not replayed.difference
-    assert (replayed.ended, replayed.cut_short) == (True, False)
-    assert (replayed.run.run_id, replayed.run.epoch, replayed.shard_id) == ("run 1/../x", 2, 0)
-    assert (replayed.version, replayed.updates, replayed.pulls) == (6, 6, 5)
-    assert replayed.checksum == checksum_of(pull(shard)[1])
-
-
-def test_the_run_can_give_no_name_that_leads_out_of_the_folder(log: UpdateLog, tmp_path: Path) -> None:
-    logged_shard(log)
-    log.end()
-    assert only(tmp_path).relative_to(tmp_path).as_posix() == "run_1____x.epoch-2/shard-000000.jsonl"
-
-
 def test_an_update_tells_what_it_was_made_of_and_at_which_rate(log: UpdateLog, tmp_path: Path) -> None:
     """A gradient that waits is answered before its share and its update's scale are known."""
     both = roster("a", "b")
@@ -243,7 +226,12 @@ def changed(shard: Shard) -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "train_so", "version"),
-    [("hardsync", hardsync, 5), ("softsync:n=2", softsync, 2), ("softsync:n=2", changed, 5)],
+    [
+        ("async", partial(train, sequences=range(1, 6)), 6),
+        ("hardsync", hardsync, 5),
+        ("softsync:n=2", softsync, 2),
+        ("softsync:n=2", changed, 5),
+    ],
 )
 def test_every_kind_of_update_is_replayed(
     log: UpdateLog, tmp_path: Path, protocol: str, train_so: Callable[[Shard], None], version: int
@@ -251,9 +239,14 @@ def test_every_kind_of_update_is_replayed(
     shard = logged_shard(log, behaviour=make_behaviour(protocol, "divide", clip_norm=2.0))
     train_so(shard)
     log.end()
-    replayed = replay(only(tmp_path))
+    path = only(tmp_path)
+    # The run can give no name that leads out of the folder.
+    assert path.relative_to(tmp_path).as_posix() == "run_1____x.epoch-2/shard-000000.jsonl"
+    replayed = replay(path)
     assert not replayed.difference
-    assert (replayed.version, replayed.updates, replayed.ended) == (version, version, True)
+    assert (replayed.version, replayed.updates, replayed.pulls) == (version, version, 5 if protocol == "async" else 0)
+    assert (replayed.run.run_id, replayed.run.epoch, replayed.shard_id) == ("run 1/../x", 2, 0)
+    assert (replayed.ended, replayed.cut_short) == (True, False)
     assert replayed.checksum == checksum_of(pull(shard)[1])
 
 
@@ -413,32 +406,23 @@ def test_other_parameters_at_the_end_are_told(log: UpdateLog, tmp_path: Path) ->
     )
 
 
-def test_beyond_the_bound_no_gradient_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # Parameters, slots and two gradients.
-    log = UpdateLog(tmp_path, log_gradients=True, payload_bytes_max=4 * 64 + 63)
-    shard = logged_shard(log)
+def test_beyond_the_bound_for_all_shards_no_gradient_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Parameters and slots of both, a gradient of each, and a part of the third.
+    log = UpdateLog(tmp_path, log_gradients=True, payload_bytes_max=6 * 64 + 63)
+    shards = {i: make_shard(np.zeros(16), shard_id=i, rule="adagrad", epoch=2, recorder=log) for i in (0, 1)}
+    log.begin(HEADER, shards)
     with caplog.at_level(logging.WARNING):
-        train(shard, range(1, 6))
+        for sequence in (1, 2, 3):
+            for shard in shards.values():
+                push(shard, np.ones(16), sequence=sequence, epoch=2)
     log.end()
-    path = only(tmp_path)
-    assert path.with_suffix(".payloads").stat().st_size == 4 * 64
+    paths = log_paths(tmp_path)
+    assert [path.with_suffix(".payloads").stat().st_size for path in paths] == [192, 192]
     (warning,) = caplog.records
     assert "gradients are no longer logged" in warning.message and "--log-gradients-max-bytes" in warning.message
-    replayed = replay(path)
-    assert (replayed.version, replayed.cut_short, replayed.difference) == (2, True, "")
-    assert shard.version == 6
-
-
-def test_the_bound_holds_over_all_shards(tmp_path: Path) -> None:
-    log = UpdateLog(tmp_path, log_gradients=True, payload_bytes_max=200)
-    shards = {shard_id: make_shard(np.zeros(16), shard_id=shard_id, recorder=log) for shard_id in (0, 1)}
-    log.begin(HEADER, shards)
-    for shard in shards.values():
-        push(shard, np.ones(16), sequence=1)
-    push(shards[0], np.ones(16), sequence=2)
-    log.end()
-    sizes = [path.with_suffix(".payloads").stat().st_size for path in log_paths(tmp_path)]
-    assert sizes == [128, 64]
+    for replayed in map(replay, paths):
+        assert (replayed.version, replayed.cut_short, replayed.difference) == (1, True, "")
+    assert [shard.version for shard in shards.values()] == [3, 3]
 
 
 def test_a_full_disk_ends_logging_only(log: UpdateLog, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

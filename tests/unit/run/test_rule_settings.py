@@ -15,7 +15,6 @@ def settled(told: str, asked: str) -> RuleSettings:
 
 def test_torchs_momentum_joins_a_heavy_ball_of_the_same_settings():
     rule = settled("heavy_ball:learning_rate=0.1,momentum=0.9", "momentum:learning_rate=0.1,momentum=0.9")
-
     expected = RuleSettings.parse("heavy_ball:learning_rate=0.1,momentum=0.9").for_groups(2)
     assert rule == replace(expected, kinds=(PayloadKind.GRADIENT,) * 2)
 

@@ -72,10 +72,6 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing():
     with pytest.raises(InvalidArgument, match="shard 0"):
         run.push(PushPlan(0, gradient(np.ones(3, np.float32))))
     assert (run.content.version_max, run.membership.roster.num_workers) == (0, 0)
-    whole = serving(protocol="asgd")
-    with pytest.raises(InvalidArgument, match="shard 1"):
-        whole.push_whole([PushPlan(0, gradient(ones())), PushPlan(1, gradient(np.ones(3, np.float32)))])
-    assert (whole.content.version_max, whole.membership.roster.num_workers) == (0, 0)
 
 
 def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path):

@@ -184,13 +184,6 @@ def test_the_event_of_a_completed_round_says_why_it_was_completed(protocol: str,
     assert event.startswith(what)
 
 
-def test_a_gate_at_which_nobody_waits_stays_shut():
-    driver = RunDriver("a", protocol="hardsync", expected_workers="2", stall_seconds="10")
-    driver.pass_seconds(35, "a")
-    assert driver.run.membership.roster.missing == 2
-    assert driver.events("stalled") == []
-
-
 def test_the_first_turns_do_without_expected_workers_that_do_not_come_in_time():
     driver = RunDriver("a", "joined", protocol="ssp:s=1", expected_workers="3", stall_seconds="10")
     woken = []
