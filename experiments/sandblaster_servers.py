@@ -56,7 +56,7 @@ class LocalServers:
         """Lays a sum of gradients aside, each server its part."""
         parts = np.array_split(stage.gradient, len(self._shards))
         for machine, shard, part in zip(self.machines, self._shards, parts, strict=True):
-            complete = machine.stage(
+            complete = machine.stages.add(
                 StagePart(
                     pass_=stage.pass_,
                     portion_id=stage.portion_id,

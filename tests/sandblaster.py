@@ -14,8 +14,9 @@ import numpy.typing as npt
 from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from pyps.core.vectors.machine import Plan, Program, StagePart, VectorMachine
+from pyps.core.vectors.machine import Plan, Program, VectorMachine
 from pyps.core.vectors.program import Instruction, Operation, combine_answers
+from pyps.core.vectors.stages import StagePart
 from pyps.lbfgs.machine import (
     GRADIENT_CHANGE,
     POINT_CHANGE,
@@ -129,7 +130,7 @@ class VectorWorld:
         for server in self.servers:
             for shard_id in server.shards:
                 payload = values[starts[shard_id] : starts[shard_id + 1]].tobytes()
-                server.machine.stage(
+                server.machine.stages.add(
                     StagePart(
                         pass_=self.present_pass,
                         portion_id=portion_id,
@@ -233,16 +234,16 @@ class Driver:
 
     def write(self, name: str, values: npt.ArrayLike) -> None:
         """Folds a stage of these values into the vector; other stages are forgotten."""
-        pass_ = self.machine.current_pass + 1
+        pass_ = self.machine.stages.pass_ + 1
         self.execute(Instruction(Operation.BEGIN_PASS, count=pass_))
         self.stage(values, stage_id=1)
         self.execute(Instruction(Operation.FOLD, target=name, stage_ids=(1,), count=1))
 
     def stage(self, values: npt.ArrayLike, **fields: Any) -> list[bool]:
-        return [self.machine.stage(part) for part in self.parts(values, **fields)]
+        return [self.machine.stages.add(part) for part in self.parts(values, **fields)]
 
     def parts(self, values: npt.ArrayLike, **fields: Any) -> list[StagePart]:
-        fields = {"pass_": self.machine.current_pass, "portion_id": 0, "stage_id": 1, **fields}
+        fields = {"pass_": self.machine.stages.pass_, "portion_id": 0, "stage_id": 1, **fields}
         num_shards = fields.pop("num_shards", len(self.shards))
         whole = np.asarray(values, dtype=np.float32)
         cuts = np.split(whole, np.cumsum([shard.length for shard in self.shards.values()])[:-1])

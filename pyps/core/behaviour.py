@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -44,17 +43,14 @@ class Behaviour:
     clip_norm: float = 0.0
     batch_growth: BatchGrowth | None = None
     epoch_examples: int = 0
-    # Derived from the settings above.
+    # Whether `rate_factor` is always 1.
     constant_rate: bool = field(init=False, repr=False, compare=False)
-    growth_factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_norm < math.inf:
             raise InvalidArgument(
                 f"clip_norm is {self.clip_norm}; expected the norm that pushes are clipped to, or 0 to clip none"
             )
-        growth_factor = self.batch_growth.rate_factor if self.batch_growth else _no_growth
-        object.__setattr__(self, "growth_factor", growth_factor)
         object.__setattr__(self, "constant_rate", not self.schedule.terms and self.batch_growth is None)
 
     @classmethod
@@ -96,13 +92,13 @@ class Behaviour:
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether the schedule or the batch growth depends on epochs."""
+        """True if the schedule or the batch growth depends on epochs."""
         return self.batch_growth is not None or any(term.epoch_examples for term in self.schedule.terms)
 
     def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None, shard_length: int) -> Weighing:
-        """Return the weighing that clips a push of the given norm; None computes the norm here.
+        """Return the weighing that clips a push; `norm` is the push's, None where it is not known yet.
 
-        The gradient itself is scaled, slots included, as by torch.nn.utils.clip_grad_norm_ on a worker.
+        The gradient itself is scaled, as by torch.nn.utils.clip_grad_norm_, not the step.
         """
         norm = norm_of(gradient, shard_length) if norm is None else norm
         if norm <= self.clip_norm:
@@ -111,8 +107,5 @@ class Behaviour:
 
     def rate_factor(self, version: int, examples: int) -> float:
         """Return the factor of the base rate after so many updates and examples."""
-        return self.schedule.factor(version, examples) * self.growth_factor(examples)
-
-
-def _no_growth(examples: int) -> float:
-    return 1.0
+        growth = self.batch_growth.rate_factor(examples) if self.batch_growth else 1.0
+        return self.schedule.factor(version, examples) * growth

@@ -52,7 +52,7 @@ class Election:
 
     @property
     def busy(self) -> bool:
-        """Whether a worker has the turn."""
+        """True if a worker has the turn."""
         return self._term is not None or self._newest[1] > 0
 
     def elect(

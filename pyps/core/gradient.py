@@ -71,7 +71,7 @@ class Gradient(NamedTuple):
 
     @property
     def schedules(self) -> bool:
-        """Whether the push sets a rate or momentum that only the owner of the schedule may set."""
+        """True if the push sets a rate or momentum as the owner of the schedule."""
         return not self.provisional and (self.learning_rate is not None or self.momentum is not None)
 
     def decided(self, *, holds: bool) -> Gradient:

@@ -81,8 +81,8 @@ class LedgerState:
 class Ledger:
     """The latest receipts of each life of each worker, for one shard. Guarded by its shard's lock.
 
-    It holds receipts of pushes on which the protocol or the policy decided: applied, pending, dropped, stale, repeated.
-    Others (not finite, other epoch, finished) were not applied, so a retry is decided again.
+    It holds receipts of pushes on which the protocol or the policy decided. Others (not finite, other epoch, finished)
+    were not applied, so a retry is decided again.
 
     Memory is bounded, and a push whose receipt was deleted is never mistaken for new, since sequences grow within a
     life and incarnations with the lives of one name:

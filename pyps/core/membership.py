@@ -33,7 +33,7 @@ IDLE_SHARE = 0.1
 
 
 class WorkerState(StrEnum):
-    """Whether a worker is alive, and how it ended."""
+    """A worker's state: alive, or how it ended."""
 
     ALIVE = "alive"
     EXPIRED = "expired"
@@ -398,10 +398,9 @@ class Membership:
         return effects
 
     def stall(self, worker_id: str) -> bool:
-        """Make a worker, or all processes of its replica, inactive; return False where it was not active.
+        """Make a worker and its whole replica inactive until the next push; return False if it was not active.
 
-        It is active again from its next push. After STALLS_MAX stalls in a row a refused push is not enough: a worker
-        whose pushes are all refused would hold the others up for ever.
+        After STALLS_MAX stalls in a row that push must not be refused, or others could wait for the worker for ever.
         """
         with self._lock:
             member = self._members.get(worker_id)
@@ -415,10 +414,7 @@ class Membership:
             return True
 
     def expect(self, num_workers: int, *, said: bool = True) -> None:
-        """Wait for so many workers, including those that pushed or left already; 0 to wait for no more.
-
-        `said` is whether people set the number; otherwise `expected_workers` stays.
-        """
+        """Wait for so many workers, with those that pushed or left already; `said` is True if people set the number."""
         with self._lock:
             if said:
                 self.expected_workers = num_workers
@@ -518,7 +514,7 @@ class Membership:
         return [m for m in self._members.values() if m.replica == replica and m.alive] if replica else []
 
     def _taken_at(self, kind: str, worker_id: str) -> float:
-        # Pushes do not prolong the time of a step: the next one alone ends it.
+        # Pushes do not prolong the time of a step: only the next step ends it.
         member = self._members.get(worker_id) if kind == "round" else None
         return 0.0 if member is None or member.taken_at is None else member.taken_at
 

@@ -25,7 +25,7 @@ class WorkerClock:
     """A worker's clock, and whether it computes or waits."""
 
     worker_id: str
-    # Steps that it reports as finished.
+    # Finished steps, by its own report.
     count: int
     # The count at which its clock was 0.
     offset: int
@@ -62,10 +62,6 @@ class PacerState:
     def draw(self) -> int:
         self.tickets += 1
         return self.tickets
-
-    def waiting(self) -> list[WorkerClock]:
-        """Return the workers whose requests are not granted yet, in order of joining."""
-        return [worker for worker in self.present.values() if worker.requested and not worker.granted]
 
     def slowest(self) -> int:
         """Return the lowest clock; 0 if no worker is present."""
@@ -198,7 +194,8 @@ class Pacer(ABC):
         """Return the workers that any of these waits for; `waiting` is not empty."""
 
     def _grant(self) -> list[str]:
-        ready = [] if self.missing else self._ready(self._state.waiting())
+        waiting = [worker for worker in self._state.present.values() if worker.requested and not worker.granted]
+        ready = [] if self.missing else self._ready(waiting)
         for worker in ready:
             worker.granted = True
         return [worker.worker_id for worker in ready]
@@ -219,10 +216,7 @@ class TurnTaking(Pacer):
 
 
 class ClockBound(Pacer):
-    """Lets a worker at clock c proceed while c - min_q c_q <= s (stale synchronous parallel, Ho et al. 2013).
-
-    A worker that joins late begins at the present minimum, whatever its own count is.
-    """
+    """Lets a worker at clock c proceed while c - min_q c_q <= s (stale synchronous parallel, Ho et al. 2013)."""
 
     def __init__(self, clock_bound: int) -> None:
         super().__init__()
@@ -253,7 +247,7 @@ class Release(Pacer):
 
     @property
     def all_free(self) -> bool:
-        """Whether every present worker may compute; False if none is present."""
+        """True if every present worker may compute; False if none is present."""
         return 0 < len(self._state.present) <= self._places
 
     @property
@@ -338,7 +332,7 @@ class StepGate:
 
     @property
     def asks(self) -> bool:
-        """Whether workers must ask before a step. May be read from any thread."""
+        """True if workers must request each step. May be read from any thread."""
         pacer = self.pacer
         return pacer is not None and pacer.asks(self._version)
 

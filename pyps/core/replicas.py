@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pyps_wire.errors import ReplicaLost, Superseded
 
 
-@dataclass(slots=True)
-class Life:
-    """One life of a replica, from its first Hello until one of its processes is lost or a later life begins."""
-
-    incarnation: int
-    # Which process was lost and how, in words; empty where none was.
-    lost: str = ""
-
-
 class Lives:
-    """The latest life of each replica. Guarded by the membership's lock."""
+    """The latest life of each replica. Guarded by the membership's lock.
+
+    A life lasts from its first Hello until one of its processes is lost or a later life begins.
+    """
 
     def __init__(self) -> None:
-        self._lives: dict[str, Life] = {}
+        # By replica: the incarnation, and which process was lost and how, in words; "" where none was.
+        self._lives: dict[str, tuple[int, str]] = {}
+
+    def _latest(self, replica: str) -> tuple[int, str]:
+        return self._lives.get(replica, (-1, ""))
 
     def begin(self, replica: str, incarnation: int) -> None:
         """Note a life, unless a later one is known."""
-        life = self._lives.get(replica)
-        if life is None or life.incarnation < incarnation:
-            self._lives[replica] = Life(incarnation)
+        if self._latest(replica)[0] < incarnation:
+            self._lives[replica] = incarnation, ""
 
     def is_latest(self, replica: str, incarnation: int) -> bool:
-        life = self._lives.get(replica)
-        return life is not None and life.incarnation == incarnation
+        return self._latest(replica)[0] == incarnation
 
     def lose(self, replica: str, incarnation: int, how: str) -> None:
         """End a life, with the reason: "its process 'r/1' failed". The first reason stays."""
-        if self.is_latest(replica, incarnation):
-            self._lives[replica].lost = self._lives[replica].lost or how
+        if self._latest(replica) == (incarnation, ""):
+            self._lives[replica] = incarnation, how
 
     def is_over(self, replica: str, incarnation: int) -> bool:
         """Return whether that life has lost a process, or a later one has begun."""
-        life = self._lives.get(replica)
-        if life is None or life.incarnation < incarnation:
-            return False
-        return life.incarnation > incarnation or bool(life.lost)
+        latest, lost = self._latest(replica)
+        return latest > incarnation or (latest == incarnation and bool(lost))
 
     def require(self, replica: str, incarnation: int) -> None:
         """Raise ReplicaLost where that life has lost a process, Superseded where a later one has begun."""
-        if not self.is_over(replica, incarnation):
-            return
-        life = self._lives[replica]
-        if life.incarnation == incarnation:
-            raise ReplicaLost(
-                f"replica {replica!r} is out of the run: {life.lost}; a replica ends as a whole; start it again"
+        latest, lost = self._latest(replica)
+        if latest > incarnation:
+            raise Superseded(
+                f"a later life of replica {replica!r} has begun (incarnation {latest}, this process is of"
+                f" {incarnation}); give this replica another name, or end it"
             )
-        raise Superseded(
-            f"a later life of replica {replica!r} has begun (incarnation {life.incarnation}, this process is of"
-            f" {incarnation}); give this replica another name, or end it"
-        )
+        if latest == incarnation and lost:
+            raise ReplicaLost(
+                f"replica {replica!r} is out of the run: {lost}; a replica ends as a whole; start it again"
+            )
 
     def keep(self, replicas: set[str]) -> None:
         """Forget all but those replicas."""

@@ -26,10 +26,9 @@ WeightedGradient = tuple[bytes | memoryview, Codec, float]
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """A setting of a rule: any finite float32 from `minimum` up that is less than `below`."""
+    """A setting of a rule: any finite float32 from 0 up that is less than `below`."""
 
     default: float
-    minimum: float = 0.0
     below: float = math.inf
 
 
@@ -293,19 +292,16 @@ def require_known(rule: UpdateRule, names: Iterable[str]) -> None:
 
 
 def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> dict[str, float]:
-    """Return the rule's hyperparameters, the missing ones at their defaults.
-
-    Raise UnsupportedOptimizer for a rule, a setting or a value that cannot be.
-    """
+    """Return the rule's hyperparameters, missing ones at defaults; raise UnsupportedOptimizer for wrong ones."""
     rule = find(rule) if isinstance(rule, str) else rule
     require_known(rule, hyperparameters)
     values = {name: float(hyperparameters.get(name, setting.default)) for name, setting in rule.settings.items()}
     for name, value in values.items():
         setting = rule.settings[name]
         # Written so that NaN fails; the kernels compute in float32.
-        if not (setting.minimum <= value <= float(np.finfo(np.float32).max) and value < setting.below):
+        if not (0.0 <= value <= float(np.finfo(np.float32).max) and value < setting.below):
             bound = f" and less than {setting.below:g}" if setting.below < math.inf else ""
             raise UnsupportedOptimizer(
-                f"{rule.name}'s {name} is {value}; expected a finite float32 of at least {setting.minimum:g}{bound}"
+                f"{rule.name}'s {name} is {value}; expected a finite float32 of at least 0{bound}"
             )
     return values

@@ -32,7 +32,6 @@ from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rules import Slots, UpdateRule, validate
-from pyps.core.staleness import WeighingContext
 from pyps.core.store import PendingBudget, Pushed, ShardState
 from pyps.core.update import Update, apply_update
 from pyps_wire.errors import InvalidArgument, WrongSize
@@ -239,10 +238,7 @@ class Shard:
             return reader(self.version, self._readable)
 
     def rewrite(self, writer: Callable[[Floats], object]) -> None:
-        """Let `writer` overwrite all parameters, as one update without gradients, which is not recorded.
-
-        `writer` is called under the lock.
-        """
+        """Let `writer` overwrite all parameters under the lock: one update without gradients, which is not recorded."""
         with self._lock:
             writer(self._parameters)
             self.version += 1
@@ -266,12 +262,11 @@ class Shard:
 
     @property
     def num_receipts(self) -> int:
-        """The number of receipts that the ledger holds."""
         return self._ledger.num_receipts
 
     @property
     def ledger_bytes(self) -> int:
-        """About how much memory the ledger takes."""
+        """An estimate of the ledger's memory."""
         return self._ledger.num_bytes
 
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
@@ -325,10 +320,7 @@ class Shard:
         return self._parked.take([version for version in self._parked.calls if version <= self.version])
 
     def _refusal(self, gradient: Gradient, known: Receipt | Forgotten | None, finding: Finding) -> Refuse | None:
-        """Return why the protocol cannot decide on a push, which the ledger then does not remember; None if it can.
-
-        Raise InvalidArgument for a gradient of a version that the shard never had.
-        """
+        """Return why a push is refused before the protocol decides on it, or None; raise InvalidArgument as `push`."""
         shard_id, version = self.shard_id, self.version
         if known is FORGOTTEN:
             return verdict.forgotten(gradient, shard_id=shard_id)
@@ -351,9 +343,8 @@ class Shard:
             # Decided here, so that logs, replays and checkpoints hold ordinary rates only.
             gradient = gradient.decided(holds=not self.rate_is_set and not behaviour.schedule.terms)
         aggregation = behaviour.aggregation.at(version)
-        context = WeighingContext(gradient.worker_id, len(roster.workers), version, aggregation.split(roster))
         staleness = version - gradient.base_version
-        weighing = behaviour.staleness.weigh(staleness, context)
+        weighing = behaviour.staleness.weigh(staleness, aggregation.split(roster))
         if behaviour.clip_norm:
             weighing = behaviour.clip(weighing, gradient, norm, self.length)
         contribution = Contribution(gradient, staleness, weighing)
@@ -462,18 +453,15 @@ class Shard:
         for part in parts:
             self.examples += part.contribution.gradient.example_count
         if self._pending.waiting:
-            self._forget_pending(parts)
+            applied = {id(part.contribution) for part in parts}
+            self._pending = Pending(waiting for waiting in self._pending if id(waiting) not in applied)
+            before, self.pending_bytes = self.pending_bytes, self._pending.num_bytes
+            self.num_pending = len(self._pending)
+            self._budget.give_back(before - self.pending_bytes)
         update = Update(self.version, rate, update_scale, tuple(parts))
         if self._recorder is not None:
             self._recorder.record(events.Updated(self.shard_id, update, self._readable))
         return update, left_out
-
-    def _forget_pending(self, parts: Sequence[Part]) -> None:
-        applied = {id(part.contribution) for part in parts}
-        self._pending = Pending(waiting for waiting in self._pending if id(waiting) not in applied)
-        before = self.pending_bytes
-        self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
-        self._budget.give_back(before - self.pending_bytes)
 
 
 class LoggedShard(Shard):
@@ -530,10 +518,7 @@ def _first_slots(
     length: int,
     take: Callable[[Floats], Floats],
 ) -> Slots:
-    """Return the slots of a new shard, or the restored ones, copied by `take`.
-
-    Raise InvalidArgument for slots of another rule, WrongSize for slots of another length.
-    """
+    """Return the slots of a new shard, or restored ones, copied by `take`; refuse those of another rule or length."""
     if restored is None:
         return rule.make_slots(length, hyperparameters)
     if set(restored) != set(rule.slot_names):

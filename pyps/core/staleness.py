@@ -25,17 +25,6 @@ class Weighing(NamedTuple):
     rate_scale: float = 1.0
 
 
-class WeighingContext(NamedTuple):
-    """What a policy may use in addition to the staleness."""
-
-    worker_id: str
-    num_workers: int
-    # Updates of the shard so far.
-    version: int
-    # The papers' n: how many updates the protocol makes of one gradient from each worker.
-    split: float = 1.0
-
-
 class StalenessPolicy(ABC):
     """Weighs gradients by their staleness, the tau of the papers.
 
@@ -59,8 +48,11 @@ class StalenessPolicy(ABC):
                 )
 
     @abstractmethod
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
-        """Return the weights of a gradient that is `staleness` updates old, or that it is refused."""
+    def weigh(self, staleness: int, split: float) -> Weighing:
+        """Return the weights of a gradient that is `staleness` updates old, or that it is refused.
+
+        `split` is the papers' n: how many updates the protocol makes of one gradient from each worker.
+        """
 
     def update_scale(self, stalenesses: Sequence[int]) -> float:
         """Return the factor of the step of an update whose gradients have these stalenesses."""
@@ -77,7 +69,7 @@ class NoPenalty(StalenessPolicy):
 
     name: ClassVar[str] = "none"
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing()
 
 
@@ -87,20 +79,17 @@ class Divide(StalenessPolicy):
 
     name: ClassVar[str] = "divide"
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(rate_scale=1.0 / max(1, staleness))
 
 
 @dataclass(frozen=True, slots=True)
 class DividePlusOne(StalenessPolicy):
-    """Divides the step by one more than the staleness: alpha0 / (tau + 1).
-
-    A common reading of Zhang et al. 2016, half of `divide` at a staleness of 1.
-    """
+    """Divides the step by one more than the staleness: alpha0 / (tau + 1)."""
 
     name: ClassVar[str] = "divide_plus_one"
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(rate_scale=1.0 / (staleness + 1))
 
 
@@ -113,8 +102,8 @@ class ConstantShare(StalenessPolicy):
 
     name: ClassVar[str] = "constant"
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
-        return Weighing(rate_scale=1.0 / max(1.0, context.split))
+    def weigh(self, staleness: int, split: float) -> Weighing:
+        return Weighing(rate_scale=1.0 / max(1.0, split))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +113,7 @@ class PerUpdate(StalenessPolicy):
     name: ClassVar[str] = "per_update"
     scales_updates: ClassVar[bool] = True
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing()
 
     def update_scale(self, stalenesses: Sequence[int]) -> float:
@@ -138,7 +127,7 @@ class Exponential(StalenessPolicy):
     name: ClassVar[str] = "exponential"
     beta: float = 0.1
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(rate_scale=math.exp(-self.beta * staleness))
 
 
@@ -149,7 +138,7 @@ class Polynomial(StalenessPolicy):
     name: ClassVar[str] = "polynomial"
     a: float = 0.5
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(rate_scale=(1.0 + staleness) ** -self.a)
 
 
@@ -161,7 +150,7 @@ class Hinge(StalenessPolicy):
     a: float = 10.0
     b: float = 4.0
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(rate_scale=1.0 / (self.a * max(0.0, staleness - self.b) + 1.0))
 
 
@@ -172,7 +161,7 @@ class Drop(StalenessPolicy):
     name: ClassVar[str] = "drop"
     spread: int = 10
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(accept=staleness <= self.spread)
 
 

@@ -52,22 +52,20 @@ class ShardState:
 
 
 class Store(Protocol):
-    """A part of the model's parameters with a version, updated by pushes. `Shard`, a dense vector, is one.
+    """A part of the model's parameters with a version, updated by pushes; see `Shard`, a dense vector.
 
-    Every method may be called from any thread; `Shard` describes them. Fields may be read without the store's lock, and
-    only the store writes them.
+    Every method may be called from any thread. Only the store writes its fields; they may be read without its lock.
     """
 
     shard_id: int
     # The life of the run that the versions belong to.
     epoch: int
-    # The number of parameters.
     length: int
     # What pushes hold, unless NOTHING.
     kind: PayloadKind
-    # The number of updates applied so far.
+    # The number of updates so far.
     version: int
-    # The newest version that a checkpoint holds: what a killed server comes back with. Set by the checkpoint's writer.
+    # The newest version that a checkpoint holds. Set by the checkpoint's writer.
     durable_version: int
     # The number of examples behind the applied gradients.
     examples: int
@@ -75,7 +73,6 @@ class Store(Protocol):
     hyperparameters: Mapping[str, float]
     # The base rate: before schedule, batch growth and staleness.
     learning_rate: float
-    # Whether pushes are refused because the run has ended.
     finished: bool
     # How many gradients wait for an update, and the size of their payloads.
     num_pending: int

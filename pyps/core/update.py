@@ -8,12 +8,12 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply
-from pyps.core.protocols.base import Contribution, Part
+from pyps.core.protocols.base import Part
 from pyps.core.rules import BoundRule, WeightedGradient
 
 
 class Update(NamedTuple):
-    """An update, and the gradients of which it consists."""
+    """An update and its gradients."""
 
     # The version that it made.
     version: int
@@ -78,12 +78,6 @@ def apply_update(
     if reply is not None and not whole:
         rule.write(reply)
     return left_out
-
-
-def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.0) -> float:
-    """Return the gradient's step size in an update at `rate`; a buffer's does not depend on the rate."""
-    is_buffer = contribution.gradient.kind == PayloadKind.BUFFER
-    return (1.0 if is_buffer else rate) * contribution.weighing.rate_scale * update_scale
 
 
 def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pyps.core.gradient import Finding, Gradient
+from pyps.core.gradient import Finding, Gradient, PayloadKind
 from pyps.core.protocols.base import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
-from pyps.core.update import rate_of
 
 # A union would be built again for every push.
 _REJECTING = (Refuse, Drop)
@@ -15,18 +14,17 @@ _REJECTING = (Refuse, Drop)
 def receipt_of(
     decision: Decision, arrival: Arrival, *, shard_id: int, epoch: int, rate: float, update_scale: float
 ) -> Receipt:
-    """Return the receipt of a push that a protocol has decided on.
-
-    `rate` is the step size of an update made now, before staleness; `update_scale` is the factor of it that the
-    staleness of all its gradients makes.
-    """
+    """Return the receipt of a push on which a protocol has decided; `rate` is the step size before staleness."""
     contribution, _, version, roster = arrival
     gradient, staleness, weighing = contribution
     outcome, version_after, weight, min_version = Outcome.APPLIED, version, weighing.weight, 0
     waiting_for: tuple[str, ...] = ()
     if isinstance(decision, Apply):
         version_after += 1
-        weight *= decision.share_of(contribution)
+        # A loop without a call, at every push.
+        for part in decision.parts:
+            if part.contribution is contribution:
+                weight *= part.share
     elif isinstance(decision, Park):
         outcome, min_version, waiting_for = Outcome.PENDING, decision.min_version, decision.waiting_for
     elif isinstance(decision, _REJECTING):
@@ -38,7 +36,8 @@ def receipt_of(
         version_before=version,
         version_after=version_after,
         staleness=staleness,
-        rate=rate_of(contribution, rate=rate, update_scale=update_scale),
+        # A buffer's step does not depend on the rate.
+        rate=(1.0 if gradient.kind == PayloadKind.BUFFER else rate) * weighing.rate_scale * update_scale,
         rate_scale=weighing.rate_scale * update_scale,
         weight=weight,
         num_workers=len(roster.workers),

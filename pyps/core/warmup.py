@@ -95,7 +95,7 @@ class Staged(Aggregation):
 
     @property
     def text(self) -> str:
-        """Both protocols, for people; `WarmUp.parse` and `protocols.parse` take one half each."""
+        """Both protocols, for people."""
         return f"{self.main.text} after {self.warm_up.text}"
 
     @property

@@ -119,7 +119,7 @@ class VectorMachineService:
                         f"pass {part.pass_}: send one stage in a stream"
                     )
                 shard = self._run.content.shards.get(part.shard_id)
-                complete = await self._work.compute(shard.length if shard else 0, partial(machine.stage, part))
+                complete = await self._work.compute(shard.length if shard else 0, partial(machine.stages.add, part))
         if part is None:
             raise InvalidArgument("Stage has no message: send one for each shard of the stage")
         if not complete:

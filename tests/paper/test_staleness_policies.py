@@ -16,7 +16,7 @@ from pyps.core.arrays import Floats
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
-from pyps.core.staleness import POLICIES, StalenessPolicy, Weighing, WeighingContext
+from pyps.core.staleness import POLICIES, StalenessPolicy, Weighing
 from shards import make_shard, pull, push, roster_of
 
 VERSION = 5000
@@ -131,7 +131,7 @@ class ScalesTheGradient(StalenessPolicy):
 
     name: ClassVar[str] = "scales_the_gradient"
 
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+    def weigh(self, staleness: int, split: float) -> Weighing:
         return Weighing(weight=1.0 / max(1, staleness))
 
 

@@ -78,10 +78,7 @@ class Barrier(Aggregation):
         return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        """Return whether `num_gathered` gradients, also of workers that are gone, are enough for the round's update.
-
-        `num_late` active workers have not pushed to the round.
-        """
+        """Return whether a round with so many gradients, while so many active workers have none in it, is complete."""
         return num_late == 0
 
     @abstractmethod

@@ -1,7 +1,4 @@
-"""The base class of protocols, what they decide on, and their possible decisions.
-
-The classes made for every push are named tuples, which cost a third of a frozen dataclass.
-"""
+"""The base class of protocols, and their decisions. Classes made for every push are named tuples, which are cheap."""
 
 from __future__ import annotations
 
@@ -88,17 +85,17 @@ class Aggregation(ABC):
 
     @property
     def barrier(self) -> bool:
-        """Whether only gradients of a shard's present version are taken."""
+        """True if only gradients of a shard's present version are taken."""
         return False
 
     @property
     def weighs_examples(self) -> bool:
-        """Whether the shares of an update's gradients depend on their counts of examples."""
+        """True if the shares of an update's gradients depend on their example counts."""
         return False
 
     @property
     def whole_model(self) -> bool:
-        """Whether one mutex is held for all shards of a push or a pull."""
+        """True if one mutex is held for all shards of a push or a pull."""
         return False
 
     @property
@@ -129,12 +126,13 @@ class Pending:
     round grow with the square of its workers.
     """
 
-    __slots__ = ("_late", "_roster", "_workers", "num_bytes", "waiting")
+    __slots__ = ("_late", "_roster", "num_bytes", "waiting", "workers")
 
     def __init__(self, contributions: Iterable[Contribution] = ()) -> None:
-        # In order of arrival; not to be changed.
+        # In order of arrival.
         self.waiting: list[Contribution] = []
-        self._workers: set[str] = set()
+        # The workers of the gradients.
+        self.workers: set[str] = set()
         # The result of `late` for the last roster.
         self._late: OrderedDict[str, None] = OrderedDict()
         self._roster: Roster | None = None
@@ -149,22 +147,17 @@ class Pending:
     def __iter__(self) -> Iterator[Contribution]:
         return iter(self.waiting)
 
-    @property
-    def workers(self) -> Collection[str]:
-        """The workers of the gradients. Do not keep it."""
-        return self._workers
-
     def late(self, roster: Roster) -> Collection[str]:
         """Return the active workers without a gradient here, ascending. Do not keep it."""
         if roster is not self._roster:
-            self._late = OrderedDict.fromkeys(name for name in roster.workers if name not in self._workers)
+            self._late = OrderedDict.fromkeys(name for name in roster.workers if name not in self.workers)
             self._roster = roster
         return self._late.keys()
 
     def add(self, contribution: Contribution) -> None:
         gradient = contribution.gradient
         self.waiting.append(contribution)
-        self._workers.add(gradient.worker_id)
+        self.workers.add(gradient.worker_id)
         self._late.pop(gradient.worker_id, None)
         self.num_bytes += memoryview(gradient.payload).nbytes
 
@@ -189,12 +182,6 @@ class Apply(NamedTuple):
     """Make one update now of these parts, summed in this order; other pending gradients go on waiting."""
 
     parts: tuple[Part, ...]
-
-    def share_of(self, contribution: Contribution) -> float:
-        for part in self.parts:
-            if part.contribution is contribution:
-                return part.share
-        raise LookupError(contribution)
 
 
 @dataclass(frozen=True, slots=True)

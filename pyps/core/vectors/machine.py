@@ -1,7 +1,6 @@
-"""Instructions on the vectors of one server's shards: Sandblaster's (Dean et al. 2012, section 4.2).
+"""The vectors of one server's shards, and Sandblaster's programs on them (Dean et al. 2012, section 4.2).
 
-A coordinator sends programs of instructions and receives numbers. A program is checked as a whole, then executed shard
-by shard; a retry of the last one gets the last answer.
+A coordinator sends programs and receives numbers. A program is checked as a whole, then executed shard by shard.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pyps.core.vectors.program import (
     combine_answers,
     validate,
 )
-from pyps.core.vectors.stages import StagePart, Stages
+from pyps.core.vectors.stages import Stages
 from pyps_wire.errors import InvalidArgument, LimitExceeded, NotAllowed, RunFinished, Superseded
 
 # The upper bound of a plan's counts: no product of them overflows.
@@ -166,7 +165,8 @@ class VectorMachine:
         self._logged = logged
         lengths = {shard_id: shard.length for shard_id, shard in self._shards.items()}
         self._num_parameters = sum(lengths.values())
-        self._stages = Stages(lengths, room=lambda: bytes_max - self._vector_bytes)
+        # Workers add to them.
+        self.stages = Stages(lengths, room=lambda: bytes_max - self._vector_bytes)
         # Held while a program is executed. Taken before _durable and the shards' locks, never after.
         self._lock = threading.Lock()
         # Held while a program changes what a checkpoint keeps, and while a checkpoint copies it.
@@ -189,16 +189,7 @@ class VectorMachine:
     @property
     def bytes(self) -> int:
         """The memory of vectors and stages."""
-        return self._vector_bytes + self._stages.bytes
-
-    @property
-    def num_stages(self) -> int:
-        return self._stages.num_stages
-
-    @property
-    def current_pass(self) -> int:
-        """The pass whose stages are accepted."""
-        return self._stages.pass_
+        return self._vector_bytes + self.stages.bytes
 
     @property
     def _vector_bytes(self) -> int:
@@ -237,7 +228,7 @@ class VectorMachine:
                 self.coordinator_epoch, self._op_seq, self._results = epoch, 0, Results()
                 self._attached = epoch, secret
                 # The old stages will not be folded, and the plan needs their memory.
-                self._stages.begin(self._stages.pass_)
+                self.stages.begin(self.stages.pass_)
             self.require_coordinator(epoch, secret)
             return Attachment(epoch, self.iteration, self.text, self.names, self._num_parameters, planned_bytes)
 
@@ -285,12 +276,6 @@ class VectorMachine:
             self._op_seq, self._results = program.op_seq, Results(scalars, version)
             return self._results
 
-    # For a worker.
-
-    def stage(self, part: StagePart) -> bool:
-        """See `Stages.add`."""
-        return self._stages.add(part)
-
     # For a checkpoint.
 
     def durable(self) -> AbstractContextManager[object]:
@@ -304,14 +289,11 @@ class VectorMachine:
         return MachineState(self.coordinator_epoch, self.iteration, self.text, replace(table, names=names))
 
     def parameters_to_keep(self, shard_id: int) -> Floats | None:
-        """Return the accepted point, which a checkpoint keeps as the shard's parameters; None before the first.
-
-        The shard itself may hold a trial. Call it within `durable`, and neither keep nor write the array.
-        """
+        """Return the accepted point, since the shard may hold a trial; None before the first. See `vectors_to_keep`."""
         return self._vectors[shard_id].arrays.get(POINT)
 
     def vectors_to_keep(self, shard_id: int) -> dict[str, Floats]:
-        """Return the gradient at the accepted point and the history. Call it within `durable`; do not write them."""
+        """Return the gradient at the accepted point and the history. Use the arrays within `durable`, to read only."""
         arrays = self._vectors[shard_id].arrays
         return {name: arrays[name] for name in self._table.kept}
 
@@ -337,7 +319,7 @@ class VectorMachine:
         folds: list[list[dict[int, Floats]]] = []
 
         def take_stages(stage_ids: Iterable[int]) -> None:
-            folds.append(self._stages.complete(stage_ids))
+            folds.append(self.stages.complete(stage_ids))
 
         table, durable = validate(program, self._table, take_stages=take_stages, require_room=self._require_room)
         self._require_possible(program)
@@ -360,7 +342,7 @@ class VectorMachine:
                 self.iteration, self.text = program.commits_iteration, program.state
         for instruction in program.instructions:
             if instruction.operation == Operation.BEGIN_PASS:
-                self._stages.begin(instruction.count)
+                self.stages.begin(instruction.count)
         flat = [[number for answer in of_shard for number in answer] for of_shard in answers]
         zeros = [0.0] * sum(instruction.num_answers for instruction in program.instructions)
         return tuple(combine_answers(program.instructions, flat or [zeros]))
@@ -377,7 +359,7 @@ class VectorMachine:
             raise RunFinished("the run is finished: its parameters move no more")
 
     def _require_room(self, bytes_per_parameter: int) -> None:
-        num_bytes = bytes_per_parameter * self._num_parameters + self._stages.bytes
+        num_bytes = bytes_per_parameter * self._num_parameters + self.stages.bytes
         if num_bytes > self._bytes_max:
             raise LimitExceeded(
                 f"vectors and stages would take {num_bytes} bytes, this server keeps {self._bytes_max} at the most: "

@@ -56,10 +56,6 @@ class Stages:
         self._by_portion: dict[int, _Stage] = {}
         self._by_id: dict[int, _Stage] = {}
 
-    @property
-    def num_stages(self) -> int:
-        return len(self._by_id)
-
     def add(self, part: StagePart) -> bool:
         """Add one shard of a stage, once; return True if the stage is complete here, or no longer needed.
 

@@ -9,14 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps.core.protocols import parse as parse_protocol
-from pyps.core.staleness import ALIASES, POLICIES, Weighing, WeighingContext, parse
+from pyps.core.staleness import ALIASES, POLICIES, Weighing, parse
 from shards import refusal, roster_of
 
 ACCEPTING = sorted(set(POLICIES) - {"drop"})
-
-
-def context(split: float = 1.0) -> WeighingContext:
-    return WeighingContext(worker_id="a", num_workers=4, version=100, split=split)
 
 
 def test_a_policy_scales_the_rate_by_its_formula():
@@ -31,13 +27,13 @@ def test_a_policy_scales_the_rate_by_its_formula():
         "hinge": [1.0, 1.0, 1 / 61],
         "hinge:a=2,b=0": [1.0, 1 / 3, 1 / 21],
     }.items():
-        scales = [parse(text).weigh(staleness, context()).rate_scale for staleness in (0, 1, 10)]
+        scales = [parse(text).weigh(staleness, 1.0).rate_scale for staleness in (0, 1, 10)]
         assert scales == pytest.approx(expected, rel=1e-15), text
 
 
 def test_no_policy_but_drop_touches_the_gradient_itself_and_none_but_per_update_the_update_as_a_whole():
     for text in ACCEPTING:
-        weighing = parse(text).weigh(1000, context(split=4))
+        weighing = parse(text).weigh(1000, 4)
         assert (weighing.accept, weighing.weight) == (True, 1.0), text
     for text in set(POLICIES) - {"per_update"}:
         assert parse(text).update_scale((3, 5)) == 1.0, text
@@ -46,35 +42,35 @@ def test_no_policy_but_drop_touches_the_gradient_itself_and_none_but_per_update_
 def test_constant_divides_by_the_protocols_split_alone():
     splits = {1.0: 1.0, 4.0: 0.25, 7.5: 1 / 7.5, 0.0: 1.0}
     for (split, scale), staleness in product(splits.items(), (0, 1, 1000)):
-        assert parse("constant").weigh(staleness, context(split)).rate_scale == scale, (split, staleness)
+        assert parse("constant").weigh(staleness, split).rate_scale == scale, (split, staleness)
 
 
 def test_constant_follows_what_the_protocol_makes_of_thirty_workers():
     """With n = 7, c = floor(30 / 7) = 4 and the n in effect is 30 / 4."""
     for protocol, scale in {"async": 1 / 30, "softsync:n=5": 1 / 5, "softsync:n=7": 4 / 30, "hardsync": 1.0}.items():
         split = parse_protocol(protocol).split(roster_of(30))
-        assert parse("constant").weigh(3, context(split)).rate_scale == pytest.approx(scale, rel=1e-15), protocol
+        assert parse("constant").weigh(3, split).rate_scale == pytest.approx(scale, rel=1e-15), protocol
 
 
 def test_per_update_divides_the_update_by_the_mean_staleness_of_its_gradients():
     policy = parse("per_update")
     scales = [policy.update_scale(stalenesses) for stalenesses in ((0,), (0, 1), (4,), (2, 4, 9), ())]
     assert scales == [1.0, 1.0, 1 / 4, 1 / 5, 1.0]
-    assert policy.weigh(9, context()).rate_scale == 1.0
+    assert policy.weigh(9, 1.0).rate_scale == 1.0
 
 
 def test_drop_takes_what_is_at_most_its_spread_old_and_whole():
     """With a spread beyond every staleness it is no penalty (algorithm notes, 2.10)."""
     for text, staleness, accept in (("drop", 0, True), ("drop", 10, True), ("drop", 11, False)):
-        assert parse(text).weigh(staleness, context()) == Weighing(accept=accept, weight=1.0, rate_scale=1.0), staleness
-    assert parse(f"drop:spread={10**12}").weigh(10**12, context()) == parse("none").weigh(10**12, context())
+        assert parse(text).weigh(staleness, 1.0) == Weighing(accept=accept, weight=1.0, rate_scale=1.0), staleness
+    assert parse(f"drop:spread={10**12}").weigh(10**12, 1.0) == parse("none").weigh(10**12, 1.0)
 
 
 @settings(max_examples=50)
 @given(text=st.sampled_from(ACCEPTING), staleness=st.integers(0, 10**9), split=st.floats(0, 1e6))
 def test_a_scale_is_a_share_that_does_not_grow_with_the_staleness(text, staleness, split):
     policy = parse(text)
-    younger, older = (policy.weigh(age, context(split)).rate_scale for age in (staleness, staleness + 1))
+    younger, older = (policy.weigh(age, split).rate_scale for age in (staleness, staleness + 1))
     assert 0.0 <= older <= younger <= 1.0
 
 

@@ -50,7 +50,7 @@ def test_a_stage_may_come_in_any_codec_and_at_any_address(driver):
         for part in driver.parts(whole, stage_id=stage_id):
             values = np.frombuffer(part.payload, np.float32)
             payload = memoryview(b"\x00" + bytes(codec.encode(values)))[1:]
-            driver.machine.stage(replace(part, codec=codec, payload=payload))
+            driver.machine.stages.add(replace(part, codec=codec, payload=payload))
 
         rounded = np.empty(SIZE, np.float32)
         _kernels.decode(bytes(codec.encode(whole)), codec, rounded)
@@ -61,7 +61,7 @@ def test_a_stage_under_a_later_lease_replaces_the_earlier_one(driver):
     driver.stage(numbers(1), portion_id=4, stage_id=10)
     driver.stage(numbers(2), portion_id=4, stage_id=11)
 
-    assert driver.machine.num_stages == 1
+    assert len(driver.machine.stages._by_id) == 1
     assert driver.machine.bytes == 8 * SIZE
     assert np.array_equal(fold(driver, 11), numbers(2))
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_a_stage_under_an_earlier_lease_is_ignored(driver):
 
     assert driver.stage(numbers(1), portion_id=4, stage_id=10) == [True] * 3
 
-    assert driver.machine.num_stages == 1
+    assert len(driver.machine.stages._by_id) == 1
     assert np.array_equal(fold(driver, 11), numbers(2))
 
 
@@ -90,12 +90,12 @@ def test_a_stage_that_is_sent_again_changes_nothing(driver):
 
 def test_a_stage_cut_off_midway_goes_on_where_it_is_sent_again(driver):
     parts = driver.parts(numbers(1))
-    driver.machine.stage(parts[0])
+    driver.machine.stages.add(parts[0])
 
     with pytest.raises(InvalidArgument, match="the stage 1, of which 1 of 3 shards are here in pass 1"):
         fold(driver, 1)
 
-    assert [driver.machine.stage(part) for part in parts] == [False, False, True]
+    assert [driver.machine.stages.add(part) for part in parts] == [False, False, True]
     assert np.array_equal(fold(driver, 1), numbers(1))
 
 
@@ -104,7 +104,7 @@ def test_a_new_pass_forgets_all_stages(driver):
 
     driver.execute(Instruction(Operation.BEGIN_PASS, count=2))
 
-    assert driver.machine.num_stages == 0 and driver.machine.bytes == 4 * SIZE
+    assert len(driver.machine.stages._by_id) == 0 and driver.machine.bytes == 4 * SIZE
     with pytest.raises(InvalidArgument, match="in pass 2"):
         fold(driver, 1)
 
@@ -131,8 +131,8 @@ def test_a_part_that_does_not_fit_is_refused(driver):
         ({"payload": b"1234"}, "the payload is 4 bytes long; 17 parameters as float32 are 68 bytes"),
     ):
         part = replace(driver.parts(numbers(1))[0], **fields)
-        assert words in refusal(driver.machine.stage, part, error=PypsError)
-        assert (driver.machine.bytes, driver.machine.num_stages) == (4 * SIZE, 0), fields
+        assert words in refusal(driver.machine.stages.add, part, error=PypsError)
+        assert (driver.machine.bytes, len(driver.machine.stages._by_id)) == (4 * SIZE, 0), fields
     driver.stage(numbers(1), portion_id=4)
     with pytest.raises(InvalidArgument, match="stage 1 is of portion 5, and was of portion 4 before"):
         driver.stage(numbers(1), portion_id=5)
@@ -147,7 +147,7 @@ def test_stages_beyond_the_budget_are_refused_with_the_settings_to_change():
     with pytest.raises(NoRoom, match="--max-vector-bytes, or start the coordinator with fewer stages"):
         driver.stage(numbers(1), portion_id=12, stage_id=13)
 
-    assert driver.machine.num_stages == 12
+    assert len(driver.machine.stages._by_id) == 12
     # A later lease of a portion needs no more room than the earlier one had.
     driver.stage(numbers(2), portion_id=3, stage_id=14)
 
@@ -164,7 +164,7 @@ def test_many_workers_stage_at_once_and_the_newest_of_each_portion_is_left(drive
 
     run_together([worker(seed) for seed in range(4)])
 
-    assert driver.machine.num_stages == 6
+    assert len(driver.machine.stages._by_id) == 6
     assert driver.machine.bytes == 4 * SIZE * (1 + 6)
     newest = [40 + portion_id for portion_id in range(6)]
     assert (fold(driver, *newest) == sum(newest)).all()
@@ -174,7 +174,7 @@ def test_the_stages_of_an_earlier_coordinator_are_gone_once_another_attached(dri
     driver.stage(numbers(1))
 
     driver.machine.attach(PLAN, coordinator_epoch=driver.epoch)
-    assert driver.machine.num_stages == 1
+    assert len(driver.machine.stages._by_id) == 1
     driver.machine.attach(PLAN)
 
-    assert driver.machine.num_stages == 0 and driver.machine.bytes == 4 * SIZE
+    assert len(driver.machine.stages._by_id) == 0 and driver.machine.bytes == 4 * SIZE
