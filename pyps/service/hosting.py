@@ -32,32 +32,30 @@ from pyps_wire.contract import messages_of
 CONTROL_BYTES_MAX = 64 * 2**10
 # A worker has a handful of calls under way on its connection, each of which may make the server hold a message.
 _CALLS_PER_CONNECTION_MAX = 32
-# For observers and commands, in addition to the workers; the control port has commands alone.
+# For observers and commands, in addition to the workers.
 _MORE_CONNECTIONS = 64
 _CONTROL_CONNECTIONS_MAX = 256
-# A connection without a handshake, or without a call, ends after so long. A worker sends heartbeats more often, and
-# with a lane ends its other connection within a minute without a call; a client whose connection was ended connects
-# again with its next call.
+# A connection without a handshake, or without a call, ends after this time. A worker sends heartbeats more often; with
+# a lane it ends its other connection within a minute without a call. Clients connect again with their next call.
 _HANDSHAKE_MS = 5_000
 _IDLE_MS = 10_000
 _DATA_IDLE_MS = 90_000
 _IDLE_HEARTBEATS = 12
 # Messages that may be late at once on the control port.
 _CONTROL_LATE_MAX = 64
-# Beyond the longest message: so much is received to say what was wrong with it.
+# How much more than the longest message is received, to say what is wrong with it.
 _TOO_LONG_BYTES = 2**20
-# Health checks that have begun, on a port where gRPC receives messages of any call as large as a tensor's.
+# Health checks that may be under way at the data port, where gRPC receives as large a message of any call.
 _OPEN_READS_MAX = 16
 # Clients ping an idle connection every 60 s; the server allows twice that pace before it calls it abuse.
 _PING_INTERVAL_MIN_MS = 30_000
 _KEEPALIVE_MS = 60_000
 _KEEPALIVE_TIMEOUT_MS = 20_000
-# As much as a message: on a slow link with full queues a sender goes on while its next message is awaited. A gigabit
+# As much as a message: on a slow link with full queues a sender need not wait until its next message is read. A gigabit
 # with 20 ms of queue makes 0.65 rounds a second of 102.4 MB each way with 256 KiB of it; 0.77, 0.90 and 1.06 with 1, 2
 # and 4 MiB (benchmarks/link.py). Four workers' peak of memory grows by 25 MB (benchmarks/rounds.py).
 _LOOKAHEAD_BYTES = 2**22
-
-# How often connections are counted, and the part of them that is kept free for newcomers.
+# How often connections are counted, and the share of them that is kept free for newcomers.
 _COUNT_SECONDS = 0.5
 _FREE_SHARE = 4
 
@@ -67,10 +65,10 @@ Options = list[tuple[str, int]]
 
 
 class Port:
-    """One of gRPC's ports.
+    """One of gRPC's ports, with room for newcomers.
 
-    gRPC refuses newcomers where it has as many connections as it may. So the oldest connections that have made no call
-    of a known caller end before that. gRPC does not list its connections: they are found among the process's files.
+    gRPC refuses newcomers once it has as many connections as it may. Before that the port ends the oldest connections
+    that have made no accepted call. gRPC does not list its connections: they are found among the process's files.
     """
 
     def __init__(self, reader: MessageReader, connections_max: int, options: Options):
@@ -85,12 +83,9 @@ class Port:
         reader.on_caller = self._on_caller
 
     def bind(self, host: str, port: int, *, tls: Tls | None, field: str) -> str:
-        """Bind the port, with `tls` for TLS alone, and return its address.
-
-        ConfigError names the port and the setting when it is taken.
-        """
+        """Bind the port and return its address. ConfigError names the port and the setting when it is taken."""
         bound = 0
-        # gRPC would log a taken port in lines of its own, with less detail.
+        # Tried first without gRPC, which would log a taken port itself, with less detail.
         if (probe := listening_socket(host, port)) is not None:
             probe.close()
             with contextlib.suppress(RuntimeError):
@@ -122,7 +117,7 @@ class Port:
         kept = self._connections_max - max(1, self._connections_max // _FREE_SHARE)
         while True:
             await asyncio.sleep(_COUNT_SECONDS)
-            # Without a free file nothing can be listed; the next time there may be one.
+            # Without a free file nothing can be listed; next time there may be one.
             with contextlib.suppress(OSError):
                 files = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
                 if len(files) > kept or len(self._known) > 4 * self._connections_max:
@@ -139,14 +134,14 @@ class Port:
         oldest = sorted(self._since, key=self._since.__getitem__)[: max(0, len(found) - kept)]
         for peer in oldest:
             with _socket_of(found[peer]) as end, contextlib.suppress(OSError):
-                # The number may be another connection's by now.
+                # The file may be another connection by now.
                 if end is not None and self._peer_of(end) == peer:
                     end.shutdown(socket.SHUT_RDWR)
         if oldest:
             log.warning("connections that made no call were ended for others", count=len(oldest), newest=oldest[-1])
 
     def _peer_of(self, end: socket.socket) -> str | None:
-        """Return the other end's address of a connection at this port; None for any other socket."""
+        """Return the peer's address of a connection at this port; None for any other socket."""
         try:
             if end.family not in (socket.AF_INET, socket.AF_INET6) or end.getsockname()[1] != self._number:
                 return None
@@ -159,20 +154,18 @@ class Port:
 
 @contextlib.contextmanager
 def _socket_of(file: int) -> Iterator[socket.socket | None]:
-    """Yield a socket of this process by its number, as a copy that stays open; None where the file is none."""
+    """Yield a copy of this process's socket of that number; None if the file is not a socket."""
     try:
         copy = os.dup(file)
     except OSError:
         yield None
         return
-    end = socket.socket(fileno=copy) if stat.S_ISSOCK(os.fstat(copy).st_mode) else None
-    try:
-        yield end
-    finally:
-        if end is None:
-            os.close(copy)
-        else:
-            end.close()
+    if stat.S_ISSOCK(os.fstat(copy).st_mode):
+        with socket.socket(fileno=copy) as end:
+            yield end
+    else:
+        os.close(copy)
+        yield None
 
 
 def control_port(access: Access, *, budget: ByteBudget) -> Port:
@@ -183,7 +176,7 @@ def control_port(access: Access, *, budget: ByteBudget) -> Port:
 
 
 def _connections(count: int, *, files_share: int) -> int:
-    """Return so many connections, or fewer where each would leave no file for a checkpoint."""
+    """Return the number of connections: `count`, or fewer so that files are left for checkpoints."""
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return count if files_max == resource.RLIM_INFINITY else max(1, min(count, files_max // files_share))
 
@@ -238,13 +231,13 @@ def address_of(host: str, port: int) -> str:
 
 def _common_options() -> Options:
     return [
-        # Without this a second server would silently share the port and take half of the traffic.
+        # With it a second server would silently share the port and take half of the traffic.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION_MAX),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MIN_MS),
-        # The server pings too: a machine that vanished must not leave calls behind.
+        # The server pings too, to end the calls of a machine that vanished.
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
@@ -252,7 +245,7 @@ def _common_options() -> Options:
 
 
 class Grpc(Transport):
-    """gRPC, over which every call of the contract goes: the transport of all workers that have no nearer one."""
+    """gRPC, which carries every call of the contract: the transport of all workers that have no faster one."""
 
     name = "grpc"
 
@@ -268,22 +261,22 @@ class Grpc(Transport):
         host = self._host
         config = host.config
         options = [
-            # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
-            # setting, and one far too long is never held.
+            # gRPC's limit is above ours: a message somewhat too long gets our answer, which names the setting, and a
+            # message far too long is never held.
             ("grpc.max_receive_message_length", config.max_message_bytes + _TOO_LONG_BYTES),
             ("grpc.max_send_message_length", -1),
             (
                 "grpc.max_connection_idle_ms",
                 max(_DATA_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds)),
             ),
-            # A message is received once it is read, and so much of the next. By default gRPC would receive what it
-            # believes to be under way, several messages of each caller.
+            # gRPC receives a message once it is read, and this much of the next. By default it would receive several
+            # messages of each caller.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ]
         open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
         reader = MessageReader(host.access, host.awaited, host.budget, open_awaited=open_awaited)
-        # A worker has one, and may have left another behind that has yet to end.
+        # A worker has one, and may have left another that has yet to end.
         connections_max = _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2)
         self._port = Port(reader, connections_max, options)
         self._address = self._port.bind(config.host, config.port, tls=host.tls, field="port")

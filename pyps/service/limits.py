@@ -14,33 +14,33 @@ if TYPE_CHECKING:
     from pyps.run.run import Run
 
 
-# A caller can always send and get so many of the largest shards: a push, its answer, a pull.
+# How many of the largest shards a caller can always send and get: a push, its answer, a pull.
 RESERVE_SHARDS = 3
 # The rest of a message usually takes less.
 HEADER_BYTES = 4096
 
 
 class _Reserves(NamedTuple):
-    """The bytes kept for each of the first callers."""
+    """The memory kept for the callers that joined first."""
 
+    # For each of them.
     num_bytes: int
-    # By caller, its rank in the order of joining; observers, who have no name, come first.
+    # Their ranks in the order of joining; observers, who have no name, come first.
     ranks: Mapping[str, int]
-    # For how many callers that may still come as much is kept.
+    # How many callers that have yet to join have a reserve too.
     num_vacant: int
 
 
 class ByteBudget:
     """Counts the bytes of pushes and pulls held at the moment. May be used from any thread.
 
-    Up to half of them is kept for callers that hold little: RESERVE_SHARDS shards for each worker, and for all
-    observers together, by order of joining where there is not enough for all. No number of names, and of calls that
-    are not read, takes that from them. Of the rest a caller that holds bytes by several calls holds at most as much as
-    it leaves free; one call alone may hold all of it.
+    Up to half of them is reserved: RESERVE_SHARDS shards for each worker, and for all observers together, in the order
+    of joining if there is not enough for all. No caller takes that from them, whatever its names and calls. Of the rest
+    a caller's calls together hold at most as much as they leave free; one call alone may hold all of it.
     """
 
     def __init__(self, bytes_max: int, run: Run | None = None):
-        """The run knows its live workers and the size of shards; without one nothing is kept."""
+        """The run knows its live workers and the size of shards; without a run nothing is reserved."""
         self.bytes_max = bytes_max
         self._run = run
         self._lock = Lock()
@@ -61,7 +61,7 @@ class ByteBudget:
         return 2 * self._bytes > self.bytes_max
 
     def account(self, caller: str = "") -> Account:
-        """Return an account for one call of a worker; all observers are one caller, without a name."""
+        """Return an account for one call; all observers are one caller, without a name."""
         return Account(self, caller)
 
     def take(self, num_bytes: int, account: Account) -> None:
@@ -87,10 +87,10 @@ class ByteBudget:
         held, free = by_caller[caller], self.bytes_max - self._bytes
         rank = ranks.get(caller, len(ranks))
         has_reserve = rank < len(ranks) and held + num_bytes <= reserve
-        # A caller that takes of its own reserve leaves those before it theirs, another one all of them.
+        # A caller that takes of its own reserve must leave the reserves of earlier callers, any other caller all.
         num_before = rank if has_reserve else len(ranks)
         num_others = num_before - (not has_reserve and rank < len(ranks))
-        # Only those that hold bytes are counted: there may be hundreds of workers, and this is on the path of a push.
+        # Over callers that hold bytes alone: there may be hundreds of workers, and this is on the path of a push.
         used = sum(
             min(each, reserve)
             for name, each in by_caller.items()
@@ -113,7 +113,7 @@ class ByteBudget:
         run = self._run
         if run is None or not (shards := run.content.shards):
             return _Reserves(0, {}, 0)
-        # Another roster whenever a worker joins, leaves or is lost.
+        # The roster is replaced whenever a worker joins, leaves or is lost.
         present = shards, run.membership.roster
         if present[0] is not self._reserved_for[0] or present[1] is not self._reserved_for[1]:
             reserve = RESERVE_SHARDS * (4 * max(shard.length for shard in shards.values()) + HEADER_BYTES)
@@ -137,7 +137,7 @@ class Account:
 
     def __init__(self, budget: ByteBudget, caller: str):
         self.budget = budget
-        # The worker that it counts for; not to be changed while it holds anything.
+        # The worker, or "". Must not change while the account holds anything.
         self.caller = caller
         # Guarded by the budget's lock.
         self.num_bytes = 0
@@ -145,8 +145,8 @@ class Account:
     def hold(self, num_bytes: int) -> None:
         """Count `num_bytes` until they are released.
 
-        Raises LimitExceeded where the budget or the caller's share has no room for them now, InvalidArgument where the
-        budget never has.
+        Raises LimitExceeded if the budget or the caller's share has no room for them now, InvalidArgument if it never
+        has.
         """
         self.budget.take(num_bytes, self)
 

@@ -6,8 +6,8 @@ import math
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from pyps import _kernels
 from pyps.core.arrays import Floats
@@ -145,8 +145,9 @@ def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Map
 
     Reads piece by piece, holding one shard's lock at a time.
     """
-    parts = [_read(shards[shard_id], piece) for shard_id, piece in pieces]
-    first = [value for part in parts for value in part.first_values]
+    versions, squares, minima, maxima, first_values = zip(
+        *(_read(shards[shard_id], piece) for shard_id, piece in pieces), strict=True
+    )
     return pb.TensorInfo(
         name=tensor.name,
         shape=tensor.shape,
@@ -155,12 +156,12 @@ def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Map
         offset=tensor.offset,
         part=tensor.part,
         held_parameters=sum(piece.length for _, piece in pieces),
-        version_min=min(part.version for part in parts),
-        version_max=max(part.version for part in parts),
-        norm=math.sqrt(math.fsum(part.sum_of_squares for part in parts)),
-        min=min(part.min for part in parts),
-        max=max(part.max for part in parts),
-        first_values=first[:FIRST_VALUES],
+        version_min=min(versions),
+        version_max=max(versions),
+        norm=math.sqrt(math.fsum(squares)),
+        min=min(minima),
+        max=max(maxima),
+        first_values=list(chain.from_iterable(first_values))[:FIRST_VALUES],
     )
 
 
@@ -218,17 +219,11 @@ def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[tup
     return dict(sorted(found.items()))
 
 
-class _Part(NamedTuple):
-    version: int
-    sum_of_squares: float
-    min: float
-    max: float
-    first_values: list[float]
+def _read(shard: Store, piece: Piece) -> tuple[int, float, float, float, list[float]]:
+    """Return the shard's version, and of the piece: the sum of squares, min, max and first values."""
 
-
-def _read(shard: Store, piece: Piece) -> _Part:
-    def read(version: int, parameters: Floats) -> _Part:
+    def read(version: int, parameters: Floats) -> tuple[int, float, float, float, list[float]]:
         held = parameters[piece.shard_offset : piece.shard_offset + piece.length]
-        return _Part(version, *_kernels.summary(held), held[:FIRST_VALUES].tolist())
+        return version, *_kernels.summary(held), held[:FIRST_VALUES].tolist()
 
     return shard.read(read)
