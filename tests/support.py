@@ -278,11 +278,26 @@ class PythonProcess:
         self.close()
 
 
-class ServerProcess(PythonProcess):
-    """A running `pyps serve` on free ports, ready when the constructor returns.
+class Addressed:
+    """A server's addresses, "127.0.0.1:port" each."""
 
-    `data`, `control` and `metrics` are its addresses ("127.0.0.1:port"); flags win over free ports.
-    """
+    addresses: Addresses
+
+    @property
+    def data(self) -> str:
+        return self.addresses.data
+
+    @property
+    def control(self) -> str:
+        return self.addresses.control
+
+    @property
+    def metrics(self) -> str:
+        return self.addresses.metrics
+
+
+class ServerProcess(Addressed, PythonProcess):
+    """A running `pyps serve` on free ports, ready when the constructor returns; flags win over free ports."""
 
     def __init__(
         self,
@@ -310,18 +325,7 @@ class ServerProcess(PythonProcess):
         if not self._ready_path.exists():
             raise AssertionError(f"the server ended with {self.returncode}; its output:\n{self.output()}")
         self.ready = json.loads(self._ready_path.read_text(encoding="utf-8"))
-
-    @property
-    def data(self) -> str:
-        return str(self.ready["data"])
-
-    @property
-    def control(self) -> str:
-        return str(self.ready["control"])
-
-    @property
-    def metrics(self) -> str:
-        return str(self.ready["metrics"])
+        self.addresses = Addresses(self.ready["data"], self.ready["control"], self.ready["metrics"])
 
     def close(self) -> None:
         super().close()
@@ -331,8 +335,8 @@ class ServerProcess(PythonProcess):
         return self
 
 
-class ServerThread:
-    """A server in this process, ready when the constructor returns: `data`, `control` and `metrics` are its addresses.
+class ServerThread(Addressed):
+    """A server in this process, ready when the constructor returns.
 
     It takes the flags and variables of `pyps serve`. All such servers share one event loop on a thread of its own.
     """
@@ -370,18 +374,6 @@ class ServerThread:
     def _give_up(self, ended: Future[int]) -> None:
         if not self._ready.done():
             self._ready.set_exception(ended.exception() or AssertionError("the server ended before it served"))
-
-    @property
-    def data(self) -> str:
-        return self.addresses.data
-
-    @property
-    def control(self) -> str:
-        return self.addresses.control
-
-    @property
-    def metrics(self) -> str:
-        return self.addresses.metrics
 
     @property
     def running(self) -> bool:

@@ -59,6 +59,18 @@ def sgd(learning_rate: float = 1.0, *, groups: int = 1) -> common.OptimizerSetti
     return common.OptimizerSettings(rule="sgd", groups=[group] * groups)
 
 
+def fill(message: Any, fields: Mapping[str, Any]) -> None:
+    """Set a message's fields, of whatever kind."""
+    for name, value in fields.items():
+        if isinstance(value, int | str | bytes):
+            setattr(message, name, value)
+        elif isinstance(value, list | tuple):
+            message.ClearField(name)
+            getattr(message, name).extend(value)
+        else:
+            getattr(message, name).CopyFrom(value)
+
+
 class WireWorker:
     def __init__(
         self,
@@ -107,13 +119,7 @@ class WireWorker:
             model=self.model.to_proto(),
             optimizer=self.optimizer,
         )
-        for name, value in {"parts": self.parts, "replica": self.replica, **fields}.items():
-            if isinstance(value, int | str):
-                setattr(request, name, value)
-            elif isinstance(value, list | tuple):
-                getattr(request, name).extend(value)
-            else:
-                getattr(request, name).CopyFrom(value)
+        fill(request, {"parts": self.parts, "replica": self.replica, **fields})
         reply: wire.HelloReply = self.stub.Hello(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
         self.epoch = reply.epoch
         return reply
@@ -448,14 +454,7 @@ class LocalWorker(WireWorker):
             gradients=self.layout.gradients,
             parameters=self.layout.parameters,
         )
-        for name, value in fields.items():
-            if isinstance(value, int | bytes):
-                setattr(attach, name, value)
-            elif isinstance(value, list):
-                attach.ClearField(name)  # type: ignore[arg-type]
-                getattr(attach, name).extend(value)
-            else:
-                getattr(attach, name).CopyFrom(value)
+        fill(attach, fields)
         if attach.ticket == self.offer.ticket:
             # It is good once.
             self.offer.ticket = b""

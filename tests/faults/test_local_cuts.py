@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pyps_wire.partition import Model, Tensor
-from support import status_of, wait_until
+from support import wait_until
 from wire_worker import LocalSocket, LocalWorker, local_worker, maps_of
 
 # Large enough for a round to be met in its midst.
@@ -68,24 +68,6 @@ def cut_requests(start_server_process, model, protocol, *, come_back, until):
         worker.exchange()
         assert "bug" not in server.output()
     server.kill()
-
-
-def test_a_request_whose_caller_has_gone_is_not_begun(start_server):
-    server = start_server()
-    with local_worker(server.data) as worker:
-        worker.gradients[0][0][:] = 1.0
-        for _ in range(20):
-            link = worker.link
-            # Of one caller's requests others have their turn before the next: what comes last waits the longest.
-            for _ in range(200):
-                link.send(worker.exchange_request())
-            worker.detach()
-            worker.attach()
-            held = worker.parameters[0].copy()
-            version = status_of(server).version_max
-            worker.pull()
-            assert status_of(server).version_max == version
-            np.testing.assert_array_equal(worker.parameters[0], held)
 
 
 def test_a_caller_that_hangs_up_while_it_attaches_leaves_nothing(start_server_process):

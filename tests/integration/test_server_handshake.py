@@ -4,9 +4,8 @@ import itertools
 import time
 
 from pyps_wire import common_pb2 as common
-from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from wire_worker import SMALL, WireWorker, refusal_of, sgd, values_of
+from wire_worker import WireWorker, refusal_of, sgd, values_of
 
 
 def test_a_life_of_the_future_is_refused(start_server):
@@ -121,34 +120,6 @@ def test_a_server_told_its_run_takes_no_other(start_server):
         assert name == "RunMismatch"
         assert "'mine'" in text
         assert none.hello().run_id == "mine"
-
-
-def test_a_push_of_an_unknown_worker_asks_for_hello(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as stranger:
-        first.join()
-        request = stranger.push_request(1.0)
-        status, name, text = refusal_of(stranger.push, request)
-        assert (status, name) == ("FAILED_PRECONDITION", "UnknownWorker")
-        assert "Hello" in text
-        assert not stranger.heartbeat().known
-        stranger.hello()
-        assert stranger.push(request)[0].outcome == common.OUTCOME_APPLIED
-
-
-def test_an_observer_is_told_the_model_and_counts_as_no_worker(start_server):
-    server = start_server()
-    with WireWorker(server.data) as worker, WireWorker(server.data, "eye", run_id="") as observer:
-        worker.join(value=2.0)
-        request = wire.HelloRequest(protocol_version=1, role=common.ROLE_OBSERVER, sender=observer.sender)
-        reply = observer.stub.Hello(request, timeout=20)
-        assert reply.run_id == "run-1"
-        assert [tensor.name for tensor in reply.model.tensors] == [t.name for t in SMALL.tensors]
-        pull = wire.PullRequest(sender=observer.sender, role=common.ROLE_OBSERVER)
-        [shard] = observer.stub.Pull(pull, timeout=20)
-        assert set(values_of(shard)) == {2.0}
-        [receipt] = worker.push(worker.push_request(1.0))
-        assert receipt.num_workers == 1
 
 
 def test_hello_tells_limits_protocol_and_settings(start_server):

@@ -86,15 +86,6 @@ def test_nan_in_one_shard_refuses_all_shards_of_the_round(start_server, model):
         assert {reply.receipt.version_after for reply in worker.exchange()} == {1}
 
 
-def test_either_set_of_gradients_may_be_pushed(start_server):
-    with local_worker(start_server().data, gradients=2) as worker:
-        worker.gradients[0][0][:], worker.gradients[1][0][:] = 1.0, 10.0
-        worker.exchange(gradients=1)
-        assert worker.parameters[0][0] == -10.0
-        worker.exchange(gradients=0)
-        assert worker.parameters[0][0] == -11.0
-
-
 @pytest.mark.parametrize("model", [SMALL, LARGE], ids=["on the event loop", "on threads"])
 def test_a_round_that_waits_for_others_is_pulled_when_it_is_over(start_server, model):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
@@ -121,15 +112,6 @@ def test_a_round_that_waits_for_others_is_pulled_when_it_is_over(start_server, m
         assert set(shared.versions.values()) == {1}
         for vector in shared.parameters:
             np.testing.assert_array_equal(vector, np.full(vector.size, -2.0, np.float32))
-
-
-def test_a_pull_that_ends_at_its_deadline_says_what_it_waited_for(start_server):
-    with local_worker(start_server().data) as worker:
-        worker.link.send(worker.pull_request({0: 3}, wait_seconds=0.2))
-        failure = worker.link.receive().failure
-        assert (failure.status, failure.name) == ("DEADLINE_EXCEEDED", "WaitTimedOut")
-        assert "a waits for version 3 of shard 0, which is at 0" in failure.details
-        assert worker.exchange()[0].version == 1
 
 
 def test_a_change_to_one_mutex_and_back_is_felt_in_the_next_round(start_server):

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyps.config import ConfigError
-from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire.errors import NotInitialized, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
@@ -109,24 +108,6 @@ def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_
         worker.gradients[0][0][:] = 1.0
         assert worker.exchange()[0].version == 1
         assert worker.parameters[0][0] == -1.0
-
-
-def test_a_finished_run_refuses_rounds_and_is_pulled_on(start_server):
-    server = start_server("--stop-after", "updates=2")
-    with local_worker(server.data) as worker:
-        worker.exchange()
-        worker.exchange(pull=False)
-        [reply] = worker.exchange(pull=False)
-        assert reply.receipt.reason == common.REASON_FINISHED
-        assert [shard.version for shard in worker.pull_here({0: 9})] == [2]
-
-
-def test_a_worker_that_left_is_hung_up_on(start_server_process):
-    server = start_server_process()
-    with local_worker(server.data) as worker:
-        worker.leave()
-        assert worker.link.is_closed_by_the_server
-        wait_until(lambda: maps_of(server.pid) == [], 60, "the memory unmapped")
 
 
 def test_a_later_process_of_a_workers_name_takes_its_place(start_server_process):

@@ -69,15 +69,6 @@ def test_a_shard_has_as_many_workers_as_declared_its_part(server):
     }
 
 
-def test_a_pull_without_wants_brings_the_worker_s_own_shards(server):
-    with replica(server) as (_, second):
-        second.parameters[0][:] = 0.0
-        request = local.LocalRequest(pull=local.LocalPull(request=wire.PullRequest(epoch=second.epoch)))
-        written = second.link.ask(request).pulled.shards
-        assert [shard.shard_id for shard in written] == ids_of(second)
-        np.testing.assert_array_equal(second.parameters[0], vectors_of(whole_tensors())[1])
-
-
 def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server):
     with replica(server) as (first, second):
         theirs = ids_of(second)[0]

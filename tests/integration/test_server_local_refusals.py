@@ -23,7 +23,6 @@ from wire_worker import (
     LENGTH,
     QUICK_LEASES,
     SEALS,
-    SMALL,
     LocalSocket,
     LocalWorker,
     beating,
@@ -317,25 +316,6 @@ def test_a_caller_of_another_user_is_turned_away(start_server):
         worker.attach()
 
 
-def test_holes_torn_into_the_memory_harm_nobody(start_server):
-    server = start_server()
-    with local_worker(server.data, model=LARGE) as worker:
-        worker.gradients[0][0][:] = 1.0
-        # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, which seals against shrinking allow.
-        libc_fallocate(worker.descriptor, 0x1 | 0x2, PAGE, worker.layout.num_bytes - PAGE)
-        assert {reply.version for reply in worker.exchange()} == {1}
-        # Where nothing is, everybody reads zeros.
-        assert not worker.parameters[0].any()
-
-
-def libc_fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = ctypes.c_int(descriptor), ctypes.c_int(mode), ctypes.c_long(offset), ctypes.c_long(length)
-    assert libc.fallocate(*arguments) == 0, os.strerror(ctypes.get_errno())
-
-
 def test_nan_that_appears_between_the_look_and_the_update_never_reaches_the_parameters(start_server):
     server = start_server()
     with local_worker(server.data, model=LARGE) as worker:
@@ -379,18 +359,6 @@ def test_a_worker_that_the_server_does_not_know_any_more_cannot_attach(start_ser
         unknown.offer = wire.LocalTransport(address=worker.offer.address, ticket=bytes(16))
         with pytest.raises((NotAllowed, UnknownWorker)), unknown:
             unknown.attach()
-
-
-def test_many_connections_of_one_worker_are_one(start_server_process):
-    server = start_server_process()
-    with local_worker(server.data, model=SMALL) as worker:
-        first = worker.link
-        for _ in range(5):
-            worker.attach()
-        assert first.is_closed_by_the_server
-        wait_until(lambda: len(maps_of(server.pid)) == 1, 60, "one mapping left")
-        assert worker.exchange()[0].version == 1
-        assert status_of(server).version_max == 1
 
 
 def test_a_caller_that_takes_no_answers_holds_up_nobody(start_server):

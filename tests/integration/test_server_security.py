@@ -103,6 +103,14 @@ def test_watches_of_health_are_few_and_end(start_server, monkeypatch):
         assert [reply.status for reply in wait_until(watched, what="a place")] == [serving]
 
 
+def answers(server) -> bool:
+    """Return whether the control port answers to a new caller."""
+    with connected(server.control) as channel, contextlib.suppress(grpc.RpcError):
+        stub_of(INSPECTOR, channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
+        return True
+    return False
+
+
 PREFACES = {"silence": b"", "an HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"}
 
 
@@ -117,13 +125,7 @@ def test_connections_without_a_call_leave_their_places_to_others(start_server, m
             idle = stack.enter_context(socket.create_connection(server.control.rsplit(":", 1), timeout=20))
             idle.sendall(PREFACES[said])
 
-        def answered() -> bool:
-            with connected(server.control) as channel, contextlib.suppress(grpc.RpcError):
-                stub_of(INSPECTOR, channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
-                return True
-            return False
-
-        wait_until(answered, what="a place")
+        wait_until(lambda: answers(server), what="a place")
 
 
 @pytest.mark.parametrize("said", PREFACES)
@@ -151,19 +153,13 @@ def test_the_oldest_connections_without_a_call_end_for_newcomers(start_server, m
                 with contextlib.suppress(ConnectionError):
                     idle.sendall(PREFACES[said])
 
-        def answered() -> bool:
-            with connected(server.control) as channel, contextlib.suppress(grpc.RpcError):
-                stub_of(INSPECTOR, channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
-                return True
-            return False
-
         def joined() -> bool:
             with contextlib.suppress(grpc.RpcError), WireWorker(server.data, "late") as late:
                 late.hello()
                 return True
             return False
 
-        wait_until(answered, what="a place at the control port")
+        wait_until(lambda: answers(server), what="a place at the control port")
         wait_until(joined, what="a place at the data port")
         ask(inspector_pb2.GetStatusRequest(), timeout=20)
         worker.push(worker.push_request(1.0))

@@ -160,29 +160,6 @@ def test_a_server_s_resident_memory_keeps_to_the_budget_of_what_callers_make_it_
             pull.cancel()
 
 
-def test_any_number_of_unread_pulls_of_one_worker_or_of_observers_leaves_the_others_their_share(start_server):
-    server = start_server("--max-in-flight-bytes", str(32 * SHARD_BYTES))
-    with WireWorker(server.data, "greedy", model=LARGE) as greedy, contextlib.ExitStack() as stack:
-        greedy.join()
-        observer = wire.PullRequest(sender=common.Sender(run_id="run-1"), role=common.ROLE_OBSERVER)
-        for request in (wire.PullRequest(sender=greedy.sender), observer):
-            deaf = stack.enter_context(deaf_channel(server))
-            # Only then it knows how many calls at once the server takes on a connection, and lets the others wait.
-            grpc.channel_ready_future(deaf).result(60)
-            pulls = [stub_of(PARAMETER_SERVER, deaf).Pull(request, timeout=100) for _ in range(300)]
-            for pull in pulls:
-                stack.callback(pull.cancel)
-            refused = wait_until(lambda p=pulls: next((pull for pull in p if pull.done()), None), 60, "a refusal")
-            assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "bytes held by calls of" in refused.details()
-        with WireWorker(server.data, "honest", model=LARGE) as honest:
-            honest.join()
-            for version in range(10):
-                pushed = [honest.push_request(0.0, shard, base_version=version) for shard in range(4)]
-                assert len(honest.push(*pushed)) == len(honest.pull()) == 4
-        assert memory_in_flight(server) > 20 * SHARD_BYTES
-
-
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
 def test_fifty_names_with_pulls_that_they_do_not_read_leave_a_worker_its_pace(start_server, transport):
     model, budget_bytes = Model(LARGE.tensors, shard_size=65_536), 84 * 2**20

@@ -1,7 +1,6 @@
 """examples/stock_client.py: the contract is enough for a worker, to the bits of one of pyps_client."""
 
 import importlib.util
-import runpy
 from pathlib import Path
 from types import ModuleType
 
@@ -41,9 +40,3 @@ def test_a_stock_client_trains_to_the_bits_of_ours(start_server, stock, protocol
 
 def test_it_imports_nothing_of_our_client():
     assert " pyps_client" not in "".join(line for line in SCRIPT.open(encoding="utf-8") if "import" in line)
-
-
-def test_a_stock_client_without_a_server_s_address_shows_its_usage(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["stock_client.py"])
-    with pytest.raises(SystemExit, match=r"^usage: .*stock_client\.py HOST:PORT$"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -1,7 +1,6 @@
 """A worker's memory in the server: how long it is touched, and that a closed link leaves a push undone."""
 
 import asyncio
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,9 @@ from pyps.core.gradient import Gradient, Reply
 from pyps.service.shm import listener
 from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
 from pyps_wire.codecs import FLOAT32
-from pyps_wire.errors import InvalidArgument, ServerUnavailable
+from pyps_wire.errors import ServerUnavailable
 from shards import make_shard, roster
-from wire_worker import SEALS, make_segment
+from wire_worker import make_segment
 
 LENGTH = 1024
 
@@ -110,13 +109,3 @@ def test_a_worker_is_told_to_come_again_where_its_former_request_does_not_end(me
             await waits
 
     asyncio.run(come_back())
-
-
-def test_memory_that_its_worker_has_not_allocated_is_refused():
-    num_bytes = 2**40
-    descriptor = os.memfd_create("sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, num_bytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    with pytest.raises(InvalidArgument, match=f"0 of the segment's {num_bytes} bytes are there: allocate it in full"):
-        Segment(descriptor, num_bytes=num_bytes, hand_over=lambda work: work())
-    os.close(descriptor)
