@@ -555,26 +555,23 @@ def maps_of(pid: int) -> list[str]:
     return [line for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines() if "memfd:" in line]
 
 
-def descriptors_of(pid: int) -> list[str]:
-    """What a process has open that concerns local workers: memfds and sockets."""
-    found = []
+def _files_of(pid: int) -> Iterator[tuple[Path, str]]:
+    """Yield what a process has open: the descriptor and what it is of."""
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.fspath(descriptor.readlink())
-        except FileNotFoundError:
-            continue
-        if "memfd:" in target or target.startswith("socket:"):
-            found.append(target)
-    return found
+        with contextlib.suppress(FileNotFoundError):
+            yield descriptor, os.fspath(descriptor.readlink())
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """Return what a process has open that concerns local workers: memfds and sockets."""
+    return [target for _, target in _files_of(pid) if "memfd:" in target or target.startswith("socket:")]
 
 
 def segments_of(pid: int) -> set[int]:
-    """The memfds that a process maps or has open, by inode: no two at a time share one."""
+    """Return the memfds that a process maps or has open, by inode: no two at a time share one."""
     found = {int(line.split()[4]) for line in maps_of(pid)}
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if "memfd:" in os.fspath(descriptor.readlink()):
+    for descriptor, target in _files_of(pid):
+        if "memfd:" in target:
+            with contextlib.suppress(FileNotFoundError):
                 found.add(descriptor.stat().st_ino)
-        except FileNotFoundError:
-            continue
     return found

@@ -254,14 +254,3 @@ def test_nothing_is_held_of_a_push_whose_sender_has_not_joined(start_server):
         assert refusal_of(next, exchange.replies)[1] == "UnknownWorker"
         assert {shard.version for shard in worker.pull()} == {0}
     assert memory_in_flight(server) == 0
-
-
-def test_a_stream_that_stays_open_ends_with_the_server(start_server):
-    server = start_server("--drain-seconds", "5")
-    with WireWorker(server.data) as worker:
-        worker.join()
-        exchange = Exchange(worker)
-        assert exchange.ask(worker.push_request(1.0)).version == 1
-        assert server.stop() == 0
-        assert refusal_of(next, exchange.replies)[0] in ("UNAVAILABLE", "CANCELLED")
-    assert "Traceback" not in server.output()

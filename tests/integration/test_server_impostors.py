@@ -1,7 +1,6 @@
 """A worker is nobody else: who knows the token, a name and an incarnation, but not the secret, speaks for no worker."""
 
 import contextlib
-import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,13 +11,11 @@ import pytest
 from google.protobuf.message import Message
 
 from client_support import Clock, gradients_like, make_client, small_model
-from pyps_client import InvalidArgument, NameHeld, NotAllowed
+from pyps_client import NameHeld, NotAllowed
 from pyps_wire import common_pb2 as common
-from pyps_wire import lane, vector_machine_pb2, work_pb2
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire import vector_machine_pb2, work_pb2
 from pyps_wire.contract import PROTOCOL_VERSION
-from pyps_wire.lane_pb2 import LaneOpen
-from pyps_wire.local_pb2 import LocalFailure
 from support import DEADLINE_SECONDS, ServerThread, events_of, inspect, wait_until, workers_of
 from wire_worker import QUICK_LEASES, SMALL, LocalSocket, LocalWorker, WireWorker, crew, refusal_of, sgd, values_of
 
@@ -210,51 +207,6 @@ def test_memory_is_attached_with_the_workers_secret_too(start_server):
         worker.attach()
         worker.pull_here()
         assert values_of(worker.pull()[0]).tolist() == [0.0] * 37
-
-
-def test_nobody_seizes_the_schedule_in_another_workers_name_by_any_way(start_server):
-    """Over gRPC, see the first test."""
-    server = start_server()
-    with WireWorker(server.data, "w0") as victim, LocalWorker(server.data, "w1") as impostor:
-        victim.join()
-        impostor.begin()
-        stolen, own = victim.hello(), impostor.hello()
-        link = impostor.attach()
-        # But for the workers' leases: the impostor has its own.
-        before = state_of(server)[1:]
-        for lie in lies_about(victim.sender, impostor.sender):
-            forged = wire.PushRequest(sender=lie, **GRADIENT)
-            opening = LaneOpen(sender=lie, ticket=stolen.lane.ticket)
-            header = wire.PushRequest()
-            header.CopyFrom(forged)
-            header.ClearField("payload")
-            refused = []
-            with lane_of(own.lane.port) as theirs:
-                theirs.send(lane.OPEN, opening.SerializeToString())
-                refused.append(failure_on(theirs))
-            with lane_of(own.lane.port) as mine:
-                ticket = impostor.hello().lane.ticket
-                mine.send(lane.OPEN, LaneOpen(sender=impostor.sender, ticket=ticket).SerializeToString())
-                assert mine.receive(header_bytes_max=4096) == (lane.OPEN, b"", 0)
-                mine.send(lane.PUSH, header.SerializeToString(), forged.payload)
-                refused.append(failure_on(mine))
-            with pytest.raises(InvalidArgument, match=r"is of worker 'w0' .* on a connection of worker 'w1'"):
-                link.ask(impostor.exchange_request(each={"sender": lie, "learning_rate": 7.0}))
-            assert refused == ["NotAllowed"] * 2, lie
-        assert state_of(server)[1:] == before
-
-
-@contextlib.contextmanager
-def lane_of(port: int) -> Iterator[lane.Lane]:
-    with socket.create_connection(("127.0.0.1", port), DEADLINE_SECONDS) as end:
-        yield lane.Lane(end)
-
-
-def failure_on(end: lane.Lane) -> str:
-    """The name of the error that comes next."""
-    kind, header, _ = end.receive(header_bytes_max=4096)
-    assert kind == lane.FAILURE
-    return LocalFailure.FromString(header).name
 
 
 def test_a_client_waits_for_its_name_and_says_so(start_server, caplog):

@@ -176,21 +176,9 @@ def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server):
         "shared memory": reply.local.address,
     }
     assert told.keys() == PORTS.keys()
-    assert opened == set(told.values())
-
-
-def test_only_workers_get_tickets_for_lanes_and_shared_memory(start_server, holders):
-    server = start_server(*holders.by_tokens(*ROLES))
-    with WireWorker(server.data, token=holders.token(Role.WORKER)) as worker:
-        reply = worker.join()
-        assert reply.lane.ticket and reply.local.ticket
-    with WireWorker(server.data, "b", token=holders.token(Role.OBSERVER)) as observer:
-        reply = observer.hello(role=ROLE_OBSERVER)
-        assert reply.lane.port and reply.local.address
-        assert not reply.lane.ticket and not reply.local.ticket
-        assert refusal_of(observer.hello)[1] == "NotAllowed"
     # No row that nothing reads.
     assert not PORTS["lane"] and not PORTS["shared memory"]
+    assert opened == set(told.values())
 
 
 def test_an_observer_reads_all_and_changes_nothing(start_server, holders):

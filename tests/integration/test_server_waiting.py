@@ -15,8 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from client_support import gradients_like, make_client, small_model
 from pyps.service import calls
 from pyps.service.calls import LATE_MIN
-from pyps_wire import common_pb2 as common
-from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PARAMETER_SERVER, stub_of
 from pyps_wire.partition import Model, Tensor
@@ -86,32 +84,6 @@ def test_shards_that_are_ready_do_not_wait_for_those_that_are_not(start_server):
         worker.push(worker.push_request(1.0, 0))
         last = next(pull)
         assert (last.shard_id, last.version) == (0, 1)
-
-
-def test_a_cancelled_or_vanished_waiter_leaves_nothing_behind(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as stays, WireWorker(server.data, "b") as goes:
-        stays.join()
-        goes.join()
-        cancelled, _ = parked_pull(stays, 1), parked_pull(goes, 1)
-        wait_until(lambda: len(status_of(server).waiting_for) == 2, 60, "both waits")
-        cancelled.cancel()
-        goes.channel.close()
-        wait_until(lambda: not status_of(server).waiting_for, 60, "the end of both waits")
-        assert stays.push(stays.push_request(1.0))[0].outcome == common.OUTCOME_APPLIED
-        assert "Traceback" not in server.output()
-
-
-def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server):
-    server = start_server("--run-id", "run-1", "--protocol", "hardsync", "--expected-workers", "2")
-    with WireWorker(server.data) as worker, ThreadPoolExecutor(1) as pool:
-        worker.join()
-        worker.push(worker.push_request(1.0))
-        want = wire.PullRequest.Want(shard_id=0, held_version=-1, min_version=1)
-        parked = pool.submit(refusal_of, worker.pull, [want], wait_seconds=30)
-        wait_until(lambda: status_of(server).waiting_for, 60, "the wait")
-        inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
-        assert parked.result(60)[1:] == ("NotInitialized", "the run was reset while the pull waited")
 
 
 def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_server):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -109,32 +110,6 @@ SENDER = common.Sender(run_id="r", worker_id="a", incarnation=1)
 WAIT_SECONDS = 60.0
 
 
-@pytest.mark.parametrize("length, counts", [(16_000, False), (17_000, True)])
-def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages_do(length, counts):
-    run, answers = serving(model=Model((Tensor("w", (length,)),))), []
-
-    class Caller:
-        async def read(self) -> Any:
-            header = wire.PushRequest(sender=SENDER, sequence=1, kind=1, codec=1, epoch=run.content.epoch, num_shards=1)
-            return grpc.aio.EOF if answers else framing.join(header, bytes(4 * length))
-
-        async def send_initial_metadata(self, metadata: tuple[()]) -> None:
-            pass
-
-        async def write(self, message: bytes) -> None:
-            answers.append(message)
-
-    async def scene() -> None:
-        host = host_of(run, work, budget=ByteBudget(1))
-        await serve_stream(host, Call(Caller(), host.awaited, host.budget), exchanges=True)  # type: ignore[arg-type]
-
-    work = KernelExecutor(1)
-    with pytest.raises(InvalidArgument, match="max-in-flight-bytes") if counts else nullcontext():
-        asyncio.run(scene())
-    work.shutdown()
-    assert [len(each) > 4 * length for each in answers] == ([] if counts else [True])
-
-
 class Listener:
     def __init__(self) -> None:
         self.taken: list[wire.Parameters] = []
@@ -146,7 +121,35 @@ class Listener:
         self.taken.append(wire.Parameters.FromString(message))
 
 
-def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held():
+@pytest.fixture
+def work() -> Iterator[KernelExecutor]:
+    made = KernelExecutor(1)
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.parametrize("length, counts", [(16_000, False), (17_000, True)])
+def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages_do(length, counts, work):
+    run, answers = serving(model=Model((Tensor("w", (length,)),))), []
+
+    class Caller(Listener):
+        async def read(self) -> Any:
+            header = wire.PushRequest(sender=SENDER, sequence=1, kind=1, codec=1, epoch=run.content.epoch, num_shards=1)
+            return grpc.aio.EOF if answers else framing.join(header, bytes(4 * length))
+
+        async def write(self, message: bytes) -> None:
+            answers.append(message)
+
+    async def scene() -> None:
+        host = host_of(run, work, budget=ByteBudget(1))
+        await serve_stream(host, Call(Caller(), host.awaited, host.budget), exchanges=True)  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidArgument, match="max-in-flight-bytes") if counts else nullcontext():
+        asyncio.run(scene())
+    assert [len(each) > 4 * length for each in answers] == ([] if counts else [True])
+
+
+def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held(work):
     run, listener, held = serving(protocol="asgd"), Listener(), list[bool]()
     mutex = run.mutex
 
@@ -161,13 +164,11 @@ def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held():
 
     wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
     request = wire.PullRequest(sender=SENDER, role=common.ROLE_WORKER, wants=wants, codec=common.CODEC_FLOAT32)
-    work = KernelExecutor(1)
     asyncio.run(scene())
-    work.shutdown()
     assert (held, len(listener.taken)) == ([True, True], 2)
 
 
-def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex():
+def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex(work):
     run, listener = serving(protocol="asgd"), Listener()
     run.work.open(DataSpec("train", 6, 3), worker_id="a")
     assert run.mutex is not None
@@ -192,15 +193,14 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
                     await asyncio.sleep(0.01)
             late.cancel()
             await asyncio.wait([late])
-            # The caller has lost its connection, and asks anew.
+            # The caller has lost its connection, and asks again.
             answer = await lease_portion(run, work, LeaseRequest(sender=SENDER))
         assert answer.outcome == LeaseReply.OUTCOME_LEASED
         return answer
 
-    work = KernelExecutor(1)
     leased = asyncio.run(scene())
-    work.shutdown()
     # The thread that waited for the mutex is done.
+    work.shutdown()
     assert not listener.taken
     deliver = partial(run.work.deliver, "a", 1, [leased.portion.lease_id], example_count=3, now=run.clock())
     assert deliver().accepted
@@ -223,7 +223,7 @@ def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkey
     assert convert.greeting_from(request, run.content.model).model is run.content.model
 
 
-def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch):
+def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch, work):
     count, looks = 400, list[int]()
     is_ready = VersionWait.is_ready
 
@@ -255,8 +255,6 @@ def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch):
         async with asyncio.timeout(WAIT_SECONDS):
             await pulling
 
-    work = KernelExecutor(1)
     asyncio.run(scene())
-    work.shutdown()
     assert sorted(parameters.shard_id for parameters in listener.taken) == list(range(count))
     assert len(looks) <= 2 * count
