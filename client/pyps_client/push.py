@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
@@ -37,16 +37,16 @@ T = TypeVar("T")
 # A shard and the pushed ranges of it; None where nothing is pushed.
 Part = tuple[ShardRange, Extents | None]
 
-# Messages and answers that need no further thread: a connection holds so much in each direction.
+# A round of at most so many bytes needs no second thread: a connection buffers them in each direction.
 SMALL_BYTES = 1 << 17
 
 
 class GroupRate(NamedTuple):
-    """Settings of a parameter group; None keeps the servers' momentum."""
+    """The rate of a parameter group, and its momentum; None keeps the servers'."""
 
     learning_rate: float
     momentum: float | None = None
-    # From a worker that does not own the schedule: it holds only while nobody does.
+    # From a worker that does not own the schedule: it applies only while nobody owns it.
     provisional: bool = False
 
 
@@ -57,43 +57,42 @@ _NO_RATES: Mapping[int, GroupRate] = MappingProxyType({})
 class Plan:
     """One push of a worker, and where newer parameters go. Its vectors must not change until the exchange returns."""
 
-    # One a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says; or float32.
+    # One vector a group: float32, or of the codec's type (float16, or uint16 with the bits of bfloat16).
     gradients: Vectors
-    # The place of newer parameters, one a group, as for a pull; None for a push alone.
+    # Where newer parameters are written, one vector a group, as for a pull; None for a push alone.
     parameters: Vectors | None = None
-    # One flag a tensor, in the model's order: absent tensors are not sent, and a shard without a present one says so.
-    # None for all.
+    # One flag a tensor, in the model's order: absent tensors are not sent. None for all.
     present: Sequence[bool] | None = None
     example_count: int = 0
     minibatch_count: int = 1
-    # `held_versions` of the parameters that the gradient was computed on: the oldest, where several are summed, and the
-    # newest. None for those held now, and for the oldest.
+    # `held_versions` of the parameters that the oldest summed gradient was computed on (None: those held now), and the
+    # newest (None: as the oldest).
     base_versions: Mapping[int, int] | None = None
     newest_base_versions: Mapping[int, int] | None = None
     # A PayloadKind a group, gradients by default.
     kinds: Sequence[int] | None = None
     # New rates and momenta by group.
     learning_rates: Mapping[int, GroupRate] | None = None
-    # The result of `Worker.norm`, or 0, on another thread than the one that makes a replica's collective calls; `meet`
-    # follows then. None: computed where servers clip.
+    # The result of `Worker.norm`, or 0, on a thread that must make no collective calls: `meet` follows then. None:
+    # computed where servers clip.
     gradient_norm: float | None = None
     # The worker's count of steps; None for the present one.
     clock: int | None = None
-    # The index of these among the lent gradients, where the caller knows it, and that the parameters are lent too.
+    # The index of these among the lent gradients, if the caller knows it and the parameters are lent too.
     lent_index: int | None = None
     # Sends shards in messages while gradients of others are computed. Servers must not clip then: the norm is unknown.
     early: EarlyShards | None = None
 
 
 class LearningRates:
-    """The rates that this worker set, by parameter group, and the servers that took them. For the thread that pushes.
+    """The rates that this worker set, by parameter group, and the servers that have them. For the thread that pushes.
 
-    After a refused push, or on a restored server, the old rate may be in force: the next push carries the new one.
+    A server that refused a push, or was restored, may have an old rate: the next push sends the new one again.
     """
 
     def __init__(self, num_servers: int, *, num_groups: int) -> None:
         self._num_groups = num_groups
-        # Replaced whole by each change: the same object has the same rates.
+        # Replaced by each change, never changed.
         self.rates = _NO_RATES
         self._provisional = _NO_RATES
         # For each server the epoch and the rates of its newest push.
@@ -114,18 +113,14 @@ class LearningRates:
             self._provisional = {group: rate for group, rate in changed.items() if rate.provisional}
 
     def owed(self, server_index: int, *, epoch: int) -> Mapping[int, GroupRate]:
-        """Return the rates that the server's next push has to carry.
-
-        Each push carries provisional rates: between two of them other workers' may have been in force.
-        """
+        """Return the rates that the server's next push must carry: always provisional ones, which others change."""
         taken_in, taken = self._taken[server_index]
         return self._provisional if taken_in == epoch and taken is self.rates else self.rates
 
     def answered(self, server_index: int, *, epoch: int, receipts: Sequence[Receipt]) -> None:
         """Note the receipts of a push of that epoch, which carried all owed rates."""
-        for receipt in receipts:
-            if receipt.outcome == OUTCOME_REJECTED:
-                return
+        if any(receipt.outcome == OUTCOME_REJECTED for receipt in receipts):
+            return
         self._taken[server_index] = (epoch, self.rates)
 
 
@@ -151,7 +146,7 @@ class Pushes:
         self._holdings = holdings
         self._rates = LearningRates(partition.num_servers, num_groups=self._num_groups)
         self._gradients_only = [PAYLOAD_KIND_GRADIENT] * self._num_groups
-        # For each server the newest template and its settings: most pushes have those of the one before.
+        # For each server the newest template and its settings: most pushes repeat the settings of the one before.
         self._templates: list[tuple[object, Template] | None] = [None] * len(connections)
         self._sequences = count(1)
 
@@ -166,8 +161,8 @@ class Pushes:
     ) -> list[Outgoing]:
         """Return the push for each server; with receivers, one a server, an exchange.
 
-        `lent_index`: of the lent gradients, where the receivers' vectors are lent too. Where servers clip (`clip_norm`)
-        and the plan has no norm, it is computed, over all processes of the replica.
+        `lent_index`: the index of the lent gradients, if the receivers' vectors are lent too. `clip_norm`: 0 unless
+        servers clip, in which case a missing norm is computed, over all processes of the replica.
         """
         vectors, kinds, present = plan.gradients, plan.kinds or self._gradients_only, plan.present
         partition = self._partition
@@ -185,7 +180,6 @@ class Pushes:
         base = self._holdings.versions if plan.base_versions is None else plan.base_versions
         newest = base if plan.newest_base_versions is None else plan.newest_base_versions
         if base is not newest or len(base) != self._num_shards or min(base.values()) < 0:
-            # Else nothing is wrong, as in nearly all pushes.
             check_bases(partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
         sequence = next(self._sequences)
@@ -213,21 +207,19 @@ class Pushes:
                     lent_index=lent_index,
                     encoder=self._encoder,
                     waiting=template.waiting.copy(),
-                    vectors=vectors,
                 )
             )
         return pushes
 
     def answered(self, pushes: Iterable[Outgoing]) -> None:
         if self._rates.rates:
-            for connection, push in zip(self._connections, pushes, strict=True):
-                if push.waiting:
-                    # Its early shards were given up.
-                    continue
-                self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
+            for push in pushes:
+                # Else its early shards were abandoned.
+                if not push.waiting:
+                    self._rates.answered(push.connection.index, epoch=push.epoch, receipts=push.receipts)
 
     def norm(self, plan: Plan) -> float:
-        """Return the norm of a push of all processes of the replica, all of which call it."""
+        """Return the norm of a push over all processes of the replica, all of which call this."""
         self._encoder.begin(plan)
         kinds = plan.kinds or self._gradients_only
         parts = chain.from_iterable(
@@ -243,7 +235,7 @@ class Pushes:
 
     def _template(self, place: int, plan: Plan, kinds: Sequence[int], receivers: Sequence[Receiver] | None) -> Template:
         index = self._connections[place].index
-        # A shard that is still computed knows what is present when it is sent.
+        # Which gradients of an early shard are present is known when it is sent.
         present = None if plan.early is not None else plan.present
         settled = self._holdings.settled(index) if self._holdings.late else ()
         flags = None if present is None or all(present) else tuple(present)
@@ -259,7 +251,7 @@ class Pushes:
 
 
 class Template:
-    """One server's part of a push: its shards, what of each, and the messages, which each push fills again."""
+    """The messages to one server, one a shard, made once and filled again by each push."""
 
     def __init__(
         self,
@@ -270,26 +262,26 @@ class Template:
         kinds: Sequence[int],
         reply_codec: Codec | None = None,
     ) -> None:
-        """`kinds`: a PayloadKind a parameter group. `reply_codec`: of the parameters, in an exchange."""
+        """`kinds`: a PayloadKind a parameter group. `reply_codec`: the codec of parameters, in an exchange."""
         self.parts = parts
         self.codec = codec
         self.waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
-        # Index of lent gradients -> the shards' payloads, where these are views of them.
+        # Index of lent gradients -> their shards' payloads, which are views of them.
         self.payloads: dict[int, list[memoryview]] = {}
-        # All in one, for shared memory.
+        # All messages in one, for shared memory.
         self.request = LocalRequest()
         self.request.exchange.pull = reply_codec is not None
         for shard, extents in parts:
             message = self.request.exchange.shards.add(
                 sender=sender, codec=codec, shard_id=shard.shard_id, num_shards=len(parts)
             )
-            # A shard without gradients says so: a round that waits for every worker waits for this word.
+            # A shard without gradients is pushed too: a round waits for every worker.
             message.kind = PAYLOAD_KIND_NOTHING if extents is None else kinds[shard.group]  # type: ignore[assignment]
             message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
             if reply_codec is not None:
                 message.reply_codec = reply_codec  # type: ignore[assignment]
         self.messages = list(self.request.exchange.shards)
-        # About, in both directions.
+        # The payloads of both directions.
         length = sum(shard.length for shard, _ in parts)
         self.num_bytes = codec.max_bytes(length) + (0 if reply_codec is None else reply_codec.max_bytes(length))
         self.timeout_seconds = call_seconds(self.num_bytes)
@@ -303,13 +295,13 @@ class Template:
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One push to one server, with a receiver an exchange; after a loss only shards without a receipt go again."""
+    """One push, or exchange with a receiver, with one server; after a loss it resends shards without a receipt."""
 
     template: Template
     plan: Plan
     sequence: int
     _: KW_ONLY
-    # Settings that the plan leaves open, and the learning rates that this server has to take.
+    # Values that the plan leaves open, and the learning rates that this server must take.
     base_versions: Mapping[int, int]
     newest_base_versions: Mapping[int, int]
     learning_rates: Mapping[int, GroupRate]
@@ -318,15 +310,14 @@ class Outgoing:
     gradient_norm: float = 0.0
     connection: Connection
     receiver: Receiver | None = None
-    # The index of lent gradients, where the receiver's vectors are lent too.
+    # The index of the lent gradients, if the receiver's vectors are lent too.
     lent_index: int | None = None
     encoder: Encoder
     receipts: list[Receipt] = field(init=False, default_factory=list)
     # The largest version of received parameters.
     version: int = field(init=False, default=0)
-    # The shards without a receipt, and the numbers that are sent.
+    # The shards without a receipt.
     waiting: dict[int, Part]
-    vectors: Vectors
 
     def __call__(self, channel: GrpcChannel, _: threading.Event) -> list[Receipt]:
         if not self.waiting:
@@ -392,7 +383,7 @@ class Outgoing:
             return None
         shard, _ = self.template.waiting[shard_id]
         extents = _extents(early.partition, shard, early.present)
-        numbers = None if extents is None else values_at(part_of(self.vectors, shard), extents)
+        numbers = None if extents is None else values_at(part_of(self.plan.gradients, shard), extents)
         with_numbers = early.send(shard_id, numbers)
         if with_numbers is None:
             return None
@@ -405,15 +396,15 @@ class Outgoing:
         return message, self.encoder.payload(numbers, shard, extents or ())
 
     def _checked(self, template: Template) -> Template:
-        """Return the template, unless it has NaN or infinity: then one with a NaN for each part.
+        """Return the template, or one that sends a NaN for each shard if a gradient is not finite.
 
-        The server refuses them all. Of messages it checks each by itself, and would apply the others.
+        So the server refuses all shards: it checks each message by itself, and would apply the finite ones.
         """
-        parts = template.parts
-        numbers = [values_at(part_of(self.vectors, shard), extents) for shard, extents in parts if extents is not None]
+        parts, vectors = template.parts, self.plan.gradients
+        numbers = [values_at(part_of(vectors, shard), extents) for shard, extents in parts if extents is not None]
         if all(first_non_finite(values, template.codec) is None for values in numbers):
             return template
-        self.vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self.vectors]
+        self.plan = replace(self.plan, gradients=[np.broadcast_to(np.float32(np.nan), v.shape) for v in vectors])
         template = template.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
         self._fill(template)
         return template
@@ -459,12 +450,12 @@ class Outgoing:
             if extents is None:
                 yield message, b""
             else:
-                values = values_at(part_of(self.vectors, shard), extents)
+                values = values_at(part_of(self.plan.gradients, shard), extents)
                 yield message, self.encoder.payload(values, shard, extents)
 
     def _payloads_to_keep(self, template: Template) -> list[memoryview] | None:
-        """Return the payloads of lent vectors, which later pushes find in the same place; None of others."""
-        vectors = self.vectors
+        """Return the payloads of lent vectors, which later pushes send from the same place; None for other vectors."""
+        vectors = self.plan.gradients
         if self.lent_index is None or vectors[0].dtype != template.codec.dtype:
             return None
         if any(extents != () for _, extents in template.parts):
@@ -474,11 +465,11 @@ class Outgoing:
         return payloads
 
     def _take(self, reply: Any, payload: Payload) -> bool:
-        """Take a receipt, in an exchange with newer parameters; return whether it was the last."""
+        """Note a receipt, and in an exchange write newer parameters; return whether it was the last receipt."""
         receiver, receipt = self.receiver, reply
         if receiver is not None:
             receipt, held = reply.receipt, receiver.held
-            # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
+            # Parameters of another epoch than the held ones would mix two states of the model: a pull follows.
             if reply.codec and reply.epoch == held.epoch:
                 if payload is not None:
                     receiver.write(receipt.shard_id, reply.codec, payload)
@@ -487,7 +478,7 @@ class Outgoing:
                     self.version = version
             elif isinstance(payload, Incoming) and payload.nbytes:
                 payload.receive(memoryview(bytearray(payload.nbytes)))
-        # Else it answers another push.
+        # Else the receipt answers another push.
         if receipt.sequence == self.sequence and receipt.shard_id in self.waiting:
             shard, _ = self.waiting.pop(receipt.shard_id)
             if self.template.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
@@ -499,7 +490,7 @@ class Outgoing:
 def pushed_parts(
     partition: Partition, server_index: int, left_out: Container[int] = (), *, present: Sequence[bool] | None
 ) -> tuple[Part, ...]:
-    """Return a server's shards but for some, each with its present ranges."""
+    """Return a server's shards, without those of `left_out`, each with its present ranges."""
     shards = [shard for shard in partition.of_server(server_index) if shard.shard_id not in left_out]
     if present is None or all(present):
         return tuple((shard, ()) for shard in shards)
@@ -509,7 +500,7 @@ def pushed_parts(
 def norm_of(
     parts: Iterable[Part], vectors: Sequence[npt.NDArray[Any]], *, kinds: Sequence[int], encoder: Encoder
 ) -> float:
-    """Return the Euclidean norm of a push's gradients as they travel, without deltas. Summed in float64."""
+    """Return the Euclidean norm of a push's gradients as encoded, without deltas, summed in float64."""
     total = 0.0
     for shard, extents in parts:
         if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:

@@ -1,4 +1,4 @@
-"""The run's state, as its servers last reported it: one frozen record, replaced whole."""
+"""The run's state, as its servers last reported it: one frozen record, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -25,70 +25,74 @@ from pyps_wire.common_pb2 import (
 )
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
-# The refusals that mean: what the worker holds is too old to be of use. A pull helps.
+# The refusals of a gradient whose parameters were too old: a pull helps.
 OUTDATED = (REASON_STALE, REASON_DROPPED)
 
 
+_ADVICE = {
+    REASON_STALE: " Pull before each gradient is computed, or choose a protocol that takes older ones.",
+    REASON_REPEATED: " Pull before the next gradient is computed: the pull waits for the round's end.",
+    REASON_DROPPED: " This is normal under backup workers.",
+}
+
+
 class Terms(NamedTuple):
-    """The protocol in force, as server 0 last reported it; it may change while the run goes on.
+    """The protocol in force, as server 0 last reported it; it may change while the run goes on."""
 
-    The same object has the same settings.
-    """
-
-    # In words, as given to --protocol and --staleness.
+    # As given to --protocol and --staleness.
     protocol: str = ""
     staleness: str = ""
-    # Whether to call Proceed before the next step.
+    # The worker calls Proceed before the next step, and may have to wait.
     ask_to_proceed: bool = False
-    # Whether gradients of older versions are refused.
+    # Gradients of older versions are refused, so none must be computed ahead.
     current_version_only: bool = False
     # Examples in a minibatch, and minibatches in a push; 0 leaves it to the worker.
     batch_size: int = 0
     accumulate: int = 0
-    # The servers clip to this norm and want to know each push's; 0 where they do not.
+    # The norm to which servers clip, for which they need the norm of each push; 0 where they do not clip.
     clip_norm: float = 0.0
 
 
 class RunState(NamedTuple):
-    """The run, as the worker knows it."""
-
     terms: Terms = Terms()
     finished: bool = False
     # The largest version of a shard.
     global_step: int = 0
     # Live workers.
     num_workers: int = 0
-    # The step size of each shard's next update, before staleness. Replaced, never changed.
+    # The step size of each shard's next update, before staleness. The mapping is replaced, never changed.
     next_rates: Mapping[int, float] = MappingProxyType({})
-    # Whether some process of the replica needed a pull when they last met.
+    # Some process of the replica needed a pull at the last `meet`.
     pull_agreed: bool = False
 
 
 class View:
-    """The state that servers report. Any thread may read `state`, without a lock; several may note.
+    """The state that servers report. Any thread may read `state` without a lock, and call the methods.
 
     The processes of a replica need one state, or one would wait for a step that another does not take: reports
     apply from the next `meet` on, which takes the leader's, and any process's report of the run's end.
     """
 
     def __init__(self, peers: Group = ALONE) -> None:
-        self.refusals = Refusals()
+        # Refused shards by the reason's name: {"STALE": 3}.
+        self.refused: Counter[str] = Counter()
         self._peers = peers
         # The state in force; for a worker of one process the newest.
         self.state = RunState()
-        # The leader's protocol and staleness, as all processes last heard them.
+        # The leader's protocol and staleness at the last `meet`.
         self._words = ("", "")
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._heard = self.state
         # When a Hello, and when an answer to a step, last reported the terms (time.monotonic).
         self._greeted_at = self._answered_at = -math.inf
-        # When another message than a receipt last changed a setting that receipts carry.
+        # When a message other than a receipt last changed a setting that receipts carry.
         self._changed_at = -math.inf
         # The epoch and version of each shard's rate.
         self._rates_of: dict[int, tuple[int, int]] = {}
 
     def greeted(self, server_index: int, reply: HelloReply) -> None:
+        """Take over a server's reply to Hello."""
         with self._lock:
             heard = self._heard
             terms = heard.terms
@@ -149,7 +153,7 @@ class View:
                 rates = {**rates, **changed}
             self._hear(RunState(terms, finished, step, num_workers, rates, heard.pull_agreed))
         if refused:
-            self.refusals.note(receipts)
+            self._count(receipts)
         return newest
 
     def reminded(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
@@ -186,14 +190,14 @@ class View:
                 self.state = self.state._replace(terms=self.state.terms._replace(ask_to_proceed=ask_to_proceed))
 
     def pulled(self, version: int) -> None:
-        """Note the largest pulled version: all that processes of a replica agreed to wait for."""
+        """Note the largest version of a pull, which fulfils the replica's need of one."""
         with self._lock:
             self._hear(self._heard._replace(global_step=max(self._heard.global_step, version)))
             if self.state.pull_agreed:
                 self.state = self.state._replace(pull_agreed=False)
 
     def meet(self, *, pull_needed: bool) -> None:
-        """Bring all processes of the replica to one state; all call it at the same place. Nothing for one alone."""
+        """Bring all processes of the replica to one state; all call this in the same order."""
         if self._peers.count == 1:
             return
         heard, leads = self._heard, float(self._peers.index == 0)
@@ -221,6 +225,19 @@ class View:
         else:
             self.state = self.state._replace(num_workers=heard.num_workers, next_rates=heard.next_rates)
 
+    def _count(self, receipts: Iterable[Receipt]) -> None:
+        """Count refused shards, and log the first one of each reason."""
+        for receipt in receipts:
+            if receipt.outcome != OUTCOME_REJECTED or receipt.reason in (REASON_EPOCH, REASON_FINISHED):
+                continue
+            name = Reason.Name(receipt.reason).removeprefix("REASON_")
+            self.refused[name] += 1
+            if self.refused[name] == 1:
+                logger.warning(
+                    "a gradient of shard %d was not taken: %s.%s Further ones are only counted.",
+                    *(receipt.shard_id, receipt.message.rstrip("."), _ADVICE.get(receipt.reason, "")),
+                )
+
     def _changed(self, terms: Terms, ask_to_proceed: bool, batch_size: int) -> Terms:
         """Return terms with settings that receipts carry too, from another message."""
         if (ask_to_proceed, batch_size) == (terms.ask_to_proceed, terms.batch_size):
@@ -229,42 +246,8 @@ class View:
         return terms._replace(ask_to_proceed=ask_to_proceed, batch_size=batch_size)
 
 
-_ADVICE = {
-    REASON_STALE: " Pull before each gradient is computed, or choose a protocol that takes older ones.",
-    REASON_REPEATED: " Pull before the next gradient is computed: the pull waits for the round's end.",
-    REASON_DROPPED: " This is normal under backup workers.",
-}
-
-
-class Refusals:
-    """Counts refused shards, by reason. Used by the thread that pushes."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Refused shards by the reason's name: {"STALE": 3}."""
-        return dict(self._counts)
-
-    def note(self, receipts: Iterable[Receipt]) -> None:
-        for receipt in receipts:
-            if receipt.outcome != OUTCOME_REJECTED or receipt.reason in (REASON_EPOCH, REASON_FINISHED):
-                continue
-            name = Reason.Name(receipt.reason).removeprefix("REASON_")
-            self._counts[name] += 1
-            if self._counts[name] == 1:
-                logger.warning(
-                    "a gradient of shard %d was not taken: %s.%s Further ones are only counted.",
-                    *(receipt.shard_id, receipt.message.rstrip("."), _ADVICE.get(receipt.reason, "")),
-                )
-
-
 def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:
-    """Warn of servers with another protocol or policy than server 0: no server compares them.
-
-    `servers`: the indices of the replies, server 0 first; by default all, in order.
-    """
+    """Warn of servers with another protocol or staleness policy than server 0; `servers`: the replies' indices."""
     for index, reply in zip(range(len(replies)) if servers is None else servers, replies, strict=True):
         for name in ("protocol", "staleness"):
             theirs, first = getattr(reply, name), getattr(replies[0], name)

@@ -396,7 +396,7 @@ class Worker:
     @property
     def refused(self) -> dict[str, int]:
         """Refused shards by the reason's name: {"STALE": 3}."""
-        return self.view.refusals.counts
+        return dict(self.view.refused)
 
     def report(self, **scalars: float) -> None:
         """Set figures of this worker (loss=0.3), which the next heartbeat sends to the servers."""

@@ -50,7 +50,6 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
         newest_base_versions=versions,
         connection=Connection(0, launch=Launch("one:1")),
         waiting=template.waiting.copy(),
-        vectors=vectors,
         **described,
     )
 

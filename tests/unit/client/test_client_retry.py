@@ -10,12 +10,13 @@ import pytest
 
 from pyps_client import lease
 from pyps_client.launch import Launch
-from pyps_client.lease import Heartbeat
+from pyps_client.lease import Lease
 from pyps_client.retry import LinkLost, Outage, RetryPolicy, Wait
 from pyps_client.transport.connection import Connection, Servers
 from pyps_client.transport.grpc import GrpcChannel
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import RunFinished, ServerUnavailable
-from pyps_wire.parameter_server_pb2 import HeartbeatRequest
+from pyps_wire.parameter_server_pb2 import HeartbeatRequest, HelloReply
 from support import DEADLINE_SECONDS, server_port, wait_until
 
 QUICK = RetryPolicy(0.05, "start_wait_seconds", pause_first_seconds=0.001, report_first_seconds=0)
@@ -91,7 +92,7 @@ def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog):
             now += 1.0
             for name in names:
                 outage.note(name, "reset", at=now)
-                outage.tell(name, first_seconds=1.0, left_seconds=600 - now if waits else None)
+                outage.log(name, first_seconds=1.0, left_seconds=600 - now if waits else None)
             told.update((now, record.getMessage()) for record in caplog.records)
             caplog.clear()
 
@@ -198,8 +199,8 @@ def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch):
 
     monkeypatch.setattr(Connection, "_dial", dialled)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",), transport="grpc")
-    beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
-    beats.keep(Connection(0, launch=launch), 0.01)
+    beats = Lease(Sender(), launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
+    beats.greeted(Connection(0, launch=launch), HelloReply(heartbeat_seconds=0.01))
     try:
         wait_until(lambda: len(made) > 2, what="a channel after each loss")
     finally:
@@ -210,8 +211,8 @@ def test_heartbeats_and_waits_agree(monkeypatch, caplog):
     monkeypatch.setattr(lease, "SILENCE_SECONDS", 1.0)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",))
     connection = Connection(0, launch=launch)
-    beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
-    beats.keep(connection, 0.05)
+    beats = Lease(Sender(), launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
+    beats.greeted(connection, HelloReply(heartbeat_seconds=0.05))
     try:
         wait_until(lambda: "no word from" in caplog.text, what="the heartbeat's line")
         wait = PATIENT.begin(connection.name, stop=threading.Event(), outage=connection.outage)
