@@ -48,7 +48,7 @@ class RunHeader:
                 "tensors": [dataclasses.asdict(tensor) for tensor in self.model.tensors],
                 "shard_lengths": self.partition.lengths,
             },
-            "placement": {"num_servers": self.num_servers, "servers": list(self.partition.placement.servers)},
+            "placement": {"num_servers": self.num_servers, "servers": list(self.partition.servers)},
             "optimizer": {"rule": self.optimizer.rule, "groups": groups, "kinds": list(self.optimizer.kinds)},
             "behaviour": dict(self.behaviour),
             "configured": dict(self.configured),

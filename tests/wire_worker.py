@@ -133,7 +133,7 @@ class WireWorker:
             server_index=self.server_index,
             num_servers=self.num_servers,
             shard_lengths=self.plan.lengths,
-            placement=self.plan.placement.servers,
+            placement=self.plan.servers,
             replica=self.replica,
         )
         for shard in self.own.of_server(self.server_index):

@@ -345,7 +345,7 @@ class Observer:
         return self._figures(every_seconds)
 
     def _figures(self, every_seconds: float) -> Iterator[tuple[int, dict[str, float]]]:
-        figures, looks = Figures(), [partial(self._look, connection) for connection in self._servers]
+        figures, looks = Figures(), [partial(self._look, connection) for connection in self._servers.connections]
         while not (self._closing.is_set() or figures.over):
             try:
                 now = figures.of(self._servers.on_all(looks))

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import InvalidArgument
 
+# How long a connection that examines a failure of TLS may take.
 _PROBE_SECONDS = 3.0
-# In gRPC's message when a connection was made and ended before a call.
+# Parts of gRPC's message when a connection was made and closed before a call.
 _SIGNS = ("handshake failed", "verification check failed", "socket closed", "connection reset", "missing selected alpn")
-# OpenSSL's reason for a file that is no PEM, where it gives one.
+# OpenSSL's reason for a file that is no PEM file; it may also give none.
 _NO_PEM = "NO_CERTIFICATE_OR_CRL_FOUND"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """A token, and files with certificates that go together; each empty for none."""
+    """A token, and files with certificates; each empty for none."""
 
     token: str = field(default="", repr=False)
-    # The file that the token came from.
+    # The file with the token.
     token_file: str = ""
-    # With the certificate of the authority that signed the servers' own; with it, connections are TLS.
+    # The certificate of the authority that signed the servers' certificates; with it, connections use TLS.
     tls_ca: str = ""
-    # The caller's certificate and its key.
+    # The caller's certificate and key.
     tls_cert: str = ""
     tls_key: str = ""
 
@@ -47,20 +49,20 @@ class Credentials:
         return cls(token=token, **{name: os.environ.get(f"PYPS_{name.upper()}", "").strip() for name in names})
 
     def newest(self) -> Credentials:
-        """Return the same with the token that its file holds now, if it can be read."""
+        """Return a copy with the token that the file holds now, if it can be read."""
         try:
             return replace(self, token=read_token(self.token_file)) if self.token_file else self
         except InvalidArgument:
             return self
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context of connections beside gRPC's. Raises InvalidArgument for a file of no use."""
+        """Return the TLS context of connections that gRPC does not make. Raises InvalidArgument for unusable files."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         what = ""
         try:
             for name in ("tls_ca", "tls_cert", "tls_key"):
                 if file := getattr(self, name):
-                    # OpenSSL does not say which file it is that cannot be read.
+                    # OpenSSL does not say which file cannot be read.
                     what = f"{name} (PYPS_{name.upper()}) names {file}"
                     Path(file).open("rb").close()
             what = f"tls_ca (PYPS_TLS_CA) names {self.tls_ca}"
@@ -77,22 +79,30 @@ class Credentials:
             ) from None
         return context
 
-    def refusal(self, address: str, message: str) -> str:
-        """Return why TLS with a server fails, "" where gRPC's `message` has another cause.
-
-        gRPC says too little, so this connects once more by Python's TLS, which takes seconds at most.
-        """
-        if not message.startswith("failed to connect") or not any(sign in message.lower() for sign in _SIGNS):
-            return ""
-        context = self.context() if self.tls_ca else unverified()
+    @contextlib.contextmanager
+    def connected(self, address: str) -> Iterator[ssl.SSLSocket]:
+        """Connect by TLS, as gRPC does; without `tls_ca` to a server with any certificate. Raises OSError."""
+        context = self.context() if self.tls_ca else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if not self.tls_ca:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
+        with (
+            socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection,
+            context.wrap_socket(connection, server_hostname=host) as secured,
+        ):
+            yield secured
+
+    def refusal(self, address: str, message: str) -> str:
+        """Return why TLS with a server fails; "" if gRPC's error, `message`, has another cause.
+
+        gRPC's error does not say, so this connects once more, for seconds at most.
+        """
+        if not message.startswith("failed to connect") or not any(sign in message.lower() for sign in _SIGNS):
+            return ""
         try:
-            with (
-                socket.create_connection((host, int(port)), _PROBE_SECONDS) as connection,
-                context.wrap_socket(connection, server_hostname=host) as secured,
-            ):
+            with self.connected(address) as secured:
                 if not self.tls_ca:
                     return f"{address} takes TLS only: set tls_ca (PYPS_TLS_CA) to the ca.crt of its certificate."
                 if secured.selected_alpn_protocol() != "h2":
@@ -109,7 +119,7 @@ class Credentials:
             return ""
 
     def explained(self, address: str, error: ssl.SSLError | None) -> str:
-        """Return a sentence on failed TLS with a server; without an error the server closed the connection."""
+        """Return a sentence on failed TLS with a server; `error` is None if the server closed the connection."""
         reason = "the server closed the connection after the handshake"
         if error is not None:
             reason = getattr(error, "verify_message", None) or error.reason or str(error)
@@ -117,7 +127,7 @@ class Credentials:
 
 
 def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:
-    """Return the first line of a file, or PYPS_TOKEN, or "". Raises InvalidArgument for a token that cannot be sent."""
+    """Return the first line of a file, or else PYPS_TOKEN, or "". Raises InvalidArgument for an unusable token."""
     if token_file is None:
         token = (os.environ if environment is None else environment).get("PYPS_TOKEN", "").strip()
         source = "PYPS_TOKEN"
@@ -139,19 +149,10 @@ def check_token(token: str, source: str) -> None:
         raise InvalidArgument(f"{source} does not hold one line of printable ASCII characters")
 
 
-def unverified() -> ssl.SSLContext:
-    """Return a context that accepts any certificate of a server."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 def stays_open(secured: ssl.SSLSocket) -> bool:
-    """Return whether the server keeps the connection: one that refuses the caller's certificate closes it.
+    """Return whether the server keeps the connection open: it closes it if it refuses the caller's certificate.
 
-    Raises:
-        ssl.SSLError: With the server's alert, where it sends one.
+    Raises ssl.SSLError with the server's alert, if it sends one.
     """
     try:
         return bool(secured.recv(1))

@@ -157,7 +157,7 @@ class Handshake:
             _check_limits(connection, reply, self.partition, self._codecs)
         if self._joined and self.whole is not None and reply.placement:
             found, joined = (reply.fingerprint, tuple(reply.placement)), self.whole
-            if found != (joined.fingerprint, joined.placement.servers):
+            if found != (joined.fingerprint, joined.servers):
                 raise ModelMismatch(
                     f"{connection.name} slices the model of run {self.sender.run_id!r} otherwise than when this worker "
                     "joined, or has placed its shards otherwise: start the worker again."
@@ -274,7 +274,7 @@ class Handshake:
             optimizer=self._optimizer,
             num_servers=self.whole.num_servers,
             shard_lengths=self.whole.lengths,
-            placement=self.whole.placement.servers,
+            placement=self.whole.servers,
             replica=self._peers.name,
         )
         plan, contacts = self.partition, self.contacts

@@ -27,20 +27,20 @@ from pyps_wire.parameter_server_pb2 import Parameters, ProceedReply, ProceedRequ
 from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
-# The longest wait of one call. Its answer goes to the log, and the next call follows.
+# The longest wait of one call. Then the log names the workers that others wait for, and the next call follows.
 PARK_SECONDS = 30.0
 
-# A call for a portion to server 0.
+# Leases a portion from server 0.
 LeaseCall = Callable[[GrpcChannel, LeaseRequest, threading.Event], LeaseReply]
 
-# The allocator keeps the blocks of longer calls.
+# The allocator keeps the blocks of larger messages.
 LARGE_BYTES = 1 << 20
 
 
 class Versions(dict[int, int]):
-    """Shard id -> held version, with each server's epoch, at one moment. Immutable once it is handed out.
+    """Shard id -> held version, with each server's epoch, at one moment. Do not change it.
 
-    A version says nothing without its epoch: after a restore a server counts again from an older one.
+    A version means nothing without its epoch: after a restore a server counts again from an older one.
     """
 
     epochs: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Versions(dict[int, int]):
 
 
 class Held:
-    """The held versions of one server's shards, and those to wait for, all of one epoch.
+    """The held versions of one server's shards, and the versions to wait for, all of one epoch.
 
     One thread may note versions to wait for while another pulls.
     """
@@ -80,13 +80,13 @@ class Held:
 
     @property
     def wanted(self) -> dict[int, int]:
-        """Shard id -> version to wait for, where it has not come yet."""
+        """Shard id -> version to wait for, unless it is held already."""
         with self._lock:
             wanted = self._wanted.items()
             return {shard_id: version for shard_id, version in wanted if self.versions[shard_id] < version}
 
     def answered(self, waited_for: Mapping[int, int]) -> None:
-        """End waits that the server has answered: the versions came, or the run is over."""
+        """Forget versions for which a pull has waited: they have come, or the run is over."""
         with self._lock:
             for shard_id, version in waited_for.items():
                 if self._wanted.get(shard_id, version + 1) <= version:
@@ -96,16 +96,16 @@ class Held:
 class Holdings:
     """Held and wanted versions of all servers. One thread may note receipts while another pulls.
 
-    A worker waits for the rounds that took its gradient. If the same push came too late for another shard, that shard's
-    round waits for this worker, and two workers could wait for each other for ever. So the late shard comes first: the
-    next pull waits for nothing, and the next push leaves out the shards whose rounds have this worker's gradient.
+    A worker waits for the rounds that have its gradient. If the push came too late for another shard, that shard's
+    round waits for this worker, and two workers could wait for each other for ever. So then the next pull waits for
+    nothing, and the next push leaves out the shards whose rounds have this worker's gradient.
     """
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.of_server = [Held(partition.of_server(index)) for index in range(partition.num_servers)]
         self._server_of = {shard.shard_id: partition.server_of(shard.shard_id) for shard in partition.shards}
-        # The shards for which the newest push came too late.
+        # The shards for which the newest push was too late.
         self.late: frozenset[int] = frozenset()
 
     @property
@@ -130,7 +130,7 @@ class Holdings:
             version = receipt.min_version
             if receipt.reason in OUTDATED:
                 late.append(receipt.shard_id)
-                # A late gradient needs a pull of the present parameters.
+                # The next gradient needs the present parameters.
                 version = max(version, receipt.version_before)
             if version > 0:
                 held = self.of_server[self._server_of[receipt.shard_id]]
@@ -138,10 +138,10 @@ class Holdings:
         self.late = frozenset(late)
 
     def pull_needed(self, connections: Iterable[Connection]) -> bool:
-        """Return whether gradients of a held version would be refused: it is of another epoch, or too old."""
+        """Return whether a held version is of another epoch or too old, so that its gradient would be refused."""
         for connection in connections:
             held = self.of_server[connection.index]
-            # A server without a shard sends nothing that brings its epoch.
+            # Only pulled shards bring an epoch.
             if held.versions and (connection.epoch != held.epoch or (held._wanted and held.wanted)):
                 return True
         return False
@@ -151,7 +151,7 @@ class Holdings:
         return {} if self.late else self.of_server[server_index].wanted
 
     def settled(self, server_index: int) -> Set[int]:
-        """Return the server's shards whose rounds have this worker's gradient, while it repairs a late one."""
+        """Return the server's shards whose rounds have this worker's gradient, after a push too late for others."""
         return self.of_server[server_index].wanted.keys() - self.late if self.late else frozenset()
 
 
@@ -161,10 +161,10 @@ class Receiver:
     def __init__(
         self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: Codec, name: str, converter: Converter = NUMPY
     ) -> None:
-        """`codec`: of the payloads; the vectors are of its type, or float32. `name`: the server's."""
+        """`codec`: the payloads' codec; the vectors are of its type, or float32. `name`: the server's name."""
         self.held = held
         self.codec = codec
-        # Called for each shard that a message has brought, on any thread.
+        # Called for each shard that a message has written, on any thread.
         self.on_landed: Callable[[ShardRange], object] | None = None
         self._name = name
         self._converter = converter
@@ -190,7 +190,7 @@ class Receiver:
             try:
                 payload.receive(buffer)
             except BaseException:
-                # The place may hold a part: no version, until the shard comes again.
+                # The shard may be half written: it has no version until it is pulled again.
                 self.held.versions[shard_id] = -1
                 raise
             payload = buffer
@@ -211,43 +211,40 @@ class Receiver:
 
 
 class LongPoll:
-    """One wait for other workers, up to its deadline: calls that servers hold until it is time."""
+    """One wait for other workers, up to its deadline: repeated calls, which servers hold meanwhile."""
 
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
         self._began = time.monotonic()
-        self._told_at = self._began
+        self._logged_at = self._began
 
     @property
     def call_seconds(self) -> float:
-        """How long the next call may be held. 0 past the deadline: the versions that are there then still count."""
+        """How long the server may hold the next call; 0 past the deadline, for a last look at what has come."""
         return min(max(self._began + self.wait_seconds - time.monotonic(), 0.0), PARK_SECONDS)
 
     def go_on(self, unanswered: WaitTimedOut, *, stop: threading.Event) -> None:
-        """Note a call that was held in vain. Raises WaitTimedOut past the deadline, RunFinished when stopped."""
+        """Note a call that timed out. Raises WaitTimedOut past the deadline, RunFinished if `stop` is set."""
         now = time.monotonic()
         waited = now - self._began
         if stop.is_set():
-            # Or a call to another server failed, whose error is raised.
+            # After a failed call to another server, that call's error is raised instead.
             raise RunFinished("The client was closed while it waited for other workers.")
         if waited >= self.wait_seconds:
             raise WaitTimedOut(
                 f"Waited {waited:.0f} s for other workers: {unanswered}. "
                 "Raise wait_seconds (PYPS_WAIT_SECONDS) to wait longer."
             )
-        # Several servers may say the same.
-        if now - self._told_at >= PARK_SECONDS / 2:
-            self._told_at = now
+        # Several servers may report the same workers.
+        if now - self._logged_at >= PARK_SECONDS / 2:
+            self._logged_at = now
             logger.info(
                 "waiting for other workers, %.0f s so far, at most %.0f s more: %s",
                 *(waited, self.wait_seconds - waited, unanswered),
             )
 
     def proceed(self, sender: Sender, *, clock: int) -> Callable[[GrpcChannel, threading.Event], ProceedReply]:
-        """Return the question to server 0 whether the next step may begin, under protocols that pace workers.
-
-        After a loss it is repeated: the same clock makes it the same question.
-        """
+        """Return the call to server 0 that waits until the next step may begin; it may be repeated after a loss."""
 
         def ask(channel: GrpcChannel, stop: threading.Event) -> ProceedReply:
             held = 0
@@ -274,12 +271,12 @@ class IncomingPull:
     role: Role
     receiver: Receiver
     connection: Connection
-    # Shard id to the version to wait for, while `poll` lasts.
+    # Shard id -> version to wait for, up to the deadline of `poll`.
     min_versions: Mapping[int, int]
     poll: LongPoll
     # Whether the vectors are lent.
     lent: bool = False
-    # Lease a portion too, at the moment of these parameters; `lease` has the answer. Without a portion none come.
+    # Lease a portion at the same moment; `lease` is the answer. Without a portion no parameters come.
     portion: LeaseRequest | None = None
     lease: LeaseReply = field(init=False, default_factory=LeaseReply)
 
@@ -290,7 +287,7 @@ class IncomingPull:
 
     def __call__(self, channel: GrpcChannel, stop: threading.Event) -> set[int]:
         answered = 0
-        # A further round follows after a change of epoch, and while versions are waited for.
+        # Another round follows after a change of epoch, and after a call that timed out.
         while self._waiting:
             missing = sorted(self._waiting)
             request = self._request(missing)
@@ -354,7 +351,7 @@ class IncomingPull:
             # A heartbeat may have reported a later restore meanwhile.
             self.connection.epoch = max(self.connection.epoch, reply.epoch)
             self._waiting = set(self._held.shards)
-            # They are of the epoch before.
+            # Versions of the former epoch mean nothing now.
             self.min_versions = {}
         self.receiver.accept(reply.shard_id, reply.version)
         self._waiting.discard(reply.shard_id)
@@ -364,12 +361,12 @@ class IncomingPull:
 def receivers(
     servers: Servers, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter = NUMPY
 ) -> list[Receiver]:
-    """Return what receives each server's parameters into the vectors, which are float32 or of the codec's type."""
+    """Return a receiver for each server's part of the vectors, which are float32 or of the codec's type."""
     dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
     check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
     return [
         Receiver(vectors, holdings.of_server[each.index], codec=codec, name=each.name, converter=converter)
-        for each in servers
+        for each in servers.connections
     ]
 
 
@@ -385,17 +382,11 @@ def read(
 ) -> set[int]:
     """Pull newer parameters, and return the changed shards' ids.
 
-    Waits for `min_versions`, shard id -> version for each server, while `poll` lasts. `lent`: the vectors are lent.
+    `min_versions`: for each server shard id -> version to wait for, up to the deadline of `poll`.
     """
-    return set().union(
-        *servers.on_all(
-            [
-                IncomingPull(
-                    *(sender, role, receiver), connection=connection, min_versions=wanted, poll=poll, lent=lent
-                )
-                for connection, receiver, wanted in zip(
-                    servers, receivers, min_versions or [{}] * len(receivers), strict=True
-                )
-            ]
-        )
-    )
+    wants = min_versions or [{}] * len(receivers)
+    pulls = [
+        IncomingPull(sender, role, receiver, connection, wanted, poll, lent=lent)
+        for connection, receiver, wanted in zip(servers.connections, receivers, wants, strict=True)
+    ]
+    return set().union(*servers.on_all(pulls))

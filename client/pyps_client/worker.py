@@ -328,7 +328,7 @@ class Worker:
     @property
     def epoch(self) -> int:
         """Grows with every restore of any server."""
-        return sum(connection.epoch for connection in self._servers)
+        return sum(connection.epoch for connection in self._servers.connections)
 
     @property
     def pull_needed(self) -> bool:

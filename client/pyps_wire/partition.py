@@ -1,9 +1,7 @@
 """How a model is sliced into shards, and which server holds which.
 
-A group's tensors, laid end to end, are one vector, which is sliced into shards. The worker that creates a run slices
-the model and places the shards; both tables are stored with the run, and everybody else reads them there. The slices
-stay as they are for the run's life. The placement is apart: another number of servers is another placement of the same
-shards.
+A group's tensors, laid end to end, are one vector, which is sliced into shards. The worker that creates a run makes two
+tables, which are stored with the run: the slices, which never change, and the placement of the shards on servers.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 
-from pyps_wire.blocks import PARTS_MAX, check_block, check_whole, place_in_words
+from pyps_wire.blocks import BLOCKS_MAX, PARTS_MAX, check_block, first_overlap, lack, place_in_words
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.parameter_server_pb2 import HelloReply
@@ -26,9 +24,8 @@ from pyps_wire.parameter_server_pb2 import HelloReply
 DEFAULT_SHARD_SIZE = 1_047_552
 # Shards begin at multiples of this many parameters in their group's vector: one cache line of float32.
 ALIGNMENT = 16
-# A small model is sliced finer than shard_size, so that each server of the new run has about so many shards: its cores,
-# and the two directions of a connection, then work on several at once. Below the second number that costs more than it
-# gains.
+# A small model is sliced finer than shard_size, into about so many shards a server: its cores and both directions of a
+# connection are then busy at once. Shards smaller than the second number cost more than that gains.
 SHARDS_OF_SERVER = 4
 PARALLEL_SHARD_SIZE_MIN = 262_144
 # A group with fewer parameters than this per server is not spread over all servers.
@@ -40,15 +37,15 @@ DIMENSIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named tensor and its parameter group, or one block of a tensor that is split over parts of the model."""
+    """A named tensor, or one block of a tensor that is split over parts of the model."""
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
-    # Of a block: the sizes of the whole tensor, and where the block begins in it.
+    # For a block: the shape of the whole tensor, and where the block begins in it.
     whole_shape: tuple[int, ...] = ()
     offset: tuple[int, ...] = ()
-    # The part of the model that it belongs to, under model parallelism.
+    # Its part of the model, under model parallelism.
     part: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +63,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of parameters: 1 for a scalar."""
+        """The number of parameters: 1 for a scalar."""
         return math.prod(self.shape)
 
 
@@ -75,9 +72,9 @@ class Model:
     """Named tensors in the order of their groups."""
 
     tensors: tuple[Tensor, ...]
-    # The most parameters of a shard, where a run is created for this model; later only the run's slices count.
+    # The most parameters of a shard, when a run is created for this model; later only the run's slices matter.
     shard_size: int = field(default=DEFAULT_SHARD_SIZE, compare=False)
-    # What the model is, for people; models of other names with the same tensors are probably a mistake.
+    # For people: two models with the same tensors and different names are probably a mistake.
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -107,23 +104,21 @@ class Model:
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
-        """Length of each group's vector."""
+        """The length of each group's vector."""
         of_groups = groupby(self.tensors, key=lambda tensor: tensor.group)
         return tuple(sum(tensor.size for tensor in of_group) for _, of_group in of_groups)
 
     @property
     def num_groups(self) -> int:
-        """Number of parameter groups; those of different parts are different groups."""
         return len(self.group_sizes)
 
     @cached_property
     def group_parts(self) -> tuple[int, ...]:
-        """The part of the model that each group belongs to."""
+        """Each group's part of the model."""
         return tuple(next(of_group).part for _, of_group in groupby(self.tensors, key=lambda tensor: tensor.group))
 
     @cached_property
     def num_parts(self) -> int:
-        """Number of parts that the model is split into: 1 for one that is not."""
         return max(self.group_parts, default=0) + 1
 
     @property
@@ -146,13 +141,13 @@ class Model:
 
     @cached_property
     def spec(self) -> bytes:
-        """The bytes of its message, by which equal models are recognised."""
+        """The model's message as bytes, which are equal for equal models."""
         return self.to_proto().SerializeToString(deterministic=True)
 
     @classmethod
     def from_proto(cls, spec: ModelSpec) -> Model:
-        """Read a received model; InvalidArgument says what is wrong with it."""
-        # One size too many is refused as a million are, in fewer words.
+        """Read a received model. Raises InvalidArgument."""
+        # One size too many is enough for a refusal, in a short message.
         sizes = slice(DIMENSIONS_MAX + 1)
         return cls(
             tuple(
@@ -186,13 +181,18 @@ class Piece:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which server holds which shard."""
+@dataclass(frozen=True)
+class Partition:
+    """A model, its shards, numbered from 0 through the groups in order, and the servers that hold them.
 
-    num_servers: int
-    # By shard id.
+    The partition of some parts of a model (`of_parts`) has only their shards, under the whole model's numbers.
+    """
+
+    model: Model
+    shards: tuple[ShardRange, ...]
+    # The placement: each shard's server, by shard id.
     servers: tuple[int, ...]
+    num_servers: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_servers <= SERVERS_MAX:
@@ -200,18 +200,6 @@ class Placement:
         absent = next((server for server in self.servers if not 0 <= server < self.num_servers), None)
         if absent is not None:
             raise InvalidArgument(f"a shard is placed on server {absent}; there are {self.num_servers}, from 0")
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A model, its shards, numbered from 0 through the groups in order, and the servers that hold them.
-
-    That of some parts of a model (`of_parts`) has the whole's shards under the whole's numbers, but only theirs.
-    """
-
-    model: Model
-    shards: tuple[ShardRange, ...]
-    placement: Placement
 
     @classmethod
     def of_tables(cls, model: Model, lengths: Sequence[int], *, servers: Sequence[int], num_servers: int) -> Partition:
@@ -239,11 +227,7 @@ class Partition:
             raise InvalidArgument(
                 f"{len(lengths)} shards and the servers of {len(servers)} are named, the model has {len(shards)} shards"
             )
-        return cls(model, tuple(shards), Placement(num_servers, tuple(servers)))
-
-    @property
-    def num_servers(self) -> int:
-        return self.placement.num_servers
+        return cls(model, tuple(shards), tuple(servers), num_servers)
 
     @property
     def num_shards(self) -> int:
@@ -251,7 +235,7 @@ class Partition:
 
     @property
     def lengths(self) -> list[int]:
-        """The shards' numbers of parameters, in order: with the model, the table of slices."""
+        """The shards' numbers of parameters, in order: the table of slices."""
         return [shard.length for shard in self.shards]
 
     def shard(self, shard_id: int) -> ShardRange:
@@ -261,14 +245,14 @@ class Partition:
         return shard
 
     def server_of(self, shard_id: int) -> int:
-        return self.placement.servers[self.shard(shard_id).shard_id]
+        return self.servers[self.shard(shard_id).shard_id]
 
     def part_of(self, shard_id: int) -> int:
-        """Return the part of the model that a shard belongs to: no shard holds numbers of two."""
+        """Return a shard's part of the model."""
         return self.model.group_parts[self.shard(shard_id).group]
 
     def of_parts(self, parts: Collection[int]) -> Partition:
-        """Return the shards of those parts, over their tensors alone, whose groups count up from 0 again."""
+        """Return the shards and tensors of those parts, whose groups are numbered from 0 again."""
         missing = sorted(part for part in parts if not 0 <= part < self.model.num_parts)
         if missing or not parts:
             raise InvalidArgument(
@@ -278,10 +262,10 @@ class Partition:
         groups = {group: index for index, group in enumerate(own)}
         tensors = tuple(replace(t, group=groups[t.group]) for t in self.model.tensors if t.group in groups)
         shards = tuple(replace(s, group=groups[s.group]) for s in self.shards if s.group in groups)
-        return Partition(Model(tensors, self.model.shard_size), shards, self.placement)
+        return Partition(Model(tensors, self.model.shard_size), shards, self.servers, self.num_servers)
 
     def of_server(self, server_index: int) -> tuple[ShardRange, ...]:
-        """Return a server's shards in order: none where there are fewer shards than servers."""
+        """Return a server's shards in order: none if there are fewer shards than servers."""
         if not 0 <= server_index < self.num_servers:
             raise InvalidArgument(f"there is no server {server_index}; there are {self.num_servers}, from 0")
         return self._by_server[server_index]
@@ -293,17 +277,17 @@ class Partition:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the model and its slices: two ends that agree on it agree on every shard, wherever it lies."""
+        """A digest of the model and its slices, not of the placement."""
         tensors = [[t.name, t.shape, t.group, t.whole_shape, t.offset, t.part] for t in self.model.tensors]
         text = json.dumps(["pyps slices 1", tensors, self.lengths])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
     def described(self) -> bytes:
-        """The bytes of the fields of HelloReply that hold all of this: the same for every caller."""
-        model, servers = self.model.to_proto(), self.placement.servers
-        fields = HelloReply(model=model, fingerprint=self.fingerprint, shard_lengths=self.lengths, placement=servers)
-        return fields.SerializeToString()
+        """The fields of HelloReply that describe the partition, as bytes."""
+        model, lengths = self.model.to_proto(), self.lengths
+        reply = HelloReply(model=model, fingerprint=self.fingerprint, shard_lengths=lengths, placement=self.servers)
+        return reply.SerializeToString()
 
     @cached_property
     def _by_id(self) -> dict[int, ShardRange]:
@@ -313,7 +297,7 @@ class Partition:
     def _by_server(self) -> tuple[tuple[ShardRange, ...], ...]:
         servers: list[list[ShardRange]] = [[] for _ in range(self.num_servers)]
         for shard in self.shards:
-            servers[self.placement.servers[shard.shard_id]].append(shard)
+            servers[self.servers[shard.shard_id]].append(shard)
         return tuple(map(tuple, servers))
 
     @cached_property
@@ -335,9 +319,9 @@ class Partition:
 
 
 def partition(model: Model, *, num_servers: int) -> Partition:
-    """Slice a model and place its shards, for a run that is created on so many servers.
+    """Slice a model and place its shards, for a new run on so many servers.
 
-    Servers hold about equally much, and the shards of one part of a model lie on as few servers as that allows.
+    Servers hold about equally much, and the shards of one part of a model are on as few servers as that allows.
 
     Raises:
         InvalidArgument: The model is not whole, or would have more than SHARDS_MAX shards.
@@ -346,22 +330,21 @@ def partition(model: Model, *, num_servers: int) -> Partition:
         raise InvalidArgument(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
     model.require_whole()
     shards = _slices(model, num_servers)
-    return Partition(model, shards, place(model, shards, num_servers=num_servers))
+    return Partition(model, shards, place(model, shards, num_servers=num_servers), num_servers)
 
 
-def place(model: Model, shards: Sequence[ShardRange], *, num_servers: int) -> Placement:
-    """Place a model's shards on so many servers, whichever number they were sliced for."""
+def place(model: Model, shards: Sequence[ShardRange], *, num_servers: int) -> tuple[int, ...]:
+    """Return each shard's server; the shards may have been sliced for another number of servers."""
     lengths = [shard.length for shard in shards]
     if model.num_parts > 1:
-        parts = [model.group_parts[shard.group] for shard in shards]
-        return Placement(num_servers, tuple(_place_parts(lengths, parts, num_servers)))
-    return Placement(num_servers, tuple(_place_whole(lengths, num_servers)))
+        return tuple(_place_parts(lengths, [model.group_parts[shard.group] for shard in shards], num_servers))
+    return tuple(_place_whole(lengths, num_servers))
 
 
 def first_difference(
     mine: Model, theirs: Model, *, mine_name: str = "this model", theirs_name: str = "the other model"
 ) -> str | None:
-    """Say where two models first differ; return None where they are equal."""
+    """Return in words where two models first differ; None if they are equal."""
     for index, (a, b) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
         if a == b:
             continue
@@ -381,6 +364,36 @@ def first_difference(
             f"the first that only {name} has is {extra}"
         )
     return None
+
+
+def check_whole(tensors: Iterable[Tensor]) -> None:
+    """Raise InvalidArgument where the blocks of a tensor overlap or leave some of it out."""
+    blocks: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.whole_shape:
+            blocks.setdefault(tensor.name, []).append(tensor)
+    for name, of_tensor in blocks.items():
+        _check_tensor(name, of_tensor)
+
+
+def _check_tensor(name: str, blocks: Sequence[Tensor]) -> None:
+    if len(blocks) > BLOCKS_MAX:
+        raise InvalidArgument(f"tensor {name!r} is split into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
+    a = blocks[0]
+    other = next((b for b in blocks if b.whole_shape != a.whole_shape), None)
+    if other is not None:
+        raise InvalidArgument(
+            f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {other.whole_shape} in part {other.part}"
+        )
+    pair = first_overlap(blocks)
+    if pair is not None:
+        a, b = sorted(pair, key=lambda block: block.part)
+        raise InvalidArgument(
+            f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
+            f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
+        )
+    if words := lack(blocks, a.whole_shape):
+        raise InvalidArgument(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words} numbers")
 
 
 def _place(tensor: Tensor) -> str:

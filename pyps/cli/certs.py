@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pyps.cli.control import DataServers, resolved
-from pyps_client.credentials import Credentials, stays_open, unverified
+from pyps_client.credentials import Credentials, stays_open
 from pyps_wire.contract import DATA_PORT
 
 certs = typer.Typer(
@@ -20,7 +19,6 @@ certs = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-_CHECK_SECONDS = 3.0
 Folder = Annotated[Path, typer.Option(help="Folder of the CA and of what it signs.")]
 Days = Annotated[int, typer.Option(help="For how many days the certificate is good.", min=1)]
 
@@ -92,15 +90,9 @@ def _show(path: Path) -> None:
 
 def problem_of(address: str, credentials: Credentials) -> str:
     """Connect to a server's data or control port by TLS; return what is wrong, "" where nothing is."""
-    context = credentials.context() if credentials.tls_ca else unverified()
-    context.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host = address.rpartition(":")[0].strip("[]")
     try:
-        with (
-            socket.create_connection((host, int(port)), _CHECK_SECONDS) as connection,
-            context.wrap_socket(connection, server_hostname=host) as secured,
-        ):
+        with credentials.connected(address) as secured:
             if not credentials.tls_ca:
                 return "it takes TLS only: set PYPS_TLS_CA to the ca.crt of its certificate"
             if secured.selected_alpn_protocol() != "h2":

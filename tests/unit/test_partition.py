@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps_client.arrays import split_tensors
-from pyps_wire.blocks import check_whole
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.parameter_server_pb2 import HelloReply
@@ -21,6 +20,7 @@ from pyps_wire.partition import (
     Model,
     Partition,
     Tensor,
+    check_whole,
     first_difference,
     partition,
     place,
@@ -163,7 +163,7 @@ def test_the_fingerprint_is_of_model_and_slices_and_not_of_the_placement():
     plan = partition(Model((Tensor("a", (5000,)), Tensor("b", (7,), 1)), shard_size=2048), num_servers=2)
     ranges = [(s.group, s.offset, s.length, plan.server_of(s.shard_id)) for s in plan.shards]
     assert ranges == [(0, 0, 1248, 1), (0, 1248, 1248, 1), (0, 2496, 1248, 0), (0, 3744, 1256, 0), (1, 0, 7, 1)]
-    elsewhere = replace(plan, placement=place(plan.model, plan.shards, num_servers=3))
+    elsewhere = replace(plan, servers=place(plan.model, plan.shards, num_servers=3), num_servers=3)
     assert [elsewhere.server_of(s.shard_id) for s in plan.shards] == [1, 2, 1, 0, 2]
     assert elsewhere.fingerprint == plan.fingerprint
     otherwise = Partition.of_tables(plan.model, [2496, 2504, 7], servers=[0, 1, 0], num_servers=2)

@@ -37,11 +37,6 @@ class Claim:
     # The processes that hold these very numbers, this one included.
     holders: frozenset[int]
 
-    # So that it is a `pyps_wire.blocks.Placed`; parts are made of claims, not claimed.
-    @property
-    def part(self) -> int:
-        return 0
-
     @property
     def key(self) -> Key:
         return self.name, self.shape, self.offset

@@ -1,4 +1,4 @@
-"""Transports: what carries rounds of messages between a worker and one server, and what opens each."""
+"""Transports: they carry rounds of messages between a worker and one server; a dialer opens each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 # The methods of rounds, and the messages that answer them.
 REPLIES: dict[str, Any] = {"Push": Receipt, "Exchange": ExchangeReply, "Pull": Parameters}
 
-# How long a Hello's tickets are used; servers accept them somewhat longer.
+# How long a worker uses a Hello's tickets; servers accept them somewhat longer.
 TICKET_SECONDS = 20.0
 
-# After so many losses gRPC serves instead: of shared memory in one operation, of lanes without a message in between.
+# After so many losses gRPC is used instead: of shared memory in one operation, of lanes without a message in between.
 LINKS_LOST_MAX = 3
 
 NO_OFFER = "it offers no shared memory"
@@ -38,16 +38,16 @@ NO_LANE = "it offers no lane"
 
 
 class Incoming(NamedTuple):
-    """A payload that is still in the connection."""
+    """A payload that is not received yet."""
 
     nbytes: int
-    # Receive the next bytes, as many as the place has.
+    # Receives as many bytes as the place has.
     receive: Callable[[memoryview], None]
 
 
-# A reply's payload: arrived, on its way, or in its place already, where the server wrote it.
+# A reply's payload: received, not received yet, or None where the server wrote it into shared memory.
 Payload: TypeAlias = "memoryview | Incoming | None"
-# Take a reply and its payload; True for the last reply of the round.
+# Takes a reply and its payload; returns True for the last reply of the round.
 Take = Callable[[Any, Payload], bool]
 
 
@@ -55,50 +55,50 @@ Take = Callable[[Any, Payload], bool]
 class Parts:
     """The messages of one round."""
 
-    # Headers and payloads, each made when the transport can send it; this may take long.
+    # Headers and payloads, each made when the transport can send it; making one may take long.
     messages: Iterable[tuple[Message, Buffer]]
     timeout_seconds: float
-    # Whether all messages fit into what the system buffers, while nobody reads replies.
+    # Whether the system buffers all messages, so that replies need not be read meanwhile.
     are_small: bool = False
-    # The headers as one request to a server that shares the memory of the numbers; None where it does not.
+    # The headers in one request, for a server that shares the memory of the numbers.
     request: LocalRequest | None = None
-    # Whether the server may hold the round until others have done something.
+    # Whether the server may hold the round until other workers have done something.
     waits: bool = False
-    # End the waits for messages that are still to be made: the round has failed.
+    # Called after a failed round: `messages` must not wait for further gradients.
     abandon: Callable[[], object] = lambda: None
 
 
 class Transport(ABC):
     """Carries rounds of messages to one server, and the replies back."""
 
-    # As a worker chooses it.
+    # As in `Launch.transport`.
     name: ClassVar[str]
     # Whether the server checks all gradients of a round for NaN and infinity before it applies one of them.
     checks_first: ClassVar[bool] = False
-    # Whether it is of no use any more, and its place is the next one's.
+    # Whether it is lost for good, so that another transport must be opened.
     lost = False
 
     @abstractmethod
     def round(self, method: str, parts: Parts, take: Take) -> bool:
-        """Send the messages of a method of `REPLIES` and hand over its replies, until `take` returns True.
+        """Send the messages of a method of `REPLIES` and pass replies to `take` until it returns True.
 
         Returns:
-            False, and nothing was sent, where another thread uses the transport or it cannot be opened: the next
-            one is to serve.
+            False, with nothing sent, if another thread uses the transport or it cannot be opened: another transport
+            must do the round.
 
         Raises:
-            LinkLost: The connection was lost, or is to be opened again. No thread reads numbers any more.
+            LinkLost: The connection was lost, or must be opened again. No thread reads numbers any more.
             Busy: The server has no room now.
             PypsError: The server's own error.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the transport, on any thread; a round that runs ends with LinkLost."""
+        """Close the transport, on any thread; a round under way ends with LinkLost."""
 
 
 class Route:
-    """Logs the transport of gradients and parameters to one server: once it is known, and when it changes."""
+    """Logs by which transport gradients and parameters go to one server, whenever it changes."""
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -108,7 +108,7 @@ class Route:
         self.no_memory = ""
 
     def log(self, transport: str, *reasons: str) -> None:
-        """Log a transport that is new, and the reasons why it is no faster one."""
+        """Log a new transport, and why it is no faster one."""
         if transport != self.transport:
             self.transport = transport
             why = "; ".join(reason.rstrip(".") for reason in reasons if reason)
@@ -130,13 +130,13 @@ class Greeted(NamedTuple):
 class Dialer:
     """Opens the transports of one choice (`Launch.transport`); gRPC serves where it opens none."""
 
-    # Whether vectors lie in memory that a server on this machine may share.
+    # Whether a server on this machine may share the memory of vectors.
     shares = False
     # Whether the worker ends rather than use another transport.
     insists = False
 
     def lane(self, greeted: Greeted, former: Transport | None) -> Transport | None:
-        """Return a transport for messages by what the server offers, in place of the former one."""
+        """Return the lane that the server offers, in place of the former one."""
         return None
 
     def attach(self, offer: LocalTransport, memory: Segment, request: LocalRequest, *, name: str) -> Transport:
@@ -144,7 +144,7 @@ class Dialer:
         raise NotImplementedError
 
     def hindrance(self, reply: HelloReply) -> str:
-        """Return why this transport cannot be opened to the server of that reply; empty where nothing is known."""
+        """Return why this transport cannot be opened to the server of that reply; empty if nothing prevents it."""
         return NO_OFFER
 
     def refusal(self, server: str, reason: str) -> ServerUnavailable:
@@ -156,7 +156,7 @@ class Dialer:
         )
 
 
-# Loaded when used: one of them needs Linux.
+# Loaded when used: shared memory needs Linux.
 _CLASSES = {
     "auto": "pyps_client.transport.shared_memory:SharedMemory",
     "shm": "pyps_client.transport.shared_memory:OnlySharedMemory",
@@ -169,20 +169,18 @@ TRANSPORTS = tuple(_CLASSES)
 def check_transport(name: str) -> None:
     if name not in TRANSPORTS:
         raise InvalidArgument(f"transport is {name!r}; expected one of {', '.join(TRANSPORTS)}.")
+    lack = ""
     if name == "tcp" and not _has_lanes():
-        raise InvalidArgument(
-            "transport is 'tcp', but this system's sockets cannot send from two places at once, as lanes do; set "
-            "transport (PYPS_TRANSPORT) to 'auto' or 'grpc'."
-        )
+        lack = "this system's sockets cannot send from two places at once, as lanes do"
     if name == "shm" and not _has_shared_memory():
-        raise InvalidArgument(
-            "transport is 'shm', but workers share memory with servers on Linux only; set transport (PYPS_TRANSPORT) "
-            "to 'auto' or 'grpc'."
-        )
+        lack = "workers share memory with servers on Linux only"
+    if lack:
+        raise InvalidArgument(f"transport is {name!r}, but {lack}; set transport (PYPS_TRANSPORT) to 'auto' or 'grpc'.")
 
 
 @functools.cache
 def named(name: str) -> Dialer:
+    """Return the dialer of a `Launch.transport`."""
     module, _, of_module = _CLASSES[name].partition(":")
     if name == "auto" and not _has_shared_memory():
         module, of_module = ("pyps_client.transport.tcp", "Tcp") if _has_lanes() else (__name__, "Dialer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -25,18 +25,18 @@ from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 
 T = TypeVar("T")
 Operation = Callable[[GrpcChannel, threading.Event], T]
-# Introduces a caller again to a server that was lost, on a new channel, by a call that may take so long.
+# Says Hello again to a server that was lost, on a new channel, within so many seconds.
 Rejoin = Callable[["Connection", GrpcChannel, float], object]
 
-# A call with tensors may take this long, and longer by its size. On a slow link that still moves, the messages that
-# came through before the deadline count, and the next call goes on from there.
+# A call with tensors may take this long, and longer by its size. What a slow link carried before the deadline is kept:
+# the next call goes on from there.
 CALL_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 1_000_000
 
-# How long a server may take to say which of those behind one name it is.
+# How long a server behind a name of several may take to report its index.
 FIND_SECONDS = 5.0
 
-# How long an interrupted caller waits for a server to be done with its memory.
+# How long an interrupted caller waits until a server no longer uses its memory.
 SETTLE_SECONDS = 3.0
 
 ADVICE = "Check that `pyps serve` runs there, that this is its data port, and that no firewall stands between. "
@@ -46,25 +46,25 @@ class Connection:
     """One server, and the open transports to it. `persist` carries an operation through losses and restarts."""
 
     def __init__(self, index: int, *, launch: Launch, outage: Outage | None = None) -> None:
-        """`outage`: what is logged of all of the caller's servers together."""
+        """`outage`: shared by the connections whose losses are logged together."""
         self.index = index
         self.place = self.address = launch.servers[index]
         self.name = f"server {index} ({self.place})"
         self.route = Route(self.name)
         # The server's epoch, as last heard.
         self.epoch = 0
-        # Since when it has not answered, heartbeats included.
+        # Its unanswered calls, heartbeats included.
         self.outage = outage or Outage()
-        # Whether the caller may have left it to the server to check gradients (Transport.checks_first).
+        # Whether gradients may be unchecked, since this server checks them (Transport.checks_first).
         self.left_unchecked = False
-        # For large messages, where the newest Hello offered it; a lost one stays until the next Hello.
+        # The lane, if the newest Hello offered one; a lost lane stays here until the next Hello.
         self.lane: Transport | None = None
         self._launch = launch
         self._guard = ForkGuard()
         self._cut_because = ""
-        # Whether a channel was there before, and whether the server answered on one.
+        # Whether there was a channel before, and whether the server answered on it.
         self._had_channel = self._was_heard = False
-        # The transport at the end.
+        # The transport when it was closed.
         self._transport = ""
         self._lock = threading.Lock()
         # Guarded by _lock.
@@ -76,14 +76,17 @@ class Connection:
 
     @property
     def channel(self) -> GrpcChannel:
-        """The channel in use, made on first use. Raises ForkedClient in a forked child.
+        """The open channel, or a new one.
 
-        InvalidArgument for files of no use at first, later LinkLost: they may be renewed at this moment. LinkLost, too,
-        while the server cannot be found: each channel looks it up again.
+        Raises:
+            ForkedClient: This is a forked child.
+            LinkLost: The server's address cannot be found now; each new channel looks it up again. Or TLS files cannot
+                be read any more: they may be replaced at this moment.
+            InvalidArgument: TLS files cannot be read for the first channel.
         """
         self._guard.check()
         if self._channel is None and not self._closed:
-            # Apart from the lock: it may take a call.
+            # Without the lock: this may make a call.
             self._find()
         with self._lock:
             if self._closed:
@@ -112,7 +115,7 @@ class Connection:
         self.address = address
 
     def _index_at(self, address: str) -> int | None:
-        """Return the place in the run of the server at an address; None where it has none yet."""
+        """Return the index in the run of the server at an address; None if it has none yet."""
         channel = self._dial(address)
         request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=SOFTWARE, role=ROLE_OBSERVER)
         try:
@@ -126,18 +129,18 @@ class Connection:
         return reply.server_index if reply.num_servers else None
 
     def greeted(self, sender: Sender, reply: HelloReply) -> None:
-        """Open what the answer to a worker's Hello offers; its first round connects it."""
+        """Make the lane that the answer to a worker's Hello offers; its first round connects it."""
         greeted = Greeted(sender, reply, self.address, self._launch.credentials, self.route)
         self.lane = self._launch.dialer.lane(greeted, self.lane)
 
     def round(self, channel: GrpcChannel, method: str, parts: Parts, take: Take) -> None:
-        """Do a round by the fastest transport that is free, as `Transport.round`."""
+        """Do a round, as `Transport.round`, by the fastest transport that is free."""
         for transport in (self._link if parts.request is not None else None, self.lane, channel):
             if transport is not None and transport.round(method, parts, take):
                 return
 
     def renew(self, failed: GrpcChannel | None) -> bool:
-        """Drop a channel that failed; return False where there is none, or another thread already did."""
+        """Drop a channel that failed; return False if there is none, or another thread dropped it already."""
         with self._lock:
             if failed is None or self._channel is not failed:
                 return False
@@ -146,7 +149,7 @@ class Connection:
         return True
 
     def cut(self, problem: str = "") -> None:
-        """Let all that is under way fail, on any thread, for this reason; the next call connects again."""
+        """Let all calls under way fail, for this reason; on any thread. The next call connects again."""
         self._cut_because = problem
         with self._lock:
             channel = self._channel
@@ -161,6 +164,7 @@ class Connection:
 
     @property
     def link(self) -> Transport | None:
+        """The open shared memory."""
         link = self._link
         return None if link is None or link.lost else link
 
@@ -175,7 +179,7 @@ class Connection:
 
     @property
     def is_local(self) -> bool:
-        """Whether vectors go through shared memory: it is open, or lost and to be opened again."""
+        """Whether vectors go through shared memory: it is open, or lost and will be opened again."""
         return self._link is not None
 
     @property
@@ -190,7 +194,7 @@ class Connection:
         _close(link)
 
     def drop_lane(self) -> None:
-        """Close the lane: beside shared memory messages are few."""
+        """Close the lane: with shared memory there are few messages."""
         lane, self.lane = self.lane, None
         _close(lane)
 
@@ -216,10 +220,10 @@ class Connection:
         _close(link, self.lane, channel)
 
     def persist(self, operation: Operation[T], stop: threading.Event, *, rejoin: Rejoin, policy: RetryPolicy) -> T:
-        """Run an operation until the server answers it; after a loss `rejoin` introduces the caller again first.
+        """Run an operation until the server answers it; after a loss call `rejoin` first.
 
-        An operation that is run again goes on where it was: it remembers the answers. It gets `stop`, and gives up its
-        own waits when that is set; it is not run again then.
+        An operation remembers what was answered, and goes on from there. It ends its own waits when `stop` is set, and
+        is not run again then.
         """
         wait: Wait | None = None
         known = True
@@ -240,7 +244,7 @@ class Connection:
                 except Busy as busy:
                     problem, progress = str(busy), busy.answered > 0
                 except LocalLost as lost:
-                    # The gRPC connection may be sound; a Hello brings new offers.
+                    # gRPC may go on; a Hello brings new offers of a lane or shared memory.
                     problem, progress, known = str(lost), lost.answered > 0, False
                     num_links_lost += 1
                     self._link_is_given_up = num_links_lost >= LINKS_LOST_MAX
@@ -266,10 +270,7 @@ class Connection:
 
 
 class Servers:
-    """A connection a server. Operations on several run at once, each through losses of its connection.
-
-    Lists of operations and results are in the order of `connections`.
-    """
+    """A connection a server. Lists of operations and of results are in the order of `connections`."""
 
     def __init__(self, launch: Launch, *, rejoin: Rejoin) -> None:
         outage = Outage()
@@ -278,17 +279,15 @@ class Servers:
         self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
         self._threads = Threads()
 
-    def __iter__(self) -> Iterator[Connection]:
-        return iter(self.connections)
-
     def keep(self, contacts: Sequence[int]) -> None:
+        """Close the connections to servers with other indices."""
         for connection in self.connections:
             if connection.index not in contacts:
                 connection.close()
         self.connections = [connection for connection in self.connections if connection.index in contacts]
 
     def on_all(self, operations: Sequence[Operation[T]]) -> list[T]:
-        """Run one operation a server and return the results, in the servers' order; raise the first failure."""
+        """Run one operation a server, all at once, each through losses of its connection; raise the first failure."""
         try:
             if len(operations) == 1:
                 # On this thread: no other operation's failure could end it.
@@ -311,11 +310,11 @@ class Servers:
         return self.on_all([operation])[0]
 
     def hurry(self, seconds: float) -> None:
-        """End waits for lost servers, those under way too, so long after the loss: the worker ends."""
+        """End waits for lost servers, those under way too, so long after the loss."""
         self._loss.hurry(seconds)
 
     def give_up(self) -> None:
-        """End waits under way, and start nothing more; the connections stay."""
+        """End the waits under way; the connections stay open."""
         self._threads.close()
 
     def close(self) -> None:
@@ -328,14 +327,17 @@ class Servers:
             connection.cut()
 
     def _settle(self) -> None:
-        """Wait, for SETTLE_SECONDS, until servers are done with shared memory; open it again."""
-        local = [connection for connection in self.connections if connection.is_local]
-        self._threads.run([partial(self._greet, connection) for connection in local], cancel=self._cancel)
+        """Wait, for SETTLE_SECONDS, until no server uses shared memory, and open it again.
 
-    def _greet(self, connection: Connection, _: threading.Event) -> None:
-        # A server answers Hello when no earlier request of the caller works in its memory any more.
-        with contextlib.suppress(LinkLost, PypsError):
-            self._rejoin(connection, connection.channel, SETTLE_SECONDS)
+        A server answers Hello when no earlier request of the caller works in its memory any more.
+        """
+
+        def greet(connection: Connection, _: threading.Event) -> None:
+            with contextlib.suppress(LinkLost, PypsError):
+                self._rejoin(connection, connection.channel, SETTLE_SECONDS)
+
+        local = [connection for connection in self.connections if connection.is_local]
+        self._threads.run([partial(greet, connection) for connection in local], cancel=self._cancel)
 
 
 def _close(*transports: Transport | None) -> None:

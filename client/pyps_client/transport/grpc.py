@@ -1,4 +1,4 @@
-"""gRPC: calls, streams that stay open from one round to the next, and its errors as ours."""
+"""gRPC: calls, streams that stay open from one round to the next, and errors of gRPC translated to those of pyps."""
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ T = TypeVar("T")
 Reply = TypeVar("Reply", bound=Message)
 Metadata = tuple[tuple[str, str], ...]
 
-# The server allows pings this often; more often it would answer "too many pings".
+# The server allows no more frequent pings.
 KEEPALIVE_SECONDS = 60
 KEEPALIVE_TIMEOUT_SECONDS = 20
-# An idle connection, as beside a lane, ends after once to twice that, before the server ends it: gRPC would write a
-# line about that to standard error.
+# An idle connection ends after once to twice that, before the server ends it: then gRPC would write a line to stderr.
 IDLE_SECONDS = 30
 
+_NO_HOST = "the host name cannot be resolved"
 _NOT_GRPC = f"what answers there is not gRPC: expected a server's data port ({DATA_PORT} by default)"
 LATE = "no answer within the call's deadline"
 
-# Codes with which gRPC itself reports trouble on the way, while the server's verdict is unknown.
+# gRPC's own codes for a failed connection: the server may have done the call.
 _LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
 
-
-# Up to this size two copies cost less than to look for the payload in Python.
+# Up to this size two copies cost less than a search for the payload in Python.
 COPIED_BYTES_MAX = 1 << 16
 
 
@@ -61,7 +60,7 @@ class GrpcChannel(Transport):
     """A gRPC channel to one server. Calls raise the server's own error, LinkLost or Busy."""
 
     name = "grpc"
-    # Whether the server has answered, here or on a channel before: what TLS refuses then may be renewed.
+    # Whether the server has answered, here or on a channel before: then TLS files that fail may be replaced later.
     was_heard = False
 
     def __init__(self, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
@@ -77,10 +76,11 @@ class GrpcChannel(Transport):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a new channel would show another token than this one."""
+        """Whether the token's file holds another token by now."""
         return self.credentials.newest() != self.credentials
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Make a call of one request and one reply, and wait for it."""
         answer: Reply = self._started(self._unary(method, request, reply), request, timeout_seconds)
         self.was_heard = True
         return answer
@@ -88,6 +88,7 @@ class GrpcChannel(Transport):
     def start(
         self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
     ) -> Callable[[], Reply]:
+        """Start such a call, and return what waits for its reply."""
         begun = self._started(self._unary(method, request, reply).future, request, timeout_seconds)
         return lambda: self._own_errors(begun.result)
 
@@ -129,6 +130,7 @@ class GrpcChannel(Transport):
             call.cancel()
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Make a call of many requests and one reply."""
         start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
         return self._started(start, iter(requests), timeout_seconds)  # type: ignore[no-any-return]
 
@@ -154,7 +156,7 @@ class GrpcChannel(Transport):
 
     def _end_of_stream(self, error: Any) -> PypsError | LinkLost:
         verdict = self._translated(error)
-        # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
+        # Sizes were compared at Hello, so the limit is the server's memory for calls under way.
         return Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict
 
     def _started(self, start: Any, request: Any, timeout_seconds: float) -> Any:
@@ -173,7 +175,7 @@ class GrpcChannel(Transport):
         if isinstance(verdict, NotAuthenticated) and self.is_outdated:
             return LinkLost("the token has changed")
         if isinstance(verdict, LinkLost):
-            # The files could be used when the channel was made: where they cannot now, they are being renewed.
+            # Files that could be read for this channel, and cannot be now, are being replaced.
             with contextlib.suppress(InvalidArgument, OSError):
                 if refusal := self.credentials.refusal(self.address, error.details() or ""):
                     return LinkLost(refusal) if self.was_heard else NotAuthenticated(refusal)
@@ -181,12 +183,12 @@ class GrpcChannel(Transport):
 
 
 def open_channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> grpc.Channel:
-    """Open a gRPC channel, by TLS where a CA is named. Raises InvalidArgument for files of no use."""
+    """Open a gRPC channel, by TLS where a CA is named. Raises InvalidArgument for files that are no PEM files."""
     if not credentials.tls_ca:
         if credentials.token:
             _warn_of_token(address)
         return grpc.insecure_channel(address, options=options)
-    # Of a file that is none gRPC would tell later, and in other words.
+    # This checks the files: gRPC would fail later, and say less.
     credentials.context()
     paths = credentials.tls_ca, credentials.tls_key, credentials.tls_cert
     files = [Path(path).read_bytes() if path else None for path in paths]
@@ -209,31 +211,29 @@ def _warn_of_token(address: str) -> None:
 
 
 def metadata_of(credentials: Credentials) -> Metadata:
-    """Return what each call carries."""
+    """Return the metadata of each call: the token."""
     return (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
 
 
 class Stream:
-    """A call that takes messages and answers with messages, round after round, on threads of its own.
+    """A call that sends and receives messages, round after round, on threads of its own.
 
-    grpcio waits by Python code, in which a signal's handler that raises leaves locks behind that no thread releases:
-    a main thread in there would never return after Ctrl-C.
+    A main thread that waited in grpcio would hang after Ctrl-C: a signal handler's error leaves grpcio's locks held.
     """
 
     def __init__(self, begin: Callable[[Iterator[bytes]], Any], reply: Any) -> None:
         self._begin = begin
         self._reply = reply
         self._rounds: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
-        # Raised while a message was made.
+        # Errors from making a message.
         self._failures: list[Exception] = []
         self._call: Any = None
         self._closed = False
 
     def round(self, parts: Parts, take: Take) -> None:
-        """Send messages, each made when the one before is sent, and hand replies to `take` until it returns True.
+        """Send messages, each made when the one before is sent; meanwhile pass replies to `take` until it returns True.
 
-        Both go on at the same time. Raises grpc.RpcError, or what making a message raises; after any exception the
-        stream is of no use.
+        Raises grpc.RpcError, or an error from making a message; after any exception the stream must be closed.
         """
         if self._call is None:
             self._call = self._begin(self._frames())
@@ -255,7 +255,7 @@ class Stream:
                 for message, payload in parts.messages:
                     yield join(message, payload)
             except Exception as error:
-                # grpcio would report it in its own words. The server ends the call, as after the last frame.
+                # The server ends the call, as after the last frame, and `round` raises this error.
                 self._failures.append(error)
                 return
 
@@ -294,9 +294,7 @@ def _translate(error: Any, address: str) -> PypsError | LinkLost:
 def _reason(status: str, details: str) -> str:
     known = {
         "connection refused": "connection refused, nothing listens there",
-        "dns resolution failed": "the host name cannot be resolved",
-        "errors resolving": "the host name cannot be resolved",
-        "name resolution": "the host name cannot be resolved",
+        **dict.fromkeys(("dns resolution failed", "errors resolving", "name resolution"), _NO_HOST),
         "no route to host": "no route to the host",
         "network is unreachable": "the network is unreachable",
         "connection reset": "the connection was reset",
@@ -314,7 +312,7 @@ def _reason(status: str, details: str) -> str:
 
 def _options(use_proxy: bool) -> list[tuple[str, int]]:
     return [
-        # The server states and enforces the bounds on messages; here they would only be a second setting to raise.
+        # The server bounds messages; bounds here would be a second setting to raise.
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
@@ -325,9 +323,9 @@ def _options(use_proxy: bool) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", int(use_proxy)),
-        # No sharing of connections with other channels of this process, nor lookups of service configurations.
+        # Share no connections with other channels of this process, and look up no service configuration.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.service_config_disable_resolution", 1),
-        # Pushes are sent again by us, from the buffers: gRPC need not keep copies for retries of its own.
+        # We send pushes again ourselves: gRPC need not keep copies for retries.
         ("grpc.enable_retries", 0),
     ]

@@ -54,7 +54,7 @@ class SharedMemory(Tcp):
             message = _LENGTH.pack(len(data)) + data
             sent = socket.send_fds(connected, [message], [memory.fd])
             if sent < len(message):
-                # Not for nothing: an empty send to an end that has answered and closed fails, and hides its answer.
+                # Never send nothing: to a server that has answered and closed that fails, and hides its answer.
                 connected.sendall(message[sent:])
             reply = link.reply()
             if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != memory.nonce:
@@ -87,7 +87,7 @@ class SharedMemory(Tcp):
 
 
 class OnlySharedMemory(SharedMemory):
-    """The same, for a worker that ends rather than go without; gRPC carries all else."""
+    """Shared memory for a worker that ends rather than use another transport; gRPC carries all other calls."""
 
     insists = True
 
@@ -113,7 +113,7 @@ class SharedMemoryLink(Transport):
     def round(self, method: str, parts: Parts, take: Take) -> bool:
         was_lost = self.lost
         if was_lost:
-            # It is never passed over in silence: a Hello opens it again, or lets another transport serve.
+            # An error, not False: the Hello that follows opens it again, or chooses another transport.
             raise LocalLost("the local connection was lost")
         if not self._turn.acquire(blocking=False):
             while not self._turn.acquire(timeout=LOOK_SECONDS):
@@ -128,7 +128,6 @@ class SharedMemoryLink(Transport):
                 raise PypsError(f"{self._server} answered {method} with something else.")
             answers: Iterable[Any] = reply.pulled.shards if method == "Pull" else reply.exchanged.replies
             for answer in answers:
-                # The numbers are in their places already.
                 take(answer.receipt if method == "Push" else answer, None)
         finally:
             self._waits = False
@@ -139,7 +138,7 @@ class SharedMemoryLink(Transport):
         return True
 
     def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
-        """Send a request, within one's turn, and return its reply."""
+        """Send a request, with `_turn` held, and return its reply."""
         try:
             if timeout_seconds != self._timeout_seconds:
                 self.allow(timeout_seconds)
@@ -149,7 +148,7 @@ class SharedMemoryLink(Transport):
         except (PypsError, Busy):
             raise
         except BaseException as error:
-            # A reply may be under way still, which the next request must not take for its own.
+            # The next request must not get this one's reply.
             self.close()
             if isinstance(error, OSError):
                 raise _lost(error) from None
@@ -159,7 +158,6 @@ class SharedMemoryLink(Transport):
         # A thread that waits for a reply closes the socket when its turn ends.
         self.lost = True
         with contextlib.suppress(OSError):
-            # It may not be connected, or the other end may have closed it.
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._turn.acquire(blocking=False):
             self._socket.close()
@@ -171,7 +169,7 @@ class SharedMemoryLink(Transport):
         self._socket.close()
 
     def allow(self, timeout_seconds: float) -> None:
-        """Set how long the socket may wait: by the system's own means, since Python's cost a call each time."""
+        """Set how long the socket may wait, in the kernel: Python's own timeout costs a call for each read."""
         self._timeout_seconds = timeout_seconds
         self._socket.setblocking(True)
         for direction, seconds in (
@@ -182,9 +180,10 @@ class SharedMemoryLink(Transport):
             self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
 
     def reply(self) -> LocalReply:
-        """Read a reply. Raises BlockingIOError when it is not whole after as long as the socket may wait.
+        """Read a reply, or raise the server's error.
 
-        After that, or LocalLost, or whatever else does not come from the server, the link is to be closed.
+        Raises BlockingIOError if it is not complete in time. After this, and any error of the connection, the caller
+        closes the link.
         """
         data, num_bytes, until = b"", _LENGTH.size, time.monotonic() + self._timeout_seconds
         while len(data) < num_bytes:

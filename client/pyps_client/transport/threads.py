@@ -41,7 +41,7 @@ class Future(Generic[T]):
         return self._is_over
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Wait for its end, or for so long; return whether it has ended."""
+        """Wait until the job has ended, or for so long; return whether it has ended."""
         until = time.monotonic() + seconds
         while not self._is_over and (left := until - time.monotonic()) > 0:
             if self._under_way.acquire(timeout=min(left, SIGNAL_SECONDS)):
@@ -49,7 +49,7 @@ class Future(Generic[T]):
         return self._is_over
 
     def value(self) -> T:
-        """Wait for its end, and return its result, or raise its error; once."""
+        """Wait until the job has ended, and return its result, or raise its error; once."""
         if not self._is_over:
             self.wait()
         if self.error is not None:
@@ -57,13 +57,13 @@ class Future(Generic[T]):
             try:
                 raise error
             finally:
-                # Its traceback holds this frame, and what the job held.
+                # Its traceback holds this frame, and the job's objects.
                 del error
         result, self._result = self._result, None
         return result  # type: ignore[return-value]
 
     def run(self) -> None:
-        """Run it, unless it was cancelled or another thread runs it."""
+        """Run the job, unless it was cancelled or another thread runs it."""
         if not self._claim.acquire(blocking=False):
             return
         assert self._job is not None
@@ -72,7 +72,7 @@ class Future(Generic[T]):
         except BaseException as error:
             self.error = error
             if not isinstance(error, Exception):
-                # A signal's, which its own thread must not miss.
+                # A signal's error, such as KeyboardInterrupt, which the running thread must not miss.
                 raise
         finally:
             self._end()
@@ -97,7 +97,7 @@ class Threads:
         self._guard = ForkGuard()
         self._jobs: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Guarded by _lock: the threads that wait for a job that is not under way to them.
+        # Guarded by _lock: the threads that wait for a job, but for those whose job is in the queue.
         self._num_idle = 0
         self._running: set[threading.Event] = set()
 
@@ -107,7 +107,7 @@ class Threads:
         return future
 
     def start(self, job: Future[Any]) -> None:
-        """Start a job that the caller holds already, so that it knows it whatever is raised meanwhile."""
+        """Start a job that the caller made, and so holds even if Ctrl-C interrupts this call."""
         if self._guard.generation != fork.generation:
             self._guard.check()
         with self._lock:
@@ -116,19 +116,18 @@ class Threads:
         if has_idle:
             self._jobs.put(job)
         else:
-            # With its job: it is at it before the start returns, and the caller may end soon.
+            # The job is an argument, not in the queue: so no idle thread of an ending caller is needed.
             threading.Thread(target=self._work, args=([job],), name="pyps", daemon=True).start()
 
     def run(
         self, tasks: Sequence[Callable[[threading.Event], T]], *, cancel: Callable[[], object] = lambda: None
     ) -> list[T]:
-        """Runs the tasks, the first on the calling thread, and returns their results in order.
+        """Run the tasks, the first on the calling thread; return their results in order, or raise the first failure.
 
-        Each task gets an event that is set when another failed or this was closed: a task that waits
-        should end then. The first failure is raised.
+        Each task gets an event that is set when another failed or this was closed: then it must end its waits.
 
-        Ctrl-C in the calling thread leaves only when the others have ended, or after END_SECONDS. `cancel` makes what
-        they wait for fail; it is called more than once, from the calling thread, with the event set.
+        After Ctrl-C this returns only when all tasks have ended, or after END_SECONDS. Meanwhile the calling thread
+        calls `cancel`, more than once, to make the calls fail for which tasks wait.
         """
         stop = threading.Event()
         failures: list[Exception] = []
@@ -158,7 +157,6 @@ class Threads:
             with self._lock:
                 self._running.discard(stop)
         if failures:
-            # The cause of the others.
             raise failures[0]
         return [job.value() for job in jobs]
 
@@ -168,18 +166,18 @@ class Threads:
             self.closed.set()
             for stop in self._running:
                 stop.set()
-            # As many as wait for a job that is not under way to them: another would be taken by a later thread.
+            # No more than the idle threads: a later thread would take another.
             for _ in range(self._num_idle):
                 self._jobs.put(None)
             self._num_idle = 0
 
     def _work(self, first: list[Future[Any]]) -> None:
-        # Taken out, since a thread holds on to its arguments.
+        # Taken out of the list, since a thread keeps its arguments.
         job: Future[Any] | None = first.pop()
         while job is not None:
-            with contextlib.suppress(BaseException):  # who waits for it raises it
+            with contextlib.suppress(BaseException):  # `value` raises it
                 job.run()
-            # The calling thread may hold big buffers in the result: keep none of it while idle.
+            # The result may hold large buffers.
             del job
             with self._lock:
                 if self.closed.is_set():

@@ -95,13 +95,13 @@ class Link:
             InvalidArgument: The servers run another protocol.
         """
         replies = self._handshake.join(self._servers.connections, None, self._closing)
-        for connection, reply in zip(self._servers, replies, strict=True):
+        for connection, reply in zip(self._servers.connections, replies, strict=True):
             _require_protocol(connection.name, reply)
         self.note_epochs()
 
     def note_epochs(self) -> None:
         """Take the servers' current epochs: `ServerRestarted` is for later restores."""
-        self._epochs = [connection.epoch for connection in self._servers]
+        self._epochs = [connection.epoch for connection in self._servers.connections]
 
     @property
     def sender(self) -> Sender:
@@ -158,7 +158,7 @@ class Link:
         def hello(connection: Connection) -> Operation[None]:
             return lambda channel, _: self._rejoin(connection, channel, HELLO_SECONDS)
 
-        self._servers.on_all([hello(connection) for connection in self._servers])
+        self._servers.on_all([hello(connection) for connection in self._servers.connections])
 
     def work(self) -> WorkProgress:
         """Return the progress of the work from server 0; wait while it does not answer."""
