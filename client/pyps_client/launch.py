@@ -6,7 +6,7 @@ import functools
 import os
 import secrets
 import socket
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -24,13 +24,13 @@ from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 # In place of addresses: a server that the worker starts on its machine, for itself alone.
 LOCAL = "local"
-# What torchrun calls a job on several nodes that it was given no --rdzv-id for.
+# torchrun's name of a job on several nodes that has no --rdzv-id.
 NO_RUN_ID = "none"
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
 KEY_LENGTH_MIN, KEY_LENGTH_MAX = 16, 64
-# The key of a process that was given none.
+# The default key of this process.
 _OWN_KEY = secrets.token_hex(16)
-# The types that a setting's type accepts, numpy's numbers too, and their description.
+# For each type of a setting the accepted type, which has numpy's numbers too, and its description.
 _TYPES: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
@@ -38,7 +38,10 @@ _TYPES: dict[type, tuple[type, str]] = {
     str: (str, "a string"),
     NoneType: (NoneType, "None"),
 }
+# The texts of variables: yes and no, the settings with a choice, and what is expected for the other types.
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_CHOICES = {"gradient_codec": codec_names(), "parameter_codec": codec_names(), "transport": TRANSPORTS}
+_TEXTS = {bool: "yes or no", int: "a whole number", float: "a number of seconds"}
 
 
 @dataclass(frozen=True, init=False)
@@ -98,7 +101,7 @@ class Launch:
     parameter_codec: str = "float32"
     transport: str = "auto"
     shard_size: int = DEFAULT_SHARD_SIZE
-    # Whether anybody chose the worker's name or place.
+    # Whether the worker's name or place was chosen, and is no default.
     named: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __init__(
@@ -142,7 +145,7 @@ class Launch:
             file = settings.get("token_file") or None
             settings["token"], settings["token_file"] = read_token(file, env), file or ""
         elif "token_file" not in given:
-            # It may hold another one.
+            # The file may hold another token.
             settings["token_file"] = ""
         for name in self._names():
             object.__setattr__(self, name, settings.get(name, getattr(type(self), name, None)))
@@ -185,7 +188,7 @@ class Launch:
 
     @classmethod
     def of(cls, servers: str | Sequence[str] | None, launch: Launch | None) -> Launch:
-        """Return the launch that a caller was given, as servers or whole."""
+        """Return the launch, or one of the servers, if only these are given."""
         if launch is None:
             return cls(servers)
         if not isinstance(launch, Launch):
@@ -195,7 +198,7 @@ class Launch:
         return launch
 
     def require_one_process(self, caller: str) -> None:
-        """Raise InvalidArgument in a process that holds a part of the model: `caller` needs the whole one."""
+        """Raise InvalidArgument in a process with a part of the model: `caller` needs the whole model."""
         if self.parts > 1:
             raise InvalidArgument(
                 f"{caller} needs the whole model in each process, and this process is one of the {self.parts} parts of "
@@ -208,16 +211,10 @@ class Launch:
 
     @property
     def credentials(self) -> Credentials:
-        return Credentials(
-            token=self.token,
-            token_file=self.token_file,
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-        )
+        return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
 
     def begun(self, num_processes: int) -> Launch:
-        """Return a launch with a server started for servers="local", for a worker of so many processes."""
+        """Return a launch whose server is started, if servers="local"; `num_processes`: of the worker."""
         if self.servers != (LOCAL,):
             return self
         _check_alone(num_processes)
@@ -225,7 +222,7 @@ class Launch:
         return self.with_(**own, tls_ca="", tls_cert="", tls_key="")
 
     def end(self) -> None:
-        """End the server that `begun` started; other servers go on."""
+        """End the server that `begun` started, if it did."""
         local_server.end(self.servers[0])
 
     def with_(self, **settings: Any) -> Launch:
@@ -243,7 +240,7 @@ def _check_alone(num_processes: int) -> None:
 
 
 def check_types(settings: Any) -> None:
-    """Refuse a dataclass with a value of another type than its field's."""
+    """Raise InvalidArgument for a dataclass with a value of another type than its field's."""
     hints = get_type_hints(type(settings))
     for each in fields(settings):
         value, hint = getattr(settings, each.name), hints[each.name]
@@ -257,31 +254,27 @@ def check_types(settings: Any) -> None:
 
 
 def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this process's number and how many torchrun started, unless a variable names the worker.
-
-    Without torchrun RANK has another meaning.
-    """
+    """Return this process's rank and the number of processes under torchrun, unless a variable names the worker."""
     if any(environment.get(name) for name in ("PYPS_WORKER_ID", "PYPS_WORKER_INDEX", "PYPS_WORKER_COUNT")):
         return None
     rank, size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+    # Without torchrun RANK has another meaning.
     if "TORCHELASTIC_RUN_ID" not in environment or not (rank.isdecimal() and size.isdecimal()) or int(size) < 2:
         return None
     return int(rank), int(size)
 
 
 def torchrun_run(environment: Mapping[str, str]) -> str:
-    """Return the name of torchrun's job, for the run; empty for none.
-
-    Without a name a process that joins after the first update, such as one started again, is refused.
-    """
+    """Return the name of torchrun's job, for the run; empty for none."""
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
     if run_id == NO_RUN_ID:
-        _tell_of_no_name()
-    return run_id if run_id != NO_RUN_ID else ""
+        _warn_of_no_name()
+        return ""
+    return run_id
 
 
 def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
-    """Return the servers' places, addresses as host:port, from "a:1,b:2" or a sequence; `port` is the default."""
+    """Return the servers' places (host:port, or as in `places`) from "a:1,b:2" or a sequence; `port`: the default."""
     several = isinstance(servers, Iterable) and not isinstance(servers, Mapping)
     listed: list[Any] = servers.split(",") if isinstance(servers, str) else list(servers) if several else [0]
     if not all(isinstance(address, str) for address in listed):
@@ -307,7 +300,7 @@ def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tup
 def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    # The client may be without torch.
+    # A dtype of torch, which may not be installed.
     return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
 
 
@@ -318,44 +311,26 @@ def _default_worker_id(worker_index: int | None) -> str:
 def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str, Any]:
     """Return settings by field name, from variables that are set and not empty, except those of `but`."""
     settings: dict[str, Any] = {}
-    for name, (read, kind) in _READERS.items():
+    hints = get_type_hints(Launch)
+    for name in Launch._names():
         variable = f"PYPS_{name.upper()}"
         text = env.get(variable, "").strip()
         if not text or name in but:
             continue
+        kind, choices = (get_args(hints[name]) or (hints[name],))[0], _CHOICES.get(name, (text,))
+        expected = f"one of {', '.join(choices)}" if name in _CHOICES else _TEXTS.get(kind)
         try:
-            settings[name] = read(text)
+            # `index` raises ValueError for what is not among them.
+            choices.index(text)
+            settings[name] = (_YES + _NO).index(text.lower()) < len(_YES) if kind is bool else kind(text)
         except ValueError:
-            raise InvalidArgument(f"{variable} is {text!r}; expected {kind}.") from None
+            raise InvalidArgument(f"{variable} is {text!r}; expected {expected}.") from None
     return settings
 
 
 @functools.cache
-def _tell_of_no_name() -> None:
+def _warn_of_no_name() -> None:
     logger.warning(
         "torchrun's job has no name, and its processes that join after the first update, as all that it starts again, "
         "will be refused: give torchrun --rdzv-id NAME, or set PYPS_RUN_ID"
     )
-
-
-def _one_of(names: Container[str], text: str) -> str:
-    if text not in names:
-        raise ValueError(text)
-    return text
-
-
-def _choice(names: Sequence[str]) -> tuple[Callable[[str], Any], str]:
-    return functools.partial(_one_of, names), f"one of {', '.join(names)}"
-
-
-# The reader of each variable's text, and the expected text.
-_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    **dict.fromkeys(("run_id", "worker_id"), (str, "a name")),
-    **dict.fromkeys(("token_file", "tls_ca", "tls_cert", "tls_key"), (str, "a path")),
-    "worker_key": (str, "a line of text"),
-    **dict.fromkeys(("worker_index", "worker_count", "parts", "shard_size"), (int, "a whole number")),
-    **dict.fromkeys(_WAITS, (float, "a number of seconds")),
-    "use_proxy": (lambda text: _one_of(_YES + _NO, text.lower()) in _YES, "yes or no"),
-    **dict.fromkeys(("gradient_codec", "parameter_codec"), _choice(codec_names())),
-    "transport": _choice(TRANSPORTS),
-}

@@ -75,7 +75,7 @@ def test_the_worker_ends_an_idle_grpc_connection_first(start_server, monkeypatch
     states: list[grpc.ChannelConnectivity] = []
     with make_client(start_server().data, transport="tcp") as client:
         client.pull()
-        [connection] = client.session._servers
+        [connection] = client.session._servers.connections
         channel: Any = connection.channel
         channel._grpc.subscribe(states.append)
         wait_until(lambda: grpc.ChannelConnectivity.IDLE in states[1:], what="the connection's end")
@@ -171,7 +171,7 @@ def test_a_failed_round_leaves_no_answer_to_the_next(start_server, monkeypatch):
 
 def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server):
     with make_client(start_server().data, transport="tcp") as client, socket.create_server(("127.0.0.1", 0)) as server:
-        [connection] = client.session._servers
+        [connection] = client.session._servers.connections
         # Nobody reads what comes, and only sending has a limit.
         end = socket.create_connection(server.getsockname())
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 1000))
@@ -211,7 +211,7 @@ def test_a_lane_closed_while_it_opens_takes_no_round(start_server, monkeypatch):
 def test_a_lane_no_longer_offered_is_closed_and_logged(start_server, caplog):
     with make_client(start_server("--local-socket", "off").data) as client:
         client.pull()
-        [connection] = client.session._servers
+        [connection] = client.session._servers.connections
         lane = connection.lane
         assert isinstance(lane, TcpLane) and lane._wire is not None
         connection.greeted(client.session.sender, HelloReply())
@@ -244,6 +244,6 @@ def test_a_worker_that_shares_memory_opens_no_lane(start_server):
     with make_client(server.data) as client:
         client.exchange(gradients_like(small_model(), 0))
         assert client.session.transport == "shm"
-        [connection] = client.session._servers
+        [connection] = client.session._servers.connections
         assert connection.lane is None
         assert [worker.transport for worker in inspect(server.control, "ListWorkers").workers] == ["shm"]

@@ -241,7 +241,7 @@ def test_a_worker_waits_for_key_and_certificate(start_server: Start, made: Path,
         make_client(server.data, transport="grpc", **shown(folder, mutual=True)) as client,
         ThreadPoolExecutor() as aside,
     ):
-        [connection] = client.session._servers
+        [connection] = client.session._servers.connections
         lost = connection.outage.lost
         if problem == "cannot be used":
             (folder / "worker.key").unlink()

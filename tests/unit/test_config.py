@@ -16,7 +16,7 @@ from pyps.config import (
     variable_name,
 )
 from pyps.launcher.environment import worker_environment
-from pyps_client import launch
+from pyps_client.launch import Launch
 
 
 def made(flags=None, environment=None, toml_path=None, warnings=None):
@@ -221,8 +221,8 @@ def test_other_variables_of_pyps_are_left_alone():
 
 
 def test_every_variable_of_a_worker_is_known():
-    of_both = {"PYPS_RUN_ID", "PYPS_TLS_CERT", "PYPS_TLS_KEY", "PYPS_TOKEN_FILE"}
-    assert {f"PYPS_{name.upper()}" for name in launch._READERS} - of_both < set(OTHER_VARIABLES)
+    of_both = {"PYPS_RUN_ID", "PYPS_TOKEN", "PYPS_TLS_CERT", "PYPS_TLS_KEY", "PYPS_TOKEN_FILE"}
+    assert {f"PYPS_{name.upper()}" for name in Launch._names()} - of_both < set(OTHER_VARIABLES)
     told = worker_environment({}, index=0, count=1, data_addresses=["a:1"], control_addresses=["a:2"], run_id="r")
     of_pyps = {name for name in told if name.startswith("PYPS_")}
     assert of_pyps - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)

@@ -114,7 +114,7 @@ def test_the_job_of_torchrun_names_the_run_where_nobody_else_does(caplog):
     # An empty name is a choice too.
     assert Launch(environment=environment | {"PYPS_RUN_ID": "mine"}, run_id="").run_id == ""
     assert not caplog.messages
-    launch._tell_of_no_name.cache_clear()
+    launch._warn_of_no_name.cache_clear()
     for _ in range(2):
         assert Launch(environment=environment | {"TORCHELASTIC_RUN_ID": "none"}).run_id == ""
     assert "give torchrun --rdzv-id NAME, or set PYPS_RUN_ID" in caplog.text
