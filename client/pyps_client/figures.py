@@ -1,4 +1,4 @@
-"""A run's figures as its servers tell them, each a number by a name: what people log while it trains."""
+"""A run's figures, numbers by name that users log while it trains, computed from its servers' reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire.common_pb2 import RUN_STATE_READY
 from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersReply, ListWorkersRequest, Status
 
-# Servers answer such questions at once, however busy they are.
+# Servers answer these calls at once, however busy they are.
 CALL_SECONDS = 20.0
 
 
@@ -33,16 +33,16 @@ def ask(address: str, launch: Launch) -> Answer:
 
 
 class Figures:
-    """Makes figures of answers; speeds and means are since the answers before."""
+    """Computes figures from answers; speeds and means are since the previous answers."""
 
     def __init__(self) -> None:
-        # Sums so far, and the time of them.
+        # The previous sums, and their time, "at".
         self._before: Mapping[str, float] = {}
-        # Whether a server has said that it trains no more.
+        # Whether a server no longer trains.
         self.over = False
 
     def of(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Return the figures by name; the first time without speeds and means."""
+        """Return the figures by name; the first ones have no speeds and means."""
         statuses = [answer.status for answer in answers]
         self.over = any(status.state != RUN_STATE_READY for status in statuses)
         sums = defaultdict(float, at=time.monotonic())
@@ -65,12 +65,12 @@ class Figures:
         figures |= {
             f"learning_rate/{rate.group}": rate.current for status in statuses for rate in status.learning_rates
         }
-        # What live workers report: each one's as "loss/worker-0", the mean as "loss".
+        # Reports of live workers, as "loss/worker-0", and their mean, as "loss".
         reports: dict[str, dict[str, float]] = defaultdict(dict)
         for worker in (worker for answer in answers for worker in answer.workers.workers if worker.state == "alive"):
             for name, value in worker.scalars.items():
                 reports[name][f"{name}/{worker.worker_id}"] = value
-        # A report by the name of a figure does not take its place.
+        # A report cannot replace a figure of the same name.
         for name, values in reports.items():
             figures = {name: sum(values.values()) / len(values)} | values | figures
         return figures

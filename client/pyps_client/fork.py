@@ -1,4 +1,4 @@
-"""Keeps forked children off their parent's connections, which would hang or crash in them."""
+"""Keeps forked children from using their parent's connections, which would hang or crash."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Callable
 
 from pyps_wire.errors import ForkedClient
 
-# Grows in each forked child, so that objects made before the fork can tell.
+# Grows in each forked child, so that objects know if they were made before the fork.
 generation = 0
 
-# Whether there is anything to keep children off.
+# Whether a connection was made.
 _guarded = False
 
-# What the connections of this process are made of, until they are closed. A forked child, which closes none, must not
-# free it either: freeing talks to threads it has not got.
+# gRPC's objects of open connections. A forked child must not free them: that needs threads which only the parent has.
 kept_alive: set[object] = set()
 
 
 def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
-    """Call these around each fork of this process; nothing where the system cannot fork."""
+    """Call these around each fork of this process, if the system can fork."""
     if hasattr(os, "register_at_fork"):
         hooks = {"before": before, "after_in_child": after_in_child}
         os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
@@ -30,8 +29,7 @@ def _begin_child() -> None:
     global generation
     generation += 1
     if _guarded:
-        # Nor may the child's garbage collector free connections and servers that the parent had done with, and had not
-        # collected yet.
+        # Nor may the child's garbage collector free connections that the parent no longer uses.
         gc.freeze()
 
 

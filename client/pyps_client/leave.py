@@ -28,49 +28,51 @@ from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire import allocator
 from pyps_wire.errors import InvalidArgument, PypsError
 
-# Set to 1, it has the hooks installed by the first client; `pyps run` sets it for its workers.
+# If it is 1, the first client installs the hooks; `pyps run` sets it for its workers.
 VARIABLE = "PYPS_PROCESS_HOOKS"
 
-# Set to 1, it brings the traceback back.
+# If it is 1, uncaught errors of pyps print their traceback.
 TRACEBACK_VARIABLE = "PYPS_TRACEBACK"
 
-# For so long the main thread may stay in a call that no signal's handler interrupts, such as torch's collective ones.
+# How long the main thread may stay in a call that no signal's handler interrupts, such as torch's collective calls.
 GRACE_SECONDS = 10.0
 
-# The program's output may go into a pipe without a reader.
+# How long the last words may take: the program's output may be a pipe without a reader.
 FLUSH_SECONDS = 2.0
 
-# What SIGTERM ends a program with.
+# A program's exit status after SIGTERM.
 STATUS = 128 + signal.SIGTERM
 
 _OWN_PACKAGES = ("pyps_client", "pyps_wire")
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 
-# Returns an error of pyps for another's error that it knows.
+# Returns the error of pyps for an error of another library that it knows.
 Translator = Callable[[BaseException], PypsError | None]
 
-# Workers that are to leave, by their `close(cause, message)`.
+# Workers that must leave before the program ends, by their `close(cause, message)`.
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
-# A lock for each worker that leaves on a thread of its own, which holds it until then.
+# A lock for each worker that leaves on a thread of its own, which holds it meanwhile.
 _leaving: list[weakref.ref[_thread.LockType]] = []
 
 _translators: list[Translator] = []
+# The error with which the program ends.
 _error: BaseException | None = None
 _hooks_installed = False
 
-# What has a `terminate(error)`, for SIGTERM.
+# Leases, whose `terminate(error)` is called after SIGTERM.
 watched: weakref.WeakSet[Any] = weakref.WeakSet()
-_taken = threading.Event()
-# Where the interpreter writes the numbers of signals as they come, and what reads them.
+# Set when the main thread has handled SIGTERM.
+_handled = threading.Event()
+# Python writes the number of each signal into the second socket; `_listen` reads the first.
 _pipe: tuple[socket.socket, socket.socket] | None = None
 
 
 def expect(worker: Any, *, of: object = None) -> None:
-    """Let the worker leave at the program's end at the latest, by its `close(cause, message)`.
+    """Let the worker leave, by its `close(cause, message)`, when the program ends or `of` is collected.
 
-    `of`: leave once this object is collected; the worker must not hold it.
+    The worker must hold no reference to `of`.
     """
-    # What was made before the newest worker, such as torch's process group, is there until all have left.
+    # Registered again, so that objects made before the newest worker, such as torch's process group, end after it.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
     _open.add(worker)
@@ -83,7 +85,7 @@ def forget(worker: Any) -> None:
 
 
 def wait_for_leaving() -> None:
-    """Wait until all workers whose holders are gone have left, for seconds at most."""
+    """Wait until all workers whose holders were collected have left."""
     for leaving in list(_leaving):
         if (done := leaving()) is not None:
             while not done.acquire(timeout=SIGNAL_SECONDS):
@@ -92,7 +94,7 @@ def wait_for_leaving() -> None:
 
 
 def cause_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the cause and message of a worker that ends with this exception, or none."""
+    """Return the cause and message of Leave, for a worker that ends with this exception, or without one."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished", ""
     error = translated(error)
@@ -100,7 +102,7 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def leave_all(error: BaseException | None = None) -> None:
-    """Let all workers leave now, by this error if there is one; the process goes on."""
+    """Let all workers leave now, with this error if there is one; the process goes on."""
     if error is not None:
         _remember(error)
     _close_all()
@@ -112,18 +114,18 @@ def check_cause(cause: str) -> None:
 
 
 def translate_with(translator: Translator) -> None:
-    """Report uncaught errors as those that the translator returns for them."""
+    """Report uncaught errors as the translator's errors of pyps."""
     if translator not in _translators:
         _translators.append(translator)
 
 
 def translated(error: BaseException) -> BaseException:
-    """Return the error as one of pyps where a translator knows it, else itself."""
+    """Return the error of pyps for an error that a translator knows; else the error itself."""
     return next((own for translate in _translators if (own := translate(error)) is not None), error)
 
 
 def end_process(words: str, status: int) -> None:
-    """End the process at once, with a line on stderr; nothing is closed, as it may be the main thread's."""
+    """End the process at once, with a line on stderr; close nothing, since the main thread may use it."""
     try:
         last_words = threading.Thread(target=_say, args=(words,), name="pyps-last-words", daemon=True)
         last_words.start()
@@ -135,10 +137,10 @@ def end_process(words: str, status: int) -> None:
 def install_process_hooks() -> None:
     """Make this process a worker as `pyps run` starts one; call it before the first client is made.
 
-    * An uncaught error of pyps ends it with one sentence; that one, any other and `sys.exit(1)` are reported to the
-      servers as the worker's failure (`sys.excepthook`, `sys.exit`), and `raise SystemExit(1)` from Python 3.12 on.
-    * SIGTERM, where it has no handler, unwinds it, so that the worker leaves and nobody waits for its lease to expire.
-    * The client's messages appear on stderr, until the program sets up logging of its own.
+    * An uncaught error of pyps ends the program with one sentence. Any uncaught error and `sys.exit(1)`, and from
+      Python 3.12 on `raise SystemExit(1)`, are reported to the servers as the worker's failure.
+    * SIGTERM, if it has no handler, raises an error: the worker leaves, and nobody waits for its lease to expire.
+    * The client's messages appear on stderr, unless the program configures logging.
     * glibc's allocator keeps the blocks of large messages.
 
     PYPS_PROCESS_HOOKS=1 in the environment does the same.
@@ -174,9 +176,9 @@ class Terminated(SystemExit):
 
 
 def watch(lease: Any) -> None:
-    """Call its `terminate(error)` after a SIGTERM that the main thread does not take; `watched.discard` ends that.
+    """Call its `terminate(error)` after a SIGTERM that the main thread does not handle; `watched.discard` ends that.
 
-    Only where the hooks handle the signal, and nobody else uses the interpreter's wakeup_fd.
+    Only if the hooks handle the signal, and no other code uses Python's wakeup_fd.
     """
     global _pipe
     watched.add(lease)
@@ -201,7 +203,7 @@ def _close_all() -> None:
 
 
 def _abandoned(worker: Any, guard: ForkGuard) -> None:
-    """Let a worker leave whose holder was collected, on any thread, which may hold any lock: so it waits for none."""
+    """Let a worker leave whose holder was collected. This thread may hold any lock, so a new one closes it."""
     if guard.in_child:
         # Its connections are the parent's.
         kept_alive.add(worker)
@@ -213,9 +215,9 @@ def _abandoned(worker: Any, guard: ForkGuard) -> None:
 
 
 def _close_and_free(workers: list[Any], done: _thread.LockType) -> None:
-    """Close the worker in the list, which holds the only reference.
+    """Close the worker in the list, which holds the only reference, and free its tensors.
 
-    Its tensors are freed before the program ends: one that is freed during the interpreter's end aborts it.
+    A tensor that is freed while the interpreter ends aborts the process.
     """
     try:
         _close(workers.pop())
@@ -227,12 +229,11 @@ def _close(worker: Any) -> None:
     try:
         worker.close(*cause_of(_last_error()))
     except PypsError as error:
-        # No caller is left to raise it to.
         logger.warning("an optimizer that was not closed left the run: %s", error)
 
 
 def _hook_exceptions() -> None:
-    """Wrap sys.excepthook, which still gets errors of others, and sys.exit."""
+    """Wrap sys.exit and sys.excepthook; the former hook still gets other libraries' errors."""
     previous, leave_program = sys.excepthook, sys.exit
     if sys.version_info >= (3, 12):
         _watch_for_exit(sys.monitoring)
@@ -241,12 +242,12 @@ def _hook_exceptions() -> None:
         _remember(error)
         own = translated(error)
         if isinstance(own, PypsError) and os.environ.get(TRACEBACK_VARIABLE, "").strip() in ("", "0"):
-            print(_told(own, trace), file=sys.stderr)
+            print(_sentence(own, trace), file=sys.stderr)
         else:
             previous(kind, error, trace)
 
     def exit_program(status: Any = None, /) -> NoReturn:
-        # Before Python 3.12 nothing else hears of a SystemExit.
+        # Before Python 3.12 no other hook gets a SystemExit.
         _remember(SystemExit(status))
         leave_program(status)
 
@@ -254,7 +255,7 @@ def _hook_exceptions() -> None:
 
 
 def _watch_for_exit(monitoring: Any) -> None:
-    """Remember the SystemExit that leaves the main module: no other hook hears of one that a program raises itself."""
+    """Remember a SystemExit that the main module raises, which no other hook gets."""
     tool = next((each for each in (3, 4) if monitoring.get_tool(each) is None), None)
     if tool is None:
         return
@@ -276,13 +277,13 @@ def _remember(error: BaseException) -> None:
 
 def _last_error() -> BaseException | None:
     if _error is None and not hasattr(sys, "ps1"):
-        # Python's own word, without the hook; to somebody at a prompt the program goes on after it.
+        # Python's own record, without the hook; at a prompt the program goes on after an error.
         return getattr(sys, "last_value", None)
     return _error
 
 
-def _told(error: PypsError, trace: TracebackType | None) -> str:
-    """Return the error's message, and below it the newest line of the user's own code, or else of another package."""
+def _sentence(error: PypsError, trace: TracebackType | None) -> str:
+    """Return the error's message, and below it the newest line of the user's code, or else of another package."""
     others = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(trace)
@@ -291,21 +292,21 @@ def _told(error: PypsError, trace: TracebackType | None) -> str:
     if not others:
         return f"pyps: {error}"
     file, line = ([(file, line) for file, line in others if not _is_library(file)] or others)[-1]
-    # The whole path without a working directory.
+    # A working directory may have been deleted.
     with contextlib.suppress(OSError):
         file = file.removeprefix(f"{Path.cwd()}{os.sep}")
     return f"pyps: {error}\n  at {file}:{line}"
 
 
 def _is_library(file: str) -> bool:
-    """Return whether it is of the standard library or installed; torch's wrapper around `step` is."""
+    """Return whether a file is of the standard library or an installed package."""
     if file.startswith(("<frozen ", sysconfig.get_path("stdlib") + os.sep)):
         return True
     return not _LIBRARIES.isdisjoint(Path(file).parts)
 
 
 def _say(words: str) -> None:
-    # Either may be None, closed, or a broken pipe.
+    # Either stream may be None, closed, or a broken pipe.
     with contextlib.suppress(Exception):
         print(f"pyps: {words}", file=sys.stderr, flush=True)
     with contextlib.suppress(Exception):
@@ -314,23 +315,23 @@ def _say(words: str) -> None:
 
 def _listen(reader: socket.socket) -> None:
     while numbers := reader.recv(64):
-        if signal.SIGTERM in numbers and not _taken.wait(GRACE_SECONDS):
+        if signal.SIGTERM in numbers and not _handled.wait(GRACE_SECONDS):
             for lease in list(watched):
                 lease.terminate(Terminated())
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    _taken.set()
-    # A second one ends the program at once.
+    _handled.set()
+    # A second SIGTERM ends the program at once.
     signal.signal(number, signal.SIG_DFL)
     error = Terminated()
-    # The hook for uncaught exceptions does not see a SystemExit.
+    # sys.excepthook gets no SystemExit.
     _remember(error)
     raise error
 
 
 def _forget_in_child() -> None:
-    """Forget what a forked child, as a data loader's, has not to leave."""
+    """In a forked child, such as a data loader's, forget the parent's workers and signal handling."""
     global _pipe
     _leaving.clear()
     if _pipe is not None:

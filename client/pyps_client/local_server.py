@@ -18,7 +18,7 @@ START_SECONDS = 60.0
 END_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 
-# The child reads its stdin, whose other end is the worker's alone: it is at its end however the worker's process ends.
+# The child reads its stdin, a pipe of the worker's: the read returns when the worker's process ends, in any way.
 _CODE = """
 import os, runpy, signal, threading
 
@@ -29,7 +29,7 @@ def end_with_parent():
 threading.Thread(target=end_with_parent, daemon=True).start()
 runpy.run_module("pyps", run_name="__main__", alter_sys=True)
 """
-# "gone" ends it where a forked child of the worker's process still holds that other end.
+# "gone" ends the server even if a forked child of the worker still holds the pipe.
 _FLAGS = (
     *("serve", "--port", "0", "--control-port", "0", "--metrics-port", "0", "--log-level", "warning"),
     *("--exit-when", "gone", "--ready-file"),
@@ -37,7 +37,7 @@ _FLAGS = (
 
 # By data address.
 _servers: dict[str, subprocess.Popen[bytes]] = {}
-# A forked child cannot wait for them, and would take each for ended.
+# A forked child cannot wait for its parent's children: `check` would report them as ended.
 at_fork(after_in_child=_servers.clear)
 
 
@@ -48,10 +48,10 @@ def start() -> str:
             "servers='local' starts a server on this machine, which needs the package pyps: install it from the "
             "folder that this client came from; or name servers."
         )
-    # The worker's settings are none of the server's.
+    # The worker's settings do not apply to the server.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYPS_")}
     environment |= {name: os.environ[name] for name in ("PYPS_ISA",) if name in os.environ}
-    # Behind the child's own: the script's folder may be a clone, where the package of this name has no kernels.
+    # After the child's own path: the script's folder may be a clone of pyps, without compiled kernels.
     code = f"import sys\nsys.path += {list(filter(None, sys.path))!r}\n{_CODE}"
     with tempfile.TemporaryDirectory(prefix="pyps-local-") as folder:
         ready = Path(folder, "ready.json")
@@ -82,7 +82,7 @@ def start() -> str:
 
 
 def check(address: str) -> None:
-    """Raise ServerUnavailable where the server that `start` started there has ended: it does not come back."""
+    """Raise ServerUnavailable if `start` started this server and it has ended: it does not come back."""
     process = _servers.get(address)
     if process is not None and process.poll() is not None:
         raise ServerUnavailable(
@@ -92,7 +92,7 @@ def check(address: str) -> None:
 
 
 def end(address: str) -> None:
-    """End the server that `start` started there; nothing happens for any other address."""
+    """End the server, if `start` started it."""
     if (process := _servers.pop(address, None)) is not None:
         _end(process)
 

@@ -1,4 +1,4 @@
-"""The client's voice: the logger "pyps.client"."""
+"""The client's logger, "pyps.client"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ logger = logging.getLogger("pyps.client")
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints for programs that never configured logging."""
+    """Prints messages in programs that do not configure logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and not logging.getLogger("pyps").handlers:

@@ -1,4 +1,4 @@
-"""How a payload's numbers are written: a codec is one object, which both ends look up here."""
+"""Encodings of a payload's numbers: a codec is one object, which both ends look up here."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ if TYPE_CHECKING:
 
 
 class Codec(int):
-    """How the numbers of a payload are written. As an integer it is its number in the contract."""
+    """An encoding of numbers. As an integer it is its number in the contract."""
 
     name: str
-    # The most bytes that so many numbers take: for budgets and deadlines. What a payload takes is its own length.
-    # No method, since it is called for every message.
+    # Returns the most bytes that so many numbers take. No method, since it is called for every message.
     max_bytes: Callable[[int], int]
-    # numpy's type of a number where each is written alone, as a word of fixed size: only such a payload may be split at
-    # any number, and may lie in shared memory. None where numbers share what is written, such as a scale.
+    # numpy's type, if each number is written alone, as a word of fixed size: only such a payload may be split at any
+    # number, or be in shared memory. None if numbers share bytes, such as a scale.
     dtype: np.dtype[Any] | None = None
-    # Whether what an encoding loses is added to the next gradient of the same shard (error feedback), which the worker
-    # does (`pyps_client.vectors.Encoder`).
+    # Whether the worker (`pyps_client.vectors.Encoder`) adds an encoding's error to the shard's next gradient.
     stateful = False
 
     def __new__(cls, number: int, name: str, max_bytes: Callable[[int], int]) -> Self:
-        """`number`: that of the contract's Codec."""
+        """`number`: the value in the contract's enum Codec."""
         codec = super().__new__(cls, number)
         codec.name, codec.max_bytes = name, max_bytes
         return codec
@@ -46,15 +44,11 @@ class Codec(int):
         raise NotImplementedError
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        """Write the numbers of the payload into a contiguous array of as many.
-
-        Raises:
-            InvalidArgument: The bytes are none of so many numbers. Any other error counts as a bug of the server.
-        """
+        """Write the numbers of the payload into a contiguous array. Raises InvalidArgument for a malformed payload."""
         raise NotImplementedError
 
     def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:
-        """Return the numbers of the payload as float32, only to be read."""
+        """Return the numbers of the payload as float32; do not write to them."""
         place = np.empty(count, np.float32)
         self.decode_into(payload, place)
         return place
@@ -68,7 +62,7 @@ class Codec(int):
             )
 
     def fits(self, num_bytes: int, count: int) -> bool:
-        """Whether a payload of so many bytes may hold so many numbers; `decode_into` decides where they vary."""
+        """Return whether a payload of so many bytes may hold so many numbers."""
         return num_bytes == self.max_bytes(count) or (self.dtype is None and num_bytes < self.max_bytes(count))
 
     def require_count(self, payload: Buffer, count: int) -> None:
@@ -80,7 +74,7 @@ class Codec(int):
 
 
 class WordCodec(Codec):
-    """Each number alone in numpy's own type, little-endian, without padding."""
+    """Each number alone, in a type of numpy's, little-endian, without padding."""
 
     dtype: np.dtype[Any]
 
@@ -101,7 +95,7 @@ class WordCodec(Codec):
         np.copyto(place, np.frombuffer(memoryview(payload), self.dtype))
 
     def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:
-        """As every codec's. Under float32 the result is a view of the payload, at any alignment."""
+        """Return the numbers as float32; under float32 a view of the payload, at any alignment."""
         if self.dtype != np.float32:
             return super().decode(payload, count)
         self.require_count(payload, count)
@@ -110,7 +104,7 @@ class WordCodec(Codec):
         return values
 
     def _words(self, values: NDArray[np.float32]) -> NDArray[Any]:
-        with np.errstate(over="ignore"):  # Beyond float16's range is infinity, which the finite guard meets.
+        with np.errstate(over="ignore"):  # Numbers beyond float16's range become infinity.
             return values.astype(self.dtype, copy=False)
 
 
@@ -136,17 +130,15 @@ FLOAT32 = WordCodec(1, "float32", "<f4")
 FLOAT16 = WordCodec(2, "float16", "<f2")
 BFLOAT16 = _Bfloat16(3, "bfloat16", "<u2")
 
-# Every codec of this end, by number.
+# All codecs, by number.
 CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16)}
 
 
 def codec_names() -> list[str]:
-    """Return the names of all codecs of this end."""
     return [codec.name for codec in CODECS.values()]
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec of that name."""
     for codec in CODECS.values():
         if codec.name == name:
             return codec
@@ -154,7 +146,7 @@ def codec_of(name: str) -> Codec:
 
 
 def codec_numbered(number: int) -> Codec:
-    """Return the codec of that number, as it came in a message."""
+    """Return the codec of a message's number. Raises InvalidArgument."""
     if number not in CODECS:
         known = ", ".join(f"{codec.name} ({int(codec)})" for codec in CODECS.values())
         raise InvalidArgument(f"codec is {number}; expected {known}")

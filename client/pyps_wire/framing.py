@@ -1,7 +1,7 @@
-"""Messages with one large payload, which protobuf's classes never touch.
+"""Messages with one large payload, which protobuf's classes never copy.
 
 A frame is a message whose payload field comes last: the header's bytes, the payload field's tag and length, the
-payload. That is a valid protobuf encoding, which the generated classes can read and write too.
+payload. This is valid protobuf, which the generated classes can read and write too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _GROUP_DEPTH_MAX = 100  # protobuf's own limit
 
 
 def join(header: Message | bytes, payload: Buffer) -> bytes:
-    """Return a message of the header's fields, which hold no payload, and this payload, copied once."""
+    """Return a message of the header's fields and the payload, which is copied once."""
     if not isinstance(header, bytes):
         header = header.SerializeToString()
     view = memoryview(payload)
     if not view.c_contiguous:
         raise InvalidArgument("a payload must be contiguous in memory; copy it first (numpy.ascontiguousarray)")
-    # The length's varint, made here: this is on the path of every push.
+    # The length as a varint, without a call, since each push does this.
     left, length = view.nbytes, bytearray()
     while left >= 0x80:
         length.append(left & 0x7F | 0x80)
@@ -42,7 +42,7 @@ def join(header: Message | bytes, payload: Buffer) -> bytes:
 
 
 def split(message: bytes) -> tuple[bytes, memoryview]:
-    """Return the message without its payload, for the generated class to parse, and the payload in place.
+    """Return the message without its payload, for the generated class to parse, and a view of the payload.
 
     Any valid encoding is accepted: any order of fields, unknown fields, groups, overlong lengths. Of several payloads
     the last is returned, as protobuf requires; without one the payload is empty.
@@ -85,9 +85,9 @@ def split(message: bytes) -> tuple[bytes, memoryview]:
 
 
 def _varint(message: bytes, at: int, bytes_max: int, what: str) -> tuple[int, int]:
-    """Read a varint of at most that many bytes and where it ends; bits beyond 64 are dropped, as protobuf does."""
+    """Return a varint of at most so many bytes, and where it ends; bits beyond 64 are dropped, as protobuf does."""
     if at < len(message) and (value := message[at]) < 0x80:
-        # As nearly all are.
+        # Nearly all varints have one byte.
         return value, at + 1
     value = 0
     for place, byte in enumerate(message[at : at + bytes_max]):
