@@ -126,16 +126,6 @@ class LoggedReceipt(NamedTuple):
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class ApplySeconds:
-    """A histogram of the seconds that pushes took in their shard: counts[i] are at or below bounds[i]."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    above: int
-    sum: float
-
-
 class Statistics:
     """Counts pushes, pulls and waits. Every method may be called from any thread.
 
@@ -265,10 +255,13 @@ class Statistics:
         wanted = (logged for logged in reversed(receipts) if worker_id in ("", logged.worker_id))
         return list(islice(wanted, limit))
 
-    def apply_seconds(self) -> ApplySeconds:
+    def apply_seconds(self) -> tuple[list[int], float]:
+        """Return a histogram of the seconds that pushes took in their shard, and their sum.
+
+        Count i is of times up to APPLY_SECONDS_BOUNDS[i] and above the bound before; the last one is of longer times.
+        """
         with self._lock:
-            *counts, above = self._apply_counts
-            return ApplySeconds(APPLY_SECONDS_BOUNDS, tuple(counts), above, self._apply_sum)
+            return list(self._apply_counts), self._apply_sum
 
     # Call the methods below under the lock.
 

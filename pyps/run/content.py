@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a server holds of a run; never changed, only replaced. This class itself: no run yet."""
+    """What a server holds of a run: a `ReadyContent` once there is one. Never changed, only replaced."""
 
     # The run held, or the one that the server was started for; empty if there is neither.
     run_id: str
-    # Versions are comparable within an epoch only; it grows with each restore and reset.
+    # It grows with each restore and reset. Versions of different epochs cannot be compared.
     epoch: int
     # The rule in force with its settings, or that of the server's flags; None if there is neither.
     settings: RuleSettings | None
@@ -38,7 +38,7 @@ class Content:
     partition: Partition | None = None
     # This server's, by id.
     shards: Mapping[int, Store] = field(default_factory=dict)
-    # What a coordinator keeps on each shard.
+    # The vectors that a coordinator keeps on each shard.
     machine: VectorMachine | None = None
     # Held for all shards of a push or a pull, where the protocol wants one mutex for the model.
     mutex: Lock = field(default_factory=Lock)
@@ -65,7 +65,7 @@ class Content:
 
     @property
     def first(self) -> Store | None:
-        """The shard with the lowest number, whose counts stand for the run's; None without shards."""
+        """The shard with the lowest number, whose counts are taken for the run's; None without shards."""
         return self.shards[min(self.shards)] if self.shards else None
 
     @property

@@ -41,7 +41,7 @@ CLOCKS_APART_NANOSECONDS = 24 * 3600 * 10**9
 
 @dataclass(frozen=True)
 class Greeting:
-    """A Hello."""
+    """The Hello of a worker or an observer."""
 
     run_id: str
     worker_id: str
@@ -94,7 +94,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Holding:
-    """The run that a server holds, in the words of refusals."""
+    """The run that a server holds; `str` gives the words for refusals."""
 
     run_id: str
     version_max: int
@@ -139,7 +139,7 @@ def check_caller(greeting: Greeting, *, software: str) -> None:
 
 
 def check_incarnation(incarnation: int, *, now_nanoseconds: int) -> None:
-    """Refuse a life of the future: later ones have larger numbers, so none could take its name over."""
+    """Refuse an incarnation of the future: a later life with the present time could never take the name over."""
     if incarnation > now_nanoseconds + CLOCKS_APART_NANOSECONDS:
         days = (incarnation - now_nanoseconds) / CLOCKS_APART_NANOSECONDS
         raise InvalidArgument(
@@ -149,7 +149,7 @@ def check_incarnation(incarnation: int, *, now_nanoseconds: int) -> None:
 
 
 def check_secret(secret: bytes) -> None:
-    """Refuse a worker's or a coordinator's own secret that could be guessed, or is long."""
+    """Refuse a secret of a worker or a coordinator that is so short that it could be guessed, or too long."""
     if secret and not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise InvalidArgument(
             f"the caller's secret has {len(secret)} bytes; expected {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} that "
@@ -181,7 +181,7 @@ def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation
 
 
 def check_opening(opening: Opening) -> None:
-    """Refuse an initialiser that does not say who it is, or which run it opens."""
+    """Refuse an initialiser that names no worker or no run."""
     if not opening.run_id or not opening.worker_id:
         raise InvalidArgument("the initialiser must name the run and itself: send run_id and worker_id")
     check_name(opening.run_id, what="run_id")
@@ -190,7 +190,7 @@ def check_opening(opening: Opening) -> None:
 
 
 def check_replica(name: str) -> None:
-    """Refuse a replica's name that people could not read, or that could be that of another's process."""
+    """Refuse a replica's name that is unreadable, blank, or looks like the name of a process."""
     check_name(name, what="replica")
     if name and not name.strip():
         raise InvalidArgument(
@@ -198,13 +198,13 @@ def check_replica(name: str) -> None:
         )
     if "/" in name:
         raise InvalidArgument(
-            f"the replica's name is {name!r}, but what follows a '/' tells the processes of a replica apart: give it "
+            f"the replica's name is {name!r}, but what follows a '/' names a process of a replica: give it "
             "a name without one (PYPS_WORKER_ID)"
         )
 
 
 def check_name(name: str, *, what: str) -> None:
-    """Refuse a name that people could not read: it goes into logs, tables and metrics as it is."""
+    """Refuse a name that is unreadable or too long: logs, tables and metrics show it unchanged."""
     if len(name) > NAME_LENGTH_MAX or not name.isprintable():
         shown = name if len(name) <= NAME_LENGTH_MAX else f"{name[:32]}..."
         raise InvalidArgument(
@@ -292,7 +292,7 @@ def check_initialization(
 
 
 def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding, waited: bool) -> None:
-    """Refuse a caller that does not fit the run; one that `waited` for it belongs to it and need not name it."""
+    """Refuse a caller that does not fit the run. A caller that `waited` for the run need not name it."""
     requested = content.run_id if waited and not greeting.run_id else greeting.run_id
     check_run(requested, holding, observer=greeting.observer)
     if greeting.num_servers:

@@ -50,11 +50,11 @@ class Initialization:
         return sum(values.nbytes for values in list(self._received.values()))
 
     def abandon(self) -> None:
-        """Drop all shards: memory is for one initialisation."""
+        """Drop all shards, so that there is memory for another initialisation."""
         self._abandoned, self._received = True, {}
 
     def join(self, opening: Opening, settings: RuleSettings) -> None:
-        """Let another process of the same replica in; InvalidArgument where its model, slices or optimizer differ."""
+        """Add a process of the same replica; InvalidArgument where its model, slices or optimizer differ."""
         mine, theirs = f"replica {opening.replica!r} so far", f"process {opening.worker_id!r}"
         difference = first_difference(self.partition.model, opening.partition.model, mine_name=mine, theirs_name=theirs)
         if difference is None and self.partition != opening.partition:

@@ -83,7 +83,7 @@ class Wait:
 
 
 class Waits:
-    """The waits under way. May be used from any thread."""
+    """The calls that wait now. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -92,7 +92,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Show a wait while the block runs."""
+        """List a wait while the block runs."""
         with self._lock:
             self._waits[wait] = None
         try:

@@ -55,7 +55,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settled:
-    """How many waiting gradients a change of the protocol settled, and in how many updates."""
+    """The number of waiting gradients that a change of the protocol settled, and of the updates that it made."""
 
     gradients: int
     updates: int
@@ -163,17 +163,17 @@ class RoundController:
         shard, plan, finding = self._checked(content, plan, finding)
         gradient = plan.gradient
         if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
-            # Before it owns the schedule, even for a moment.
+            # Checked first: a caller without the secret must not own the schedule even for a moment.
             self._membership.require_own(gradient.worker_id, gradient.incarnation, plan.secret)
             with self._claiming(gradient) as receipts:
-                roster = self._hear(gradient, plan.secret, now=began)
+                roster = self._note_push(gradient, plan.secret, now=began)
                 pushed = self._apply(content, shard, plan, roster, finding)
                 receipts.append(pushed.receipt)
         else:
             # Not in a context that does nothing: it would cost two of a small push's fifteen microseconds.
-            roster = self._hear(gradient, plan.secret, now=began)
+            roster = self._note_push(gradient, plan.secret, now=began)
             pushed = self._apply(content, shard, plan, roster, finding)
-        self._answered(content, shard, plan, pushed, roster, began=began)
+        self._after_push(content, shard, plan, pushed, roster, began=began)
         return pushed
 
     def push_whole(
@@ -181,8 +181,8 @@ class RoundController:
     ) -> list[Pushed]:
         """Handle the parts of a push as one, under the model's mutex; return the result of each, in order.
 
-        The parameters that they are answered with are one state of the model. Raises as `Shard.push`, and then has
-        applied none of them. A part that is refused leaves the others alone.
+        The parameters in all replies are one state of the model. Raises as `Shard.push`; no part is applied then. A
+        refused part does not keep the others from being applied.
         """
         began, roster = self._clock(), self._membership.roster
         checked = [self._checked(content, plan, finding) for plan in plans]
@@ -192,21 +192,21 @@ class RoundController:
         gradients = [plan.gradient for plan in plans]
         with self._claiming(next((each for each in gradients if each.schedules), gradients[0])) as receipts:
             for plan in plans:
-                roster = self._hear(plan.gradient, plan.secret, now=began)
+                roster = self._note_push(plan.gradient, plan.secret, now=began)
             with content.mutex:
                 for shard, plan, _ in checked:
                     if plan.gradient.epoch == shard.epoch:
                         require_possible_version(plan.gradient, shard_id=plan.shard_id, version=shard.version)
                     if plan.memory is not None:
                         plan.memory.require_attached()
-                # All parts or none: memory that is detached from here on is read to the end.
+                # All parts or none: memory that is detached after this point is still read to the end.
                 pushed = [
                     self._apply(content, shard, plan._replace(memory=None), roster, found)
                     for shard, plan, found in checked
                 ]
             receipts += [each.receipt for each in pushed]
         for (shard, plan, _), each in zip(checked, pushed, strict=True):
-            self._answered(content, shard, plan, each, roster, began=began)
+            self._after_push(content, shard, plan, each, roster, began=began)
         return pushed
 
     def _checked(
@@ -218,7 +218,7 @@ class RoundController:
         if gradient.codec not in NATIVE or gradient.extents:
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.recorder is not None:
-            # The log holds what was applied to the bit, so the copy is scanned, unless the push is refused anyway.
+            # The log must hold exactly the bits applied, so the copy is scanned, unless the push is refused anyway.
             gradient = gradient.private()
             finding = None if finding is None or finding.finite else finding
         if finding is None:
@@ -264,7 +264,7 @@ class RoundController:
             if self.owner.settle(claim, taken=any(map(_is_taken, receipts))):
                 self._events.add("owner", "worker owns the schedule of the learning rate", worker=name)
 
-    def _hear(self, gradient: Gradient, secret: bytes, *, now: float) -> Roster:
+    def _note_push(self, gradient: Gradient, secret: bytes, *, now: float) -> Roster:
         """Note a worker's push in the membership; return the roster with that worker."""
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
         roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock, secret=secret)
@@ -274,11 +274,11 @@ class RoundController:
             )
             self.carry_out(effects)
         if self.steps.pacer is not None and self.steps.pacer.missing:
-            # It computes already, with or without a request.
+            # The worker computes already, so the gate need not wait for its first request.
             self.at_gate(self.steps.excuse, [self._membership.name_of(worker_id)])
         return roster
 
-    def _answered(
+    def _after_push(
         self, content: ReadyContent, shard: Store, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
     ) -> None:
         gradient, (receipt, version, update), now = plan.gradient, pushed, self._clock()
@@ -301,7 +301,7 @@ class RoundController:
         if gradient.kind != PayloadKind.NOTHING:
             self._counted.add(gradient.example_count > 0)
         if update is not None:
-            self._moved(shard, receipt.version_after)
+            self._version_grew(shard, receipt.version_after)
         elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
             # A worker left meanwhile, and the rounds were completed before this push arrived.
             self._complete(content, shard, self._membership.roster)
@@ -309,7 +309,7 @@ class RoundController:
     # Effects of membership and steps.
 
     def carry_out(self, effects: Effects) -> None:
-        """Carry out the effects of an event. Rounds without departed workers are left to `complete_rounds`."""
+        """Carry out the effects of an event. Call `complete_rounds` next where workers may be gone."""
         for kind, what, facts, warning in effects.notices:
             self._events.add(kind, what, warning=warning, **facts)
         for worker_id, lost in effects.gone:
@@ -357,8 +357,8 @@ class RoundController:
                 what = "rounds were completed without workers that were expected"
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
-    def _look_for_stalls(self, now: float) -> None:
-        """Find the workers that hold others up, and stop waiting for them after the stall time."""
+    def _find_stalls(self, now: float) -> None:
+        """Find the workers that delay others, and stop waiting for each after the stall time."""
         with self._lock:
             content, roster = self._content, self._membership.roster
             if content is None:
@@ -396,7 +396,7 @@ class RoundController:
             if missing and now - content.ready_at > self._membership.lease_seconds:
                 # Live workers have given a heartbeat by now.
                 self.carry_out(self._membership.expect_no_more())
-        self._look_for_stalls(now)
+        self._find_stalls(now)
         self.complete_rounds()
         # Once the roster has settled.
         warnings = self.warnings
@@ -511,9 +511,9 @@ class RoundController:
     def _updated(self, shard: Store, updates: Sequence[Update]) -> None:
         if updates:
             self._statistics.updated(shard.shard_id, updates, now=self._clock())
-            self._moved(shard, shard.version)
+            self._version_grew(shard, shard.version)
 
-    def _moved(self, shard: Store, version: int) -> None:
+    def _version_grew(self, shard: Store, version: int) -> None:
         if self.steps.pacer is not None:
             self.at_gate(self.steps.advanced, version)
         if self.on_update is not None:
@@ -592,8 +592,8 @@ _COUNTS_DIFFER = (
 )
 
 _NO_EXAMPLES = (
-    "no worker tells how many examples stand behind its gradients (optimizer.examples_in_batch), so {} does not move"
+    "no worker reports how many examples its gradients are of (optimizer.examples_in_batch), so {} does not move"
 )
 
-# After so many updates a worker that counts its examples has pushed.
+# By then each worker has pushed, with a count of examples if it sends one.
 UPDATES_BEFORE_DOUBT = 100

@@ -445,12 +445,12 @@ class Run:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a run, initialised or restored."""
+        """True once the run is initialised or restored."""
         return self.content.ready_at is not None
 
     @property
     def measures(self) -> bool:
-        """Whether the run is that of a `pyps bench`, of which nothing is kept."""
+        """True for the run of a `pyps bench`, of which nothing is kept."""
         return MEASUREMENT.fullmatch(self.content.run_id) is not None
 
     @property
@@ -465,16 +465,13 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether at least one worker, and as many as expected, have joined, and all are gone."""
+        """True once at least one worker, and as many as expected, have joined, and all are gone."""
         return not self.measures and self.membership.done(expected_workers=self.membership.expected_workers)
 
     @property
     def workers_finished(self) -> bool:
-        """Whether it is done and each worker finished, in whatever life."""
+        """True once the run is done and each worker finished, in any of its lives."""
         return not self.measures and self.membership.finished(expected_workers=self.membership.expected_workers)
-
-    def header(self) -> RunHeader:
-        return self._header(self._require_content())
 
     def snapshot(self) -> Snapshot:
         """Return the run for a checkpoint."""

@@ -38,7 +38,7 @@ from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port, listening_socket
 from pyps.service.report import learning_rates_of, memory_of
 from pyps.service.transport import Host, Transport, name_of
-from pyps.statistics import Statistics, Tally
+from pyps.statistics import APPLY_SECONDS_BOUNDS, Statistics, Tally
 from pyps_wire.errors import NotAuthenticated
 from pyps_wire.work_pb2 import WorkProgress
 
@@ -138,9 +138,9 @@ class RunCollector(Collector):
         last = statistics.last_update
         timestamp = 0.0 if last is None else time.time() - (self._run.clock() - last)
         yield gauge("last_update_timestamp_seconds", "Unix time of the last update; 0 before it.", timestamp)
-        apply = statistics.apply_seconds()
-        buckets = _buckets(apply.bounds, (*apply.counts, apply.above))
-        yield histogram("apply_seconds", "Seconds that pushes took in their shard.", (buckets, apply.sum))
+        counts, seconds = statistics.apply_seconds()
+        buckets = _buckets(APPLY_SECONDS_BOUNDS, counts)
+        yield histogram("apply_seconds", "Seconds that pushes took in their shard.", (buckets, seconds))
 
     def _about_shards(self) -> Iterator[Metric]:
         shards = list(self._run.content.shards.values())

@@ -108,7 +108,7 @@ class Server:
             CheckpointFolder(
                 config.checkpoint_dir,
                 keep=config.checkpoint_keep,
-                tell=lambda text, is_warning: self._run.events.add("checkpoint", text, warning=is_warning),
+                notify=lambda text, is_warning: self._run.events.add("checkpoint", text, warning=is_warning),
             )
             if config.checkpoint_dir
             else None

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: checkpoints, complete or ignored, and update logs. No gRPC in here."""
+"""Files of a run: checkpoints, complete or ignored, and update logs. No gRPC in here."""

@@ -52,14 +52,14 @@ class CheckpointFolder:
         *,
         keep: int = 3,
         disk: Disk | None = None,
-        tell: Callable[[str, bool], object] = lambda text, is_warning: None,
+        notify: Callable[[str, bool], object] = lambda text, is_warning: None,
     ):
         """Take the folder. Raises CheckpointError when it cannot be used or another server has it.
 
-        `tell` is called with a sentence when checkpoints cannot be written (a warning), and when they can again.
+        `notify` is called with a sentence when checkpoints cannot be written (a warning), and when they can again.
         """
         self.path = path
-        self._tell = tell
+        self._notify = notify
         self._keep = keep
         self._disk = disk or Disk()
         self._lock_file = _take(path)
@@ -117,12 +117,12 @@ class CheckpointFolder:
                 saved = self._write(snapshot)
             except CheckpointError as error:
                 if not self.failure:
-                    self._tell(f"{error}; the run goes on", True)
+                    self._notify(f"{error}; the run goes on", True)
                 self.failure = str(error)
                 self.failures += 1
                 raise
             if self.failure:
-                self._tell(f"checkpoints can be written again: {saved.path}", False)
+                self._notify(f"checkpoints can be written again: {saved.path}", False)
             self.failure = ""
             return saved
 
@@ -158,7 +158,7 @@ class CheckpointFolder:
         started = time.monotonic()
         temporary: Path | None = None
         try:
-            self._keep_hold()
+            self._retake_if_replaced()
             number = max(_numbers(self.path, _USED_NAME), default=0) + 1
             temporary = self.path / f".writing-{number:08d}"
             final = self.path / f"checkpoint-{number:08d}"
@@ -182,7 +182,7 @@ class CheckpointFolder:
         log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
         return saved
 
-    def _keep_hold(self) -> None:
+    def _retake_if_replaced(self) -> None:
         """Take the folder again where it was removed and made again, as a volume that is mounted again."""
         lock = self.path / ".lock"
         if not self.path.is_dir():

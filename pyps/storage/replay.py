@@ -55,7 +55,7 @@ class ShardLog:
 
     @property
     def replayable(self) -> bool:
-        """Whether the first parameters were kept (--log-gradients)."""
+        """True if the first parameters were kept (--log-gradients)."""
         return self._begin["payloads"] is not None
 
     def shard(self, recorder: Recorder | None = None) -> Shard:
@@ -192,7 +192,7 @@ class Replayed:
         self._made: deque[LoggedUpdate] = deque()
         self._shard: Shard = log.shard(self)
         # In words, the push that the next update comes from.
-        self._by = ""
+        self._cause = ""
 
     @property
     def version(self) -> int:
@@ -213,7 +213,7 @@ class Replayed:
         """Nothing: the updates are compared, not written."""
 
     def follow(self, event: LoggedEvent) -> None:
-        """Do what the event says; raises Different."""
+        """Apply an event to the shard; raise Different where the result is not the logged one."""
         if isinstance(event, LoggedUpdate):
             self._compare(event)
             return
@@ -247,15 +247,15 @@ class Replayed:
         gradient, logged = event.gradient, event.receipt
         push = f"push {gradient.sequence} of worker {gradient.worker_id!r}"
         if logged.version_after > logged.version_before:
-            self._by = f", by {push}"
+            self._cause = f", by {push}"
         receipt = self._shard.push(gradient, roster=event.roster).receipt
         for name, mine, theirs in zip(Receipt._fields, receipt, logged, strict=True):
             if mine != theirs:
-                what = f"update {logged.version_after}{self._by}" if self._by else f"the answer to {push}"
+                what = f"update {logged.version_after}{self._cause}" if self._cause else f"the answer to {push}"
                 raise Different(f"{what}: {name} is logged as {_number(theirs)}, replayed it is {_number(mine)}")
 
     def _compare(self, logged: LoggedUpdate) -> None:
-        what, self._by = f"update {logged.version}{self._by}", ""
+        what, self._cause = f"update {logged.version}{self._cause}", ""
         if not self._made:
             raise Different(f"{what}: it is logged, but the replay makes none")
         made = self._made.popleft()

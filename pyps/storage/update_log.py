@@ -81,7 +81,7 @@ class Budget:
 
 
 class LoggedUpdate(NamedTuple):
-    """An update, as its line says it."""
+    """An update as its line in the log describes it."""
 
     version: int
     # Its rate and parts.
@@ -107,7 +107,7 @@ class ShardFiles:
         self._payloads = create(self.path.with_suffix(".payloads")) if budget is not None else None
         self._offset = 0
         self._roster: Roster | None = None
-        # What is to be written.
+        # Noted, and not written yet.
         self._events: list[Event | LoggedUpdate] = []
         self._failed = False
 
@@ -117,7 +117,7 @@ class ShardFiles:
         values = {"parameters": state.parameters, **{f"slot {name}": slot for name, slot in state.slots.items()}}
         pending = [memoryview(waiting.gradient.payload) for waiting in state.pending]
         ledger, receipts = state.ledger.to_plain()
-        places = self._keep([*values.values(), *pending, receipts])
+        places = self._write_payloads([*values.values(), *pending, receipts])
         self._append(
             {
                 "event": "begin",
@@ -153,10 +153,10 @@ class ShardFiles:
         with self._ending_on_error():
             for event in events:
                 if isinstance(event, Pushed | Completed | Configured):
-                    self._note(event.roster)
+                    self._write_roster(event.roster)
                 match event:
                     case Pushed(_, gradient, receipt):
-                        places = self._keep([gradient.payload])
+                        places = self._write_payloads([gradient.payload])
                         payload = places[0] if places else None
                         push = {"event": "push", **push_to_plain(gradient, receipt), "payload": payload}
                         if receipt.version_after == receipt.version_before:
@@ -191,7 +191,7 @@ class ShardFiles:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _note(self, roster: Roster) -> None:
+    def _write_roster(self, roster: Roster) -> None:
         """Write which workers are active, where that has changed since the last such line."""
         if roster != self._roster:
             coming = {"coming": roster.coming} if roster.coming else {}
@@ -202,7 +202,7 @@ class ShardFiles:
         if not self._failed:
             self._lines.write(encode(line))
 
-    def _keep(self, payloads: Iterable[Floats | bytes | memoryview]) -> list[dict[str, Any]] | None:
+    def _write_payloads(self, payloads: Iterable[Floats | bytes | memoryview]) -> list[dict[str, Any]] | None:
         """Write payloads and return their places; None where they are not kept."""
         views = [np.frombuffer(payload, np.uint8).data for payload in payloads]
         total = sum(view.nbytes for view in views)
