@@ -42,8 +42,6 @@ class Content:
     machine: VectorMachine | None = None
     # Held for all shards of a push or a pull, where the protocol wants one mutex for the model.
     mutex: Lock = field(default_factory=Lock)
-    # When the run was initialised or restored, in the run's clock.
-    ready_at: float | None = None
 
     @property
     def model(self) -> Model | None:
@@ -94,6 +92,7 @@ class ReadyContent(Content):
     partition: Partition
     settings: RuleSettings
     machine: VectorMachine
+    # When the run was initialised or restored, in the run's clock.
     ready_at: float
     # Who initialised it; None for a restored run.
     initializer: Claim | None

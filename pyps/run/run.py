@@ -397,7 +397,7 @@ class Run:
         now, content = self.clock() if now is None else now, self.content
         self.rounds.tick(now)
         self.work.tick(now)
-        if content.ready_at is not None:
+        if isinstance(content, ReadyContent):
             self._ending.after_seconds(now - content.ready_at)
             if self.measures and self.membership.done(expected_workers=1):
                 self.reset(content.run_id)
@@ -446,7 +446,7 @@ class Run:
     @property
     def is_ready(self) -> bool:
         """True once the run is initialised or restored."""
-        return self.content.ready_at is not None
+        return isinstance(self.content, ReadyContent)
 
     @property
     def measures(self) -> bool:

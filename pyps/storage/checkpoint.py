@@ -123,12 +123,12 @@ class CheckpointDamaged(CheckpointError):
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
-    if not file.exists():
-        raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed")
-    with _opened(file) as opened:
-        text = opened.read()
     try:
-        manifest = json.loads(text)
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed") from None
+    except OSError as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):

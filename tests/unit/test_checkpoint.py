@@ -103,13 +103,6 @@ def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
     assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 4, 3)
 
 
-def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:
-    paths = [write_checkpoint(folder) for _ in range(5)]
-    assert sorted(folder.path.glob("checkpoint-*")) == paths[2:]
-    assert not list(folder.path.glob(".old-*"))
-    assert folder.newest == paths[4]
-
-
 def test_without_resume_a_folder_with_checkpoints_is_refused_with_the_choice(folder: CheckpointFolder) -> None:
     folder.require_empty()
     assert folder.resume() is None
