@@ -31,8 +31,6 @@ Write: TypeAlias = Callable[[Any], Awaitable[object] | None]
 class Request:
     """A caller's request: its work, and then the answers to it."""
 
-    __slots__ = ()
-
     # The shard; earlier requests on it go first.
     shard_id: int = ALL_SHARDS
     # How many parameters its work may touch. All gradients that wait at a shard may become one update with it.

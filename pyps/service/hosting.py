@@ -25,7 +25,7 @@ from pyps.service.limits import ByteBudget
 from pyps.service.reflection import add_reflection
 from pyps.service.security import Access
 from pyps.service.tls import Tls
-from pyps.service.transport import Host, Transport
+from pyps.service.transport import Transport
 from pyps_wire.contract import messages_of
 
 # Questions are short.
@@ -249,9 +249,7 @@ class Grpc(Transport):
 
     name = "grpc"
 
-    def __init__(self, host: Host):
-        super().__init__(host)
-        self._address = ""
+    _address = ""
 
     @property
     def facts(self) -> Mapping[str, str]:

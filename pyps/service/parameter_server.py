@@ -1,7 +1,7 @@
-"""The ParameterServer service, which workers call: on asyncio, over a run.
+"""The ParameterServer service, which workers call.
 
-Messages pass through gRPC as plain bytes, so that a payload is never copied into a message object: it is read where it
-was received, and written where it is sent from. A call that waits is a coroutine, never a thread.
+Messages pass through gRPC as bytes, so that a payload is never copied into a message object. A call that waits is a
+coroutine, never a thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pyps_wire.errors import InvalidArgument
 
 # Figures that a worker may report.
 SCALARS_MAX = 256
-# More tensors take milliseconds to read, compare and write: not on the event loop. A longer message may name as many.
+# More tensors are handled on a thread, since it takes milliseconds; a longer message may name more.
 TENSORS_INLINE = 1_000
 MODEL_BYTES_INLINE = 16 * TENSORS_INLINE
 
@@ -67,7 +67,7 @@ class ParameterServer:
                     initialization.abandon()
             raise
         if not finished:
-            # On a thread whatever the size: it copies this server's whole part of the model.
+            # Always on a thread: it copies this server's whole part of the model.
             await self._work.begin(partial(self._commit, begun[0]))
         return wire.InitializeReply(
             state=int(self._run.state),  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ class ParameterServer:
             read = partial(convert.parse_frame, wire.InitializeRequest, message)
             request, payload = await self._off_loop_where(large, read)
             sender = request.sender
-            # Before it takes room that the worker may hold.
+            # Before the message counts for that worker.
             self._run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
             with self._host.budget.account(sender.worker_id).holding(len(message)):
                 if not begun:
@@ -120,9 +120,7 @@ class ParameterServer:
         # A replica takes steps as one worker.
         name = run.membership.name_of(sender.worker_id)
 
-        def waits_for() -> tuple[str, ...]:
-            return run.rounds.waited_for_by(sender.worker_id)
-
+        waits_for = partial(run.rounds.waited_for_by, sender.worker_id)
         poll = LongPoll(
             run,
             self._work,
@@ -144,7 +142,7 @@ class ParameterServer:
             cancelled = True
             raise
         finally:
-            # A late answer is fetched by the next call; a cancelled call has none.
+            # If the call timed out, the next one gets the answer; a cancelled call gives up its turn.
             run.rounds.at_gate(run.rounds.steps.forget, name, poll.wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.rounds.steps.asks).SerializeToString()
 
@@ -190,7 +188,7 @@ class ParameterServer:
 
     def _commit(self, initialization: Initialization) -> None:
         self._run.commit(initialization)
-        # The memory of its messages would stay mapped.
+        # Else the memory of its messages would stay mapped.
         give_back_free_memory()
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:

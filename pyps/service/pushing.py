@@ -21,21 +21,15 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import CODECS
 from pyps_wire.errors import InvalidArgument
 
-# Messages of one stream that wait for their answers: one is received while another is applied and a third answered.
-# They wait for processors and for their sender, never for another worker.
+# Messages of one stream without an answer yet: one is received while another is applied and a third answered.
 READ_AHEAD_MAX = 3
-# What a receipt and the version of its parameters need in front of these.
+# The bytes of a receipt and a version in front of parameters.
 HEADER_ROOM = 192
 PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
 
 
 class Message(Request):
     """One message of a push: a shard's gradient."""
-
-    __slots__ = (
-        *("bytes_held", "frame", "held_bytes", "num_bytes", "num_parameters", "num_shards", "plan"),
-        *("push_id", "run", "run_id", "shard", "shard_id"),
-    )
 
     def __init__(
         self,
@@ -47,20 +41,17 @@ class Message(Request):
         received_bytes: int,
         bytes_held: int = 0,
     ):
-        """`exchanges`: the shard's parameters go back with the receipt where they are newer.
-
-        `bytes_held` is what the account of its sender holds for it already.
-        """
+        """With `exchanges`, parameters newer than the sender's go back; its account holds `bytes_held` already."""
         self.run = run
         self.run_id = request.sender.run_id
-        # How many messages the push has; 0 where the sender does not say.
+        # How many messages the push has; 0 if the sender does not say.
         self.num_shards = request.num_shards
         # The memory for its parameters, in an exchange.
         self.frame: ReplyFrame | None = None
         # The size of the message and of its answer.
         self.num_bytes = received_bytes
         reply, epoch = None, 0
-        # None for a push to a shard that is not here, which is refused.
+        # None for a shard that is not here: the push is refused.
         self.shard = shard = run.content.shards.get(request.shard_id)
         if shard is not None and exchanges:
             codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
@@ -69,9 +60,9 @@ class Message(Request):
             self.num_bytes += reply.codec.max_bytes(shard.length)
         self.plan = plan = convert.plan_from(request, payload, reply, epoch=epoch)
         self.shard_id = plan.shard_id
-        # The worker and the sequence of the push that this is a part of.
+        # The push's worker and sequence.
         self.push_id = plan.gradient.worker_id, plan.gradient.sequence
-        # A longer message, and such an answer, counts among the bytes in flight.
+        # Longer messages and answers are part of the bytes in flight.
         is_short = received_bytes <= SHORT_BYTES and self.num_bytes <= 2 * SHORT_BYTES and not bytes_held
         self.held_bytes = 0 if is_short else self.num_bytes
         self.bytes_held = bytes_held
@@ -86,7 +77,7 @@ class Message(Request):
         return [self.answer(self.run.push(self.plan, run_id=self.run_id))]
 
     def answer(self, pushed: Pushed) -> Answer:
-        """Return the receipt, and in an exchange the parameters behind it where there are newer ones."""
+        """Return the receipt, and in an exchange the parameters if they are newer."""
         frame, shard, run = self.frame, self.shard, self.run
         if frame is None or shard is None:
             return Answer(lane.PUSH, convert.receipt_of(pushed.receipt, run).SerializeToString())
@@ -100,7 +91,7 @@ class _Whole(Request):
     def __init__(self, parts: Sequence[Message]):
         self._parts = parts
         self.num_parameters = sum(part.num_parameters for part in parts)
-        # Their account holds them since they came.
+        # Their account has held them since they arrived.
         self.held_bytes = self.bytes_held = sum(part.num_bytes for part in parts)
 
     def work(self) -> list[Answer]:
@@ -112,8 +103,8 @@ class _Whole(Request):
 class Pushes:
     """The pushes of one stream or lane, any number of them one after the other.
 
-    Under one mutex for the model the messages of a push are held until all are there. Its end is for the conversation's
-    owner, who closes the account that holds them.
+    Under one mutex for the model the messages of a push are held until all are there. The conversation's owner closes
+    the account that holds them.
     """
 
     def __init__(self, run: Run, conversation: Conversation):
@@ -121,8 +112,8 @@ class Pushes:
         self._conversation = conversation
         # The messages so far of a push that is to be applied as a whole.
         self.parts: list[Message] = []
-        # The push whose messages are applied one by one. It goes on so when a mutex comes into force meanwhile: it
-        # could not become whole any more.
+        # The push whose messages are applied one by one, even if a mutex comes into force meanwhile: it cannot become
+        # whole any more.
         self.singly: tuple[str, int] | None = None
 
     def take(self, message: Message) -> Awaitable[object] | None:
@@ -133,13 +124,13 @@ class Pushes:
         return self._conversation.take(message)
 
     async def end(self) -> None:
-        """Apply what is there; InvalidArgument where messages of a push are missing."""
+        """Apply the messages that wait; InvalidArgument if messages of their push are missing."""
         if self.parts:
             self._require_all()
             await self._push_whole()
 
     async def _stage(self, message: Message) -> None:
-        # Before it is held: unknown names could be any number.
+        # Before the message is held: callers could invent any number of names.
         gradient = message.plan.gradient
         self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation, message.plan.secret)
         if self.parts and self.parts[0].push_id != message.push_id:
@@ -149,13 +140,13 @@ class Pushes:
         self._conversation.account.hold(message.num_bytes - message.bytes_held)
         self.parts.append(message)
         if self._run.mutex is None:
-            # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
+            # There is no mutex any more: the rest of the push is applied one by one, even if the mutex comes back.
             self.singly = message.push_id
         if self._run.mutex is None or len(self.parts) == message.num_shards:
             await self._push_whole()
 
     async def _push_whole(self) -> None:
-        # No request of this stream may come between the messages, nor between the pushes to their shards.
+        # Requests of this stream on single shards must not run between those of the whole push.
         await self._conversation.none_under_way()
         whole, self.parts = _Whole(self.parts), []
         if (sent := self._conversation.take(whole)) is not None:
@@ -191,10 +182,10 @@ async def serve_stream(host: Host, call: Call, *, exchanges: bool) -> None:
                 if is_first:
                     gradient = message.plan.gradient
                     run.membership.require_own(gradient.worker_id, gradient.incarnation, message.plan.secret)
-                    # The whole stream is counted for this worker.
+                    # From here on the account is this worker's.
                     account.caller, is_first = gradient.worker_id, False
                 sent = pushes.take(message)
-                # Nothing here holds its memory while the next is waited for.
+                # Their memory is free while the next message is waited for.
                 del received, request, payload, message
                 if sent is not None:
                     await sent

@@ -1,13 +1,13 @@
 """Reflection under both of its names: grpcurl tries v1, then v1alpha; other tools know only one.
 
-Python's package serves v1alpha. The messages of v1 are the same bytes, so the same servicer answers both; only the
+Python's package serves v1alpha. The messages of v1 are the same bytes, so its servicer answers both; only the
 descriptors of v1 are made here, by renaming. Generated code has no JSON names of fields, so they are added to the
 answers: without them grpcurl writes `page_token`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -55,24 +55,20 @@ def _with_json_names(response: Any) -> bytes:
     files = response.file_descriptor_response.file_descriptor_proto
     for index, serialized in enumerate(files):
         file = descriptor_pb2.FileDescriptorProto.FromString(serialized)
-        _name_fields(file.extension)
-        _name_messages(file.message_type)
+        _name_fields(file)
         files[index] = file.SerializeToString()
     return bytes(response.SerializeToString())
 
 
-def _name_messages(messages: Iterable[descriptor_pb2.DescriptorProto]) -> None:
-    for message in messages:
-        _name_fields([*message.field, *message.extension])
-        _name_messages(message.nested_type)
-
-
-def _name_fields(fields: Iterable[descriptor_pb2.FieldDescriptorProto]) -> None:
-    for field in fields:
+def _name_fields(scope: Any) -> None:
+    """Give each field its JSON name, by protoc's rule: every _ goes, and the letter after it is a capital."""
+    is_file = isinstance(scope, descriptor_pb2.FileDescriptorProto)
+    for field in (*scope.extension, *(() if is_file else scope.field)):
         if not field.json_name:
-            # protoc's rule: every _ goes, and the letter after it is a capital.
             first, *others = field.name.split("_")
             field.json_name = first + "".join(word[:1].upper() + word[1:] for word in others)
+    for message in scope.message_type if is_file else scope.nested_type:
+        _name_fields(message)
 
 
 def _describe_v1() -> None:

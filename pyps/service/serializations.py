@@ -18,18 +18,16 @@ from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.framing import PAYLOAD_FIELD, join
 from pyps_wire.lane import PULL
 
-# What the numbers of a message need in front of its parameters.
+# The bytes of a message's other fields in front of its parameters.
 HEADER_ROOM = 48
 # For the workers of a round, which all wait for the same versions.
 ROUND_BYTES_MAX = 64 * 2**20
-# For other pulls at the same time: their frames are worth little memory.
+# For other pulls, whose frames are seldom taken twice.
 RECENT_BYTES_MAX = 16 * 2**20
 
 
 class Answer:
-    """A message to a caller: by a lane as its header and its payload, by gRPC as one buffer."""
-
-    __slots__ = ("header", "kind", "payload")
+    """A message to a caller. A lane sends header and payload apart, gRPC as one buffer."""
 
     def __init__(self, kind: int, header: bytes = b"") -> None:
         """Make an answer without a payload; `kind` is that of lanes (`pyps_wire.lane`)."""
@@ -46,26 +44,24 @@ class Answer:
 class ReplyFrame(Answer):
     """An answer with parameters, whose memory exists before they are known.
 
-    Codecs that kernels do not write are encoded in the end, from float32.
+    Kernels write float32 for a codec that they do not know; `seal` encodes it.
     """
 
-    __slots__ = ("_frame", "_header_room", "_whole", "codec", "reply")
-
     def __init__(self, kind: int, length: int, codec: Codec, *, header_room: int) -> None:
-        """Make room for so many parameters, behind a header that rarely has more bytes than its room."""
+        """Make room for the parameters, behind a header that rarely has more bytes than its room."""
         self.kind = kind
         self.codec = codec
         self._header_room = header_room
         self._whole: bytes | None = None
         if codec in NATIVE:
-            # Memory that is not written costs nothing, should nothing newer be there.
+            # Costs nothing if there is nothing newer: memory is taken when it is written.
             self._frame, offset = _kernels.new_frame(header_room, PAYLOAD_FIELD, length, codec)
             self.reply = Reply(self._frame, offset, codec)
         else:
             self.reply = Reply(bytearray(FLOAT32.max_bytes(length)), 0, FLOAT32)
 
     def seal(self, header: wire.Parameters | wire.ExchangeReply) -> ReplyFrame:
-        """Complete the answer, once the parameters are written and its other fields known."""
+        """Complete the answer, once the parameters are written."""
         reply = self.reply
         self.header = header.SerializeToString()
         if reply.codec is self.codec:
@@ -95,7 +91,7 @@ class Wanted(NamedTuple):
     codec: Codec
     # The version that the caller holds; -1 for none.
     held_version: int = -1
-    # Whether it waited for that version, as the other workers of its round do.
+    # True if it waited for a version, as the other workers of its round do.
     of_round: bool = False
 
     @property
@@ -103,7 +99,7 @@ class Wanted(NamedTuple):
         return self.codec.max_bytes(self.shard.length)
 
     def frame(self, *, worker_id: str) -> tuple[int, ReplyFrame] | None:
-        """Return the shard's version and message; None when the caller's version is as new. Record a worker's pull."""
+        """Return the shard's version and message, None if the caller's is as new; record a worker's pull."""
         frame = ReplyFrame(PULL, self.shard.length, self.codec, header_room=HEADER_ROOM)
         version = self.shard.pull(frame.reply, held_version=self.held_version, worker_id=worker_id or None)
         if version is None:
@@ -126,7 +122,7 @@ class Serializations:
         self._round_bytes_max = round_bytes_max
         self._recent_bytes_max = recent_bytes_max
         self._lock = Lock()
-        # Guarded by _lock. What was made last stands last.
+        # Guarded by _lock. The newest last.
         self._frames: OrderedDict[tuple[Store, Codec], _Kept] = OrderedDict()
         self._bytes = 0
         # Held while a frame is made; taken before the shard's own.
@@ -137,9 +133,9 @@ class Serializations:
         return self._bytes
 
     def take(self, wanted: Wanted, *, worker_id: str) -> ReplyFrame | None:
-        """Return the shard's message; None when the caller's version is as new. Record only workers' pulls."""
+        """Return the shard's message, None if the caller's version is as new; record a worker's pull."""
         if wanted.shard.length < INLINE_PARAMETERS_MAX:
-            # To make it is faster than to find it.
+            # Faster to make than to find.
             made = wanted.frame(worker_id=worker_id)
             return None if made is None else made[1]
         # Two pulls at once make one frame.

@@ -175,8 +175,6 @@ class Server:
         self._stop_reason = self._stop_reason or reason
         self._stop.set()
 
-    # The start.
-
     def _bind(self, control: hosting.Port, metrics: MetricsServer) -> Addresses:
         return Addresses(
             data="".join([transport.bind() for transport in self._transports]),
@@ -279,8 +277,6 @@ class Server:
             **_held_in_words(run),
         )
 
-    # While it serves.
-
     async def _keep_serving(self) -> None:
         tickers = [
             asyncio.create_task(keep)
@@ -366,8 +362,6 @@ class Server:
             # The folder has noted it among the run's events.
             return False
         return True
-
-    # The end.
 
     async def _end(self, control: hosting.Port, metrics: MetricsServer) -> int:
         """Stop serving, drain, save: in this order, so that acknowledged pushes are in the checkpoint."""

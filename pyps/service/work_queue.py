@@ -1,7 +1,4 @@
-"""The WorkQueue service on server 0: a data set's portions for workers, its passes for a coordinator.
-
-A call that waits for a portion or for the end of a pass is a coroutine, never a thread.
-"""
+"""The WorkQueue service on server 0: a data set's portions for workers, its passes for a coordinator."""
 
 from __future__ import annotations
 
@@ -36,8 +33,6 @@ class WorkQueueService:
     def __init__(self, run: Run, *, work: KernelExecutor):
         self._run = run
         self._work = work
-
-    # For workers.
 
     async def Open(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.OpenWorkRequest, message)
@@ -78,8 +73,6 @@ class WorkQueueService:
             now=self._run.clock(),
         )
         return wire.DeliverReply(accepted=delivery.accepted, message=delivery.message).SerializeToString()
-
-    # For a coordinator.
 
     async def BeginPass(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.BeginPassRequest, message)
@@ -244,9 +237,6 @@ def _refuse_when_replaced(run: Run, queue: WorkQueue) -> None:
 def _require_few(leases: int) -> None:
     if leases > LEASES_MAX:
         raise InvalidArgument(f"a message names {leases} leases; expected {LEASES_MAX} at most")
-
-
-# Between the queue's values and messages.
 
 
 def _pass_of(message: wire.LeaseRequest | wire.BeginPassRequest | wire.AwaitPassRequest) -> int:

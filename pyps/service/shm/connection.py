@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import select
@@ -35,25 +34,25 @@ from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, Pyp
 
 
 class Exchange(Request):
-    """One request to push, or to push and pull. All its parts are scanned before any is applied."""
+    """A request to push, or to push and pull. All its parts are scanned before any is applied."""
 
     def __init__(self, host: Host, attachment: Attachment, request: local.LocalExchange):
-        """Refuse other vectors, shards or workers than those attached, before a number is read."""
+        """Refuse vectors, shards and workers that are not those attached, before a number is read."""
         run = self._run = host.run
         self._attachment, self.memory = attachment, attachment.memory
         attachment.require_shards(run.content.shards)
-        # Under one mutex for the model its parts are handled as one.
+        # Under one mutex for the model all parts are applied together.
         self._is_whole = run.rounds.behaviour.aggregation.whole_model
         if not request.gradients < len(attachment.gradients):
             raise InvalidArgument(
                 f"the exchange names gradients {request.gradients}; {len(attachment.gradients)} were attached, from 0"
             )
         numbers = attachment.gradients[request.gradients]
-        # By shard; what scans found, and the results.
+        # By shard.
         self._plans: dict[int, PushPlan] = {}
         self._findings: dict[int, Finding] = {}
         self._pushed: dict[int, Pushed] = {}
-        # The numbers that are copied, as they do not lie together.
+        # Numbers in several ranges are copied together.
         self.num_parameters = copied_bytes = 0
         for each in request.shards:
             plan = self._plans[each.shard_id] = self._plan(each, numbers, pull=request.pull)
@@ -77,7 +76,7 @@ class Exchange(Request):
                 " one mutex for the model it has to hold all of them, and num_shards has to say how many"
             )
         if self._is_whole:
-            # The mutex may be held for long: not on the event loop.
+            # Not on the event loop: the mutex may be held for long.
             self.num_parameters = sys.maxsize
         self.held_bytes = copied_bytes if copied_bytes > SHORT_BYTES else 0
 
@@ -109,7 +108,7 @@ class Exchange(Request):
         scans: list[Job] = []
         pushes: list[Job] = []
         for shard_id, plan in self._plans.items():
-            # One alone that lies together is scanned when it is pushed.
+            # A single gradient in one range is scanned when it is pushed.
             if len(self._plans) > 1 or plan.gradient.extents:
                 scans.append(partial(self._scan, shard_id))
             pushes.append(partial(self._push, shard_id))
@@ -125,7 +124,7 @@ class Exchange(Request):
         self._findings[shard_id] = self._run.scan(gradient, shard_id, run_id=self._attachment.content.run_id)
 
     def _push(self, shard_id: int) -> None:
-        """Push a part; where any of them holds NaN or infinity, it is refused."""
+        """Push a part; it is refused if any part holds NaN or infinity."""
         run_id = self._attachment.content.run_id
         self._pushed[shard_id] = self._run.push(self._plans[shard_id], run_id=run_id, finding=self._finding())
 
@@ -146,10 +145,10 @@ class Exchange(Request):
 
 
 class Pull(Request):
-    """One request to pull, as an exchange that pushes nothing. It renews its lease of the worker."""
+    """A request to pull. It renews the worker's lease."""
 
     def __init__(self, host: Host, attachment: Attachment, request: wire.PullRequest):
-        """Refuse other shards or workers than those attached."""
+        """Refuse shards and workers that are not those attached."""
         run = self._run = host.run
         self._attachment, self.memory = attachment, attachment.memory
         attachment.require_shards(run.content.shards)
@@ -170,11 +169,11 @@ class Pull(Request):
             self.num_parameters += shard.length * (1 + shard.num_pending)
         self._mutex = run.mutex
         if self._mutex is not None:
-            # It may be held for long: not on the event loop.
+            # Not on the event loop: the mutex may be held for long.
             self.num_parameters = sys.maxsize
         if not all(map(waits.is_ready, waits.shards)):
             self.waits = waits
-        # By shard, the versions that were written.
+        # The versions that were written, by shard.
         self._versions: dict[int, int] = {}
 
     def stages(self) -> Sequence[Sequence[Job]]:
@@ -183,7 +182,7 @@ class Pull(Request):
         return ([partial(self._read, shard) for shard in self._shards],)
 
     def _read(self, shard: Store) -> None:
-        """Write a shard's parameters where they are newer; ServerUnavailable once the connection has ended."""
+        """Write a shard's parameters if they are newer; ServerUnavailable once the connection has ended."""
         shard_id, attachment = shard.shard_id, self._attachment
         version = shard.pull(
             attachment.replies[shard_id],
@@ -214,7 +213,7 @@ class Pull(Request):
 
 
 def _together(gradient: Gradient, shard: Store) -> bytes:
-    """Return the extents' numbers in one piece; the gradient's own check examines the extents more closely."""
+    """Return a copy of the extents' numbers in one piece. Only the extents' total length is checked here."""
     numbers, extents, max_bytes = gradient.payload, gradient.extents, gradient.codec.max_bytes
     if sum(extent.length for extent in extents) > shard.length:
         raise WrongSize(f"the extents are longer than shard {shard.shard_id}, which has {shard.length} parameters")
@@ -232,8 +231,6 @@ SHARD_BYTES_MAX = 1024
 ATTACH_SECONDS = 10.0
 # A caller must send the rest of a message, and take an answer, within this time.
 MESSAGE_SECONDS = 60.0
-# Room for one descriptor: the system closes any more at once.
-_ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 
 
 class Connection(Caller):
@@ -304,7 +301,7 @@ class Connection(Caller):
             await asyncio.wait([self._task], timeout=max(seconds, 0.0))
 
     def shut(self) -> None:
-        """End the connection and its request; memory that a thread still works in is unmapped when it is done."""
+        """End the connection and its request; memory in which a thread still works is unmapped later."""
         if self.closed:
             return
         self.closed = True
@@ -317,8 +314,6 @@ class Connection(Caller):
             if self._task is not None:
                 self._task.cancel()
         self._on_closed(self)
-
-    # What comes in.
 
     def _on_readable(self) -> None:
         try:
@@ -362,12 +357,12 @@ class Connection(Caller):
         return message
 
     def _receive_with_descriptor(self, num_bytes: int) -> bytes:
-        received, ancillary, _, _ = self._socket.recvmsg(num_bytes, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                for descriptor in array.array("i", data[: len(data) - len(data) % 4]):
-                    self._drop_descriptor()
-                    self._descriptor = descriptor
+        # With room for one descriptor: the system closes any more at once.
+        received, descriptors, _, _ = socket.recv_fds(self._socket, num_bytes, 1)
+        for descriptor in descriptors:
+            self._drop_descriptor()
+            self._descriptor = descriptor
+            os.set_inheritable(descriptor, False)
         return received
 
     def _admits(self, length: int) -> bool:
@@ -390,8 +385,6 @@ class Connection(Caller):
             self._refuse(error, for_good=True)
             return False
         return True
-
-    # What becomes of a request.
 
     def _take(self, message: bytes) -> None:
         if self.is_hung_up:
@@ -453,8 +446,6 @@ class Connection(Caller):
             self._refuse(error)
         if not self.closed:
             self._loop.add_reader(self._socket, self._on_readable)
-
-    # What goes out.
 
     def _refuse(self, error: BaseException, *, for_good: bool = False) -> None:
         self._reply(local.LocalReply(failure=failure_of(error, "a local request")))

@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from pyps import logs
@@ -148,16 +149,11 @@ class SharedMemory(Listener):
         own = plan.of_parts(member.parts) if member is not None and member.parts else plan
         content = Content(run.content.run_id, epoch, plan, own, run.content.server_index, shards)
         check_layout(request, content)
-
-        def lay_out() -> Attachment:
-            memory = Segment(descriptor, num_bytes=request.segment_bytes, hand_over=self._host.work.hand_over)
-            try:
-                return Attachment.make(request, memory, content)
-            except BaseException:
-                memory.close()
-                raise
-
-        return await self._host.work.begin(lay_out)
+        work = self._host.work
+        memory = await work.begin(
+            partial(Segment, descriptor, num_bytes=request.segment_bytes, hand_over=work.hand_over)
+        )
+        return Attachment.make(request, memory, content)
 
     def _forget(self, caller: Caller) -> None:
         super()._forget(caller)
