@@ -121,8 +121,8 @@ class VirtualCrew:
             self.queue.open(spec, worker_id=worker.worker_id)
             self._scheduler.at(0.0, partial(self._ask, worker), worker_id=worker.worker_id)
         # All ask before the first pass begins, and wait.
-        while self._scheduler.next_time <= 0.0:
-            self._scheduler.step()
+        while self._scheduler.step(until=0.0):
+            pass
 
     @property
     def now(self) -> float:
@@ -183,6 +183,7 @@ class VirtualCrew:
             answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now)
         if answer.outcome != LeaseReply.OUTCOME_LEASED:
             wake = partial(self._scheduler.at, 0.0, partial(self._ask, worker), worker_id=worker.worker_id)
+            self.queue.announce(worker.worker_id, wake)
             answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now, wake=wake)
         if answer.outcome == LeaseReply.OUTCOME_LEASED:
             self._begin(worker, answer)

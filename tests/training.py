@@ -202,6 +202,8 @@ class QueueChannel:
         pass_ = getattr(request, "pass") if request.HasField("pass") else None
         held: list[int] | None = list(request.held)
         wake = woken.set if request.wait_milliseconds else None
+        if wake is not None:
+            self._queue.announce(sender.worker_id, wake)
         asked = {"pass_": pass_, "passes": request.passes, "now": 0.0, "wake": wake}
         answer = self._queue.lease(sender.worker_id, sender.incarnation, held=held, **asked)
         while answer.outcome == wire.LeaseReply.OUTCOME_NOTHING_NOW and request.wait_milliseconds:
@@ -209,7 +211,7 @@ class QueueChannel:
                 self._queue.forget(woken.set)
                 raise WaitTimedOut("others")
             woken.clear()
-            answer = self._queue.lease(sender.worker_id, sender.incarnation, announced=True, **asked)
+            answer = self._queue.lease(sender.worker_id, sender.incarnation, **asked)
         return answer
 
     def deliver(self, sender: Sender, request: wire.DeliverRequest) -> wire.DeliverReply:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client import leave
-from pyps_client.data.portions import Stepper, others_wait
+from pyps_client.data.portions import Stepper
 from pyps_client.figures import Answer, Figures, ask
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
@@ -43,12 +43,12 @@ class Client:
             while not client.finished:
                 parameters = client.exchange({"w": gradient_of(parameters)})
 
-    It connects when made, and waits for servers and for the run's first parameters: `tensors`, if the servers elect
-    this worker to send them. Pull waits for everything that the protocol makes workers wait for: a round's end, a turn,
-    the slowest. A push is one update: sum as many minibatches as the protocol wants (`session.terms.accumulate`).
+    The constructor connects, and waits for servers and for the run's first parameters: `tensors`, if the servers elect
+    this worker to send them. A pull waits as the protocol demands: for the end of a round, a turn, the slowest worker.
+    A push is one update: sum minibatches yourself where the protocol demands it (`session.terms.accumulate`).
     Use one thread, or one that pushes and one that pulls.
 
-    Calls raise ServerUnavailable or WaitTimedOut after a wait, and a push after the run's end RunFinished.
+    Calls raise ServerUnavailable or WaitTimedOut after a wait; a push after the end of the run raises RunFinished.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Client:
 
         `tensors`: float32 arrays by name. `optimizer`: the servers' rule and its settings. `servers`: "host:port",
         several with commas between, or "local" for one that it starts; PYPS_SERVERS by default. `launch`: the servers
-        and everything else about the connection, instead of `servers`. Raises a ConfigurationError where one of these
-        is wrong, or differs from the run's.
+        and everything else about the connection, instead of `servers`. Raises a ConfigurationError if one of these is
+        wrong, or differs from the run's.
         """
         leave.install_where_asked()
         launch = Launch.of(servers, launch)
@@ -92,7 +92,7 @@ class Client:
         try:
             self.session.connect()
             leave.expect(self.session, of=self)
-            # Pushed gradients and pulled parameters, in the wire's type.
+            # Memory for the pushed gradient and the pulled parameters, in the type in which they are sent.
             lent = self.session.lend()
             [[self._gradient]], [self._parameters] = lent.gradients, lent.parameters
             self.session.pull([self._parameters])
@@ -103,16 +103,14 @@ class Client:
     def push(self, gradients: Arrays, examples: int = 0) -> list[Receipt]:
         """Push gradients by tensor name; return a receipt a shard.
 
+        `gradients`: float32 arrays; a tensor without a gradient stays as it is. `examples`: of the minibatch.
+
         A gradient with NaN or infinity is skipped with a warning, and there are no receipts. A receipt may refuse a
-        shard and says why; see `refused`. After a server's restore from a checkpoint the client also pulls, so that the
-        servers take the next gradient.
+        shard, with the reason; see `refused`. If a server was restored from a checkpoint, this pulls too, so that the
+        servers accept the next gradient.
 
-        Args:
-            gradients: float32 arrays; a tensor without one stays as it is.
-            examples: the number of examples in the minibatch.
-
-        Raises ModelMismatch, before anything is sent, for a gradient of another name, shape or type than the model's,
-        and NotFinite after ten skipped gradients in a row.
+        Raises ModelMismatch, before anything is sent, for a gradient whose name, shape or type is not the model's, and
+        NotFinite after ten skipped gradients in a row.
         """
         receipts = self._hand_in(gradients, examples)
         if any(receipt.reason == REASON_EPOCH for receipt in receipts or ()):
@@ -130,14 +128,14 @@ class Client:
     def pull(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the newest parameters by tensor name, in new arrays.
 
-        Waits as the protocol in force wants before the next gradient; WaitTimedOut names the workers in the way.
+        Waits as the protocol demands before the next gradient; WaitTimedOut names the workers that it waits for.
         """
         self._enter_step()
         self.session.pull([self._parameters])
         return self._pulled()
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the present parameters by tensor name, each shard of one version, without a wait: for evaluation."""
+        """Return the present parameters by tensor name, without a wait, for evaluation. No shard mixes versions."""
         vectors = [np.zeros(size, np.float32) for size in self._model.group_sizes]
         self.session.snapshot(vectors)
         return split_tensors(self._model, vectors)
@@ -168,11 +166,11 @@ class Client:
         return _ClientStepper(self)
 
     def report(self, **scalars: float) -> None:
-        """Send figures of this worker, such as loss=0.3, with the next heartbeat."""
+        """Send numbers about this worker, such as loss=0.3, with the next heartbeat."""
         self.session.report(**scalars)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leave the run; without a call this happens when the client is freed. A second call does nothing."""
+        """Leave the run, unless that is done. A client that is freed leaves it too."""
         self.session.close(cause, message)
 
     def __enter__(self) -> Client:
@@ -184,7 +182,7 @@ class Client:
         self.close(*leave.cause_of(error))
 
     def _hand_in(self, gradients: Arrays, examples: int, parameters: Vectors | None = None) -> list[Receipt] | None:
-        """Check the gradients and push them; None where they are skipped."""
+        """Check the gradients and push them; return None if they are skipped."""
         self._check(gradients)
         thread = threading.get_ident()
         if self._stepping and self._stepping != thread:
@@ -210,7 +208,7 @@ class Client:
         return split_tensors(self._model, [values.copy()])
 
     def _enter_step(self) -> None:
-        """Wait for permission to begin the next step, once, where the protocol grants steps."""
+        """Wait for permission to begin the next step, once a step, under protocols that require it."""
         with self._border:
             if self._between_steps:
                 self.session.proceed()
@@ -218,7 +216,9 @@ class Client:
 
     def _check(self, gradients: Arrays) -> None:
         if not isinstance(gradients, Mapping):
-            raise ModelMismatch(f"The gradients are {_kind(gradients)}; expected a dictionary of arrays by name.")
+            raise ModelMismatch(
+                f"The gradients are of type {type(gradients).__name__}; expected a dictionary of arrays by name."
+            )
         for name, gradient in gradients.items():
             if name not in self._places:
                 known = ", ".join(list(self._places)[:10])
@@ -236,7 +236,7 @@ class Client:
                 )
 
     def _write(self, gradients: Arrays) -> bool:
-        """Write gradients into the vector in the wire's type; False where one is not finite in it."""
+        """Write the gradients into the memory that is pushed; return False if one is not finite in its type."""
         for name, gradient in gradients.items():
             tensor, begin = self._places[name]
             place = self._gradient[begin : begin + tensor.size]
@@ -251,12 +251,15 @@ class Client:
         return True
 
 
-class _ClientStepper:
-    """A client's steps, for portions of data: each is answered when it returns."""
+class _ClientStepper(Stepper):
+    """The steps of a client, each answered when it returns. Its caller pushes and pulls."""
 
     def __init__(self, client: Client) -> None:
-        self.session = client.session
         self._client = client
+
+    @property
+    def session(self) -> Worker:
+        return self._client.session
 
     @property
     def steps(self) -> int:
@@ -271,32 +274,21 @@ class _ClientStepper:
         return self.session.finished
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
-        # Without parameters: only `pull` returns them.
         return ask(None)
 
     def tell_examples(self, count: int) -> None:
         self._client.examples_in_batch = count
 
-    def end_portion_after(self, step: int) -> None:
-        """Do nothing: the caller pushes; `Portions.ends_portion` says when."""
-
-    def flush(self) -> None:
-        """Do nothing: nothing gathers."""
-
     def idle(self) -> None:
-        if others_wait(self.session) and not self.finished:
-            with contextlib.suppress(RunFinished):
-                self._client.exchange({})
-
-    def finish(self) -> None:
-        """Do nothing: the caller pulls."""
+        with contextlib.suppress(RunFinished):
+            self._client.exchange({})
 
     def tell_over(self) -> None:
         raise RunFinished(f"Run {self.session.run_id!r} is over: leave the loop. Pulls still work.")
 
 
 class Observer:
-    """A reader of a run, which gets the model from the servers. It is no worker.
+    """A reader of a run, which is no worker. It gets the model from the servers.
 
     with Observer("host:7610") as observer:
         parameters = observer.snapshot()
@@ -306,55 +298,53 @@ class Observer:
         """Connect to all of the run's servers, with the arguments of Client; wait for the run's first parameters."""
         leave.install_where_asked()
         launch = Launch.of(servers, launch)
-        # This refuses "local": a new server has no run.
         own = f"observer-{socket.gethostname()}-{os.getpid()}"
+        # parse_servers refuses "local": a new server has no run.
         launch = launch.with_(servers=parse_servers(launch.servers), worker_id=own)
         self._handshake = Handshake(launch)
         self._servers = Servers(launch, rejoin=self._rejoin)
         self._closing = threading.Event()
         try:
             replies = self._handshake.join(self._servers.connections, None, self._closing)
-            first, whole = replies[0], self._handshake.whole
-            assert whole is not None
         except BaseException:
             self.close()
             raise
-        # A server that comes back may have another.
+        whole = self._handshake.whole
+        assert whole is not None
+        # A restarted server may have another port.
         self._control_ports = [reply.control_address.rpartition(":")[2] for reply in replies]
         self.model = whole.model
-        self.optimizer: OptimizerSettings = first.optimizer
+        self.optimizer: OptimizerSettings = replies[0].optimizer
         self._holdings = Holdings(whole)
-        # The last snapshot, one vector a group; only newer shards are read again.
+        # The last snapshot, one vector a group. The next one reads only shards that are newer.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
-        self._receivers_into = receivers(self._servers, self._vectors, self._holdings, codec=FLOAT32)
+        self._receivers = receivers(self._servers, self._vectors, self._holdings, codec=FLOAT32)
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the newest parameters by tensor name, in new arrays; each shard of one version."""
-        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._receivers_into, poll=LongPoll(0.0))
+        """Return the newest parameters by tensor name, in new arrays. No shard mixes versions."""
+        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._receivers, poll=LongPoll(0.0))
         return split_tensors(self.model, [vector.copy() for vector in self._vectors])
 
     def figures(self, every_seconds: float = 10.0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the run's update and its figures by name (docs/trackers.md), now and after each pause.
+        """Yield the number of updates and the run's figures by name (docs/trackers.md), now and after each pause.
 
-        Ends with the run, or once a server was gone for `loss_wait_seconds`. Call `snapshot` on the same thread.
+        Ends with the run, or when a server was unreachable for `loss_wait_seconds`. Call `snapshot` on the same thread.
         """
         if not 0.0 <= every_seconds < threading.TIMEOUT_MAX:
-            raise InvalidArgument(
-                f"every_seconds is {every_seconds}; expected the seconds between two looks, 0 or more."
-            )
+            raise InvalidArgument(f"every_seconds is {every_seconds}; expected the seconds of a pause, 0 or more.")
         return self._figures(every_seconds)
 
     def _figures(self, every_seconds: float) -> Iterator[tuple[int, dict[str, float]]]:
-        figures, looks = Figures(), [partial(self._look, connection) for connection in self._servers.connections]
+        figures, calls = Figures(), [partial(self._ask, connection) for connection in self._servers.connections]
         while not (self._closing.is_set() or figures.over):
             try:
-                now = figures.of(self._servers.on_all(looks))
+                now = figures.of(self._servers.on_all(calls))
             except (RunFinished, ServerUnavailable):
                 return
             yield int(now["updates"]), now
             self._closing.wait(0.0 if figures.over else every_seconds)
 
-    def _look(self, connection: Connection, _: GrpcChannel, stop: threading.Event) -> Answer:
+    def _ask(self, connection: Connection, _: GrpcChannel, stop: threading.Event) -> Answer:
         host = connection.address.rpartition(":")[0]
         return ask(f"{host}:{self._control_ports[connection.index]}", self._handshake.launch)
 
@@ -385,7 +375,10 @@ class Observer:
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return a model's tensors by name, as views of its groups' vectors; blocks are copied into one, NaN for others."""
+    """Return a model's tensors by name, as views of its groups' vectors.
+
+    The blocks of a split tensor are copied into one, with NaN in place of missing blocks.
+    """
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for tensor, begin in _places(model):
         values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
@@ -398,7 +391,7 @@ def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDAr
 
 
 def _places(model: Model) -> Iterator[tuple[Tensor, int]]:
-    """Yield each tensor, with its first number in its group's vector."""
+    """Yield each tensor, with the place where it begins in its group's vector."""
     ends = [0] * model.num_groups
     for tensor in model.tensors:
         yield tensor, ends[tensor.group]
@@ -415,13 +408,11 @@ def _settings_of(optimizer: Optimizer) -> OptimizerSettings:
         ) from None
 
 
-def _kind(value: object) -> str:
-    return f"of type {type(value).__name__}"
-
-
 def _model_of(tensors: Arrays, shard_size: int) -> Model:
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
-        raise InvalidArgument(f"tensors is {_kind(tensors)}; expected a dictionary of float32 arrays by their names.")
+        raise InvalidArgument(
+            f"tensors is of type {type(tensors).__name__}; expected a dictionary of float32 arrays by their names."
+        )
     if not tensors:
         raise InvalidArgument("No tensors were given: pass the model's first parameters by name.")
     for name, tensor in tensors.items():

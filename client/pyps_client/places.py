@@ -1,7 +1,7 @@
-"""The places of servers, where they are found again after they moved: addresses, lines of a file, a DNS name of all.
+"""The places of servers, from which their present addresses are found: addresses, lines of a file, a DNS name.
 
-A place is a line of text: "host:7610", which gRPC looks up by itself; "file:/path#1", the second line of a file; or
-"dns:2@name:7610#1", the second of two servers, all of whose addresses the name stands for.
+A place is a line of text: "host:7610"; "file:/path#1", the second line of a file; or "dns:2@name:7610#1", the second of
+two servers whose addresses a DNS name has.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from pyps_wire.errors import InvalidArgument, ServerUnavailable
 FILE, NAME = "file:", "dns:"
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _NAME = re.compile(r"dns:(?P<count>[1-9][0-9]{0,3})@(?P<address>[^#@]+)")
-# Far more than the addresses of all servers of a run.
 _FILE_BYTES_MAX = 2**20
 _OF_SEVERAL = re.compile(r"(?P<all>(file|dns):.+)#(?P<index>[0-9]{1,4})")
 
 
 def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
-    """Return the places that one text names, in order. Raises InvalidArgument."""
+    """Return the places that a text names, in order. Raises InvalidArgument."""
     if match := _OF_SEVERAL.fullmatch(servers):
         if servers.startswith(FILE):
             return [servers]
         places, index = places_of(match["all"], port=port), int(match["index"])
         if index >= len(places):
-            raise InvalidArgument(
-                f"{servers!r} is none of its servers: they are counted from #0 to #{len(places) - 1}."
-            )
+            raise InvalidArgument(f"{servers!r} names no server: they are numbered #0 to #{len(places) - 1}.")
         return [places[index]]
     if servers.startswith(FILE):
         return [f"{servers}#{index}" for index in range(len(_read(servers, port)))]
@@ -40,8 +37,8 @@ def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
         match = _NAME.fullmatch(servers)
         if match is None:
             raise InvalidArgument(
-                f"{servers!r} does not say which servers: expected dns:COUNT@name:port, such as dns:2@pyps:{DATA_PORT} "
-                "for two servers, whose addresses are all that the name stands for."
+                f"{servers!r} does not name the servers: expected dns:COUNT@name:port, such as dns:2@pyps:{DATA_PORT} "
+                "for two servers, whose addresses are all those of the name."
             )
         place = f"{NAME}{match['count']}@{parse_address(match['address'], port)}"
         return [f"{place}#{index}" for index in range(int(match["count"]))]
@@ -51,20 +48,20 @@ def places_of(servers: str, *, port: int = DATA_PORT) -> list[str]:
 def address_of(
     place: str, *, port: int = DATA_PORT, index_at: Callable[[str], int | None] = lambda address: None
 ) -> str:
-    """Where the server of a place is at this moment, as host:port.
+    """Return the present address of a place's server, as host:port.
 
-    `index_at` asks a server at an address for its own index in the run: None while it has none. Raises InvalidArgument
-    or ServerUnavailable while it is unknown.
+    `index_at(address)`: the index in the run of the server at an address, None if that server does not know it yet.
+    Raises InvalidArgument, or ServerUnavailable if the address cannot be found now.
     """
     match = _OF_SEVERAL.fullmatch(place)
     if match is None:
         return place
-    of_all, index = match["all"], int(match["index"])
-    if of_all.startswith(NAME):
-        return _by_name(of_all, index, index_at)
-    addresses = _read(of_all, port)
+    source, index = match["all"], int(match["index"])
+    if source.startswith(NAME):
+        return _find_by_name(source, index, index_at)
+    addresses = _read(source, port)
     if index >= len(addresses):
-        raise ServerUnavailable(f"{of_all.removeprefix(FILE)} has no address in line {index + 1} any more")
+        raise ServerUnavailable(f"{source.removeprefix(FILE)} has no address in line {index + 1} any more")
     return addresses[index]
 
 
@@ -76,7 +73,7 @@ def parse_address(address: str, default_port: int) -> str:
             f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
         )
     port = str(match["port"] or default_port).lstrip("0")
-    # A port of thousands of digits is no number to Python.
+    # int() refuses thousands of digits.
     if len(port) > 5 or not 1 <= int(port or 0) <= 65535:
         raise InvalidArgument(f"Server address {address!r} has port {port or 0}; expected 1 to 65535.")
     try:
@@ -92,49 +89,48 @@ def _read(place: str, port: int) -> list[str]:
     """Return the addresses in a file, one a line; empty lines and comments (#) are ignored."""
     path = Path(place.removeprefix(FILE))
     try:
-        # What is no file never ends, or never begins.
+        # Reading from a pipe or a device might never end.
         if path.exists() and not path.is_file():
-            raise InvalidArgument(f"{path}, which is to name the servers, is no file.")
+            raise InvalidArgument(f"{path}, which should name the servers, is not a file.")
         with path.open("rb") as file:
             content = file.read(_FILE_BYTES_MAX + 1)
         if len(content) > _FILE_BYTES_MAX:
-            raise InvalidArgument(f"{path}, which is to name the servers, is larger than 1 MiB: it names none.")
+            raise InvalidArgument(f"{path}, which should name the servers, is larger than 1 MiB: give another file.")
         lines = content.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise InvalidArgument(f"{path}, which is to name the servers, cannot be read: {reason}.") from None
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise InvalidArgument(f"{path}, which should name the servers, cannot be read: {reason}.") from None
     addresses = [address for line in lines if (address := line.partition("#")[0].strip())]
     if not addresses:
         raise InvalidArgument(f"{path} names no server: expected an address a line, as host:{DATA_PORT}.")
     return [parse_address(address, port) for address in addresses]
 
 
-def _by_name(place: str, index: int, index_at: Callable[[str], int | None]) -> str:
-    """The address of one of a name's servers: the one that says so itself, else its turn among those that cannot say.
+def _find_by_name(source: str, index: int, index_at: Callable[[str], int | None]) -> str:
+    """Return the address of server number `index` among those of a DNS name.
 
-    Servers learn their index with the run's first parameters, and keep it in checkpoints. Until then all callers count
-    them alike, by their addresses; so all of them have to be there.
+    A server gets its index with the run's first parameters, and a restored server has it from the checkpoint. Servers
+    without an index get the free indices in the order of their addresses, so that all callers number them alike. For
+    that, all servers must answer.
     """
-    count_text, _, address = place.removeprefix(NAME).partition("@")
+    count, _, address = source.removeprefix(NAME).partition("@")
     host, _, port = address.rpartition(":")
-    count = int(count_text)
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise ServerUnavailable(f"{host} cannot be looked up: {error.strerror or error}") from None
-    # Of a host that has addresses of both kinds one is enough.
+    # If the servers have addresses of both kinds, IPv4 and IPv6, take one kind.
     family = min(each[0] for each in found)
-    hosts = sorted({str(each[4][0]) for each in found if each[0] == family})
-    # The indices that those which answer say of themselves.
-    known: dict[str, int | None] = {}
-    for each in (f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in hosts):
-        # One that does not answer ends, or is about to begin.
+    indices: dict[str, int | None] = {}
+    for ip in sorted({str(each[4][0]) for each in found if each[0] == family}):
+        server = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+        # A server that does not answer has ended, or begins.
         with contextlib.suppress(ServerUnavailable):
-            known[each] = index_at(each)
-            if known[each] == index:
-                return each
-    unnumbered = [each for each, own in known.items() if own is None]
-    missing = sorted(set(range(count)) - set(known.values()))
-    if len(unnumbered) != len(missing):
-        raise ServerUnavailable(f"{host} stands for {len(known)} of {count} servers that answer")
-    return unnumbered[missing.index(index)]
+            indices[server] = index_at(server)
+            if indices[server] == index:
+                return server
+    without_index = [server for server, own in indices.items() if own is None]
+    free = sorted(set(range(int(count))) - set(indices.values()))
+    if len(without_index) != len(free):
+        raise ServerUnavailable(f"{host} has the addresses of {len(indices)} of {count} servers that answer")
+    return without_index[free.index(index)]

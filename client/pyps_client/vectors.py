@@ -1,4 +1,4 @@
-"""The flat vectors that a worker reads and writes, one per parameter group: checked, cut, and made what travels."""
+"""The flat vectors that a worker reads and writes, one a parameter group: their check, their slices, their encoding."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ from pyps_wire.errors import NotFinite, WrongSize
 from pyps_wire.partition import Model, ShardRange
 
 Vector = npt.NDArray[np.float32]
-# One a group, in whatever type they travel.
+# One a group, in the type in which they are sent.
 Vectors = Sequence[npt.NDArray[Any]]
-# Ranges of a shard, each from where and how long; an empty tuple for all of it.
+# Ranges of a shard, as start and length; an empty tuple for the whole shard.
 Extents = tuple[tuple[int, int], ...]
 
-# So many gradients in a row with NaN or infinity end a worker that makes nothing else.
+# This number of gradients in a row with NaN or infinity ends a worker.
 SKIPS_MAX = 10
 
 
 def dtype_of(codec: Codec, *, converted: bool) -> np.dtype[Any]:
-    """Return the type of vectors in this codec: float32 where they are converted, or where it has no words."""
+    """Return the type of vectors for a codec: its own, or float32 if they are converted or it has none."""
     return FLOAT32.dtype if converted or codec.dtype is None else codec.dtype
 
 
 def check_vectors(
     vectors: Sequence[npt.NDArray[Any]], model: Model, dtype: np.dtype[Any], *, what: str, writable: bool = False
 ) -> None:
-    """Raise WrongSize for vectors that do not fit the model's groups; nothing is converted silently."""
+    """Raise WrongSize for vectors that do not fit the model's groups."""
     if len(vectors) != model.num_groups:
         raise WrongSize(
             f"{what}: {len(vectors)} vectors were given for {model.num_groups} parameter groups; give one each."
         )
     for group, (vector, size) in enumerate(zip(vectors, model.group_sizes, strict=True)):
         if vector.shape != (size,) or vector.dtype != dtype:
-            raise WrongSize(
-                f"{what}: the vector of group {group} is {vector.dtype}{list(vector.shape)}; expected {dtype}[{size}]."
-            )
-        if not vector.flags.c_contiguous or (writable and not vector.flags.writeable):
-            raise WrongSize(
-                f"{what}: the vector of group {group} must be contiguous{' and writable' if writable else ''}."
-            )
+            problem = f"is {vector.dtype}{list(vector.shape)}; expected {dtype}[{size}]"
+        elif not vector.flags.c_contiguous or (writable and not vector.flags.writeable):
+            problem = f"must be contiguous{' and writable' if writable else ''}"
+        else:
+            continue
+        raise WrongSize(f"{what}: the vector of group {group} {problem}.")
 
 
 def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArray[Any]:
@@ -53,14 +52,14 @@ def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArr
 
 
 def values_at(values: npt.NDArray[Any], extents: Extents) -> npt.NDArray[Any]:
-    """Return the values in these ranges, end to end; not copied where they are all."""
+    """Return the values in these ranges, one range after the other; without a copy if they are all values."""
     if not extents:
         return values
     return np.concatenate([values[start : start + length] for start, length in extents])
 
 
 class Converter:
-    """Converts float32 to payloads and back, by numpy. Several threads may call it at once."""
+    """Converts float32 to payloads and back, by numpy. Threads may share it."""
 
     def encode(self, values: npt.NDArray[np.float32], codec: Codec) -> memoryview:
         return codec.encode(values)
@@ -69,7 +68,7 @@ class Converter:
         codec.decode_into(payload, place)
 
     def encoded(self, values: npt.NDArray[Any], codec: Codec) -> memoryview:
-        """Return contiguous values as a payload: float32 is converted, words of the codec stay as they are."""
+        """Return contiguous values as a payload; values in the codec's type are not converted."""
         return values.view(np.uint8).data if values.dtype == codec.dtype else self.encode(values, codec)
 
 
@@ -79,19 +78,17 @@ NUMPY = Converter()
 class Encoder:
     """Encodes a worker's pushes, each shard once a push: a retry sends the same bytes.
 
-    Under a stateful codec what an encoding loses is added to the next gradient of the same shard (error feedback). It
-    counts once a server has taken the payload: a refused push leaves no trace here, as it leaves none there.
-
-    Threads may encode different shards at once.
+    Under a stateful codec, what an encoding loses is added to the next gradient of the same shard (error feedback),
+    unless the server refused the payload. Threads may encode different shards at the same time.
     """
 
     def __init__(self, codec: Codec, converter: Converter = NUMPY) -> None:
         self.codec = codec
         self.converter = converter
         self._push: object = None
-        # Of that push, by shard: its ranges, the payload, and the values that it lost.
+        # Of that push, by shard: the ranges, the payload, and what the encoding lost.
         self._encoded: dict[int, tuple[Extents, memoryview, Vector]] = {}
-        # By shard, what was lost so far.
+        # By shard: what encodings lost, for the next gradient.
         self._residuals: dict[int, Vector] = {}
 
     def begin(self, push: object) -> None:
@@ -99,9 +96,9 @@ class Encoder:
             self._push, self._encoded = push, {}
 
     def payload(self, values: npt.NDArray[Any], shard: ShardRange, extents: Extents) -> memoryview:
-        """Return the shard's payload of the push under way: its values in these ranges, () for all of them."""
+        """Return the shard's payload in this push: its values in these ranges."""
         if self.codec.dtype is not None:
-            # Words are the same each time, and cost more memory than time.
+            # The same each time: to keep it would cost more memory than to encode it again costs time.
             return self.converter.encoded(values, self.codec)
         known = self._encoded.get(shard.shard_id)
         if known is not None and known[0] == extents:
@@ -131,8 +128,7 @@ def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
     flat = values.reshape(-1)
     if flat.dtype.kind != "f":
         flat = codec.decode(flat.view(np.uint8).data, flat.size)
-    # A finite sum proves finite terms, in one pass without memory. The sum of finite terms may overflow: then
-    # look closer.
+    # A finite sum proves that all terms are finite, in one pass without memory. It may overflow; then check each term.
     with np.errstate(all="ignore"):
         if np.isfinite(np.sum(flat, dtype=np.float32 if flat.dtype == np.float16 else None)):
             return None
@@ -141,10 +137,10 @@ def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
 
 
 class FiniteGuard:
-    """Counts skipped gradients. Mixed precision overflows now and then; many in a row are a fault."""
+    """Counts skipped gradients. Mixed precision overflows at times; many in a row are an error."""
 
     def __init__(self) -> None:
-        # In a row, and in all.
+        # In a row, and in total.
         self.skips = 0
         self.skips_total = 0
 
@@ -152,7 +148,7 @@ class FiniteGuard:
         self.skips = 0
 
     def skipped(self, name: str, index: tuple[int, ...], value: float) -> None:
-        """Note a gradient that is not sent, with a warning. Raises NotFinite after too many in a row."""
+        """Count a gradient that is not sent, and warn. Raises NotFinite after too many in a row."""
         self.skips += 1
         self.skips_total += 1
         where = f"{name}[{', '.join(map(str, index))}]" if index else name

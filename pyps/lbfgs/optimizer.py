@@ -1,9 +1,9 @@
 """L-BFGS in a coordinator that never sees a parameter: Sandblaster (Dean et al. 2012, section 4.2, algorithm 1.2).
 
-The vectors are on the servers and the gradients come from the workers; the coordinator computes with numbers. An
+The vectors are on the servers, and the gradients come from the workers; the coordinator computes with numbers. An
 iteration is a direction, a line search of some passes over the data set, and one commit: a program that a server
-executes whole or not at all, and that brings the numbers that a restart needs (`LbfgsState`). A coordinator restarted
-after a commit takes the same steps, bit for bit, if a pass gives the same bits.
+executes whole or not at all, with the numbers that a restart needs (`LbfgsState`). A coordinator restarted after a
+commit takes the same steps, bit for bit, if a pass gives the same bits.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ from pyps.lbfgs.machine import (
 from pyps.lbfgs.resume import LbfgsState, Pair, resume
 from pyps_wire.errors import InvalidArgument, NotFinite
 
-LINE_SEARCHES = ("armijo", "wolfe")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LbfgsSettings:
     """Settings of L-BFGS. Raises InvalidArgument for a value out of range."""
 
-    # Pairs of differences that make the direction, m.
+    # The most pairs of differences that make the direction, m.
     history: int = 10
     # "armijo": shorter steps until the loss falls enough. "wolfe": until the slope has flattened too.
     line_search: str = "armijo"
-    # The part of the first slope by which the loss must fall, and to which the slope must flatten.
+    # The parts of the first slope: how much the loss must fall at least, and how steep the slope may still be.
     c1: float = 1e-4
     c2: float = 0.9
     # armijo: the ratio of a step to the one before.
@@ -55,7 +53,7 @@ class LbfgsSettings:
     iterations_max: int = 20
     # Ends when no element of the gradient is larger.
     gradient_tolerance: float = 1e-5
-    # Ends when an iteration lowers the loss by no more than this part of it; less is noise in float32.
+    # Ends when an iteration lowers the loss by no more than this part of it: less is noise in float32.
     loss_tolerance: float = 1e-7
     # A pair is kept if s.y is larger than this times |s| |y|.
     curvature: float = 1e-10
@@ -71,11 +69,6 @@ class LbfgsSettings:
         for name in ("gradient_tolerance", "loss_tolerance", "curvature"):
             value = getattr(self, name)
             _check(0.0 <= value < math.inf, name, value, expected="a finite number of at least 0")
-
-    def make_line_search(self) -> LineSearch:
-        if self.line_search == "wolfe":
-            return StrongWolfe(c1=self.c1, c2=self.c2, trials_max=self.trials_max)
-        return Armijo(c1=self.c1, backtrack=self.backtrack, trials_max=self.trials_max)
 
 
 def _check(holds: bool, setting: str, value: float | str, *, expected: str) -> None:
@@ -93,13 +86,9 @@ class Measures:
     ss: float
     yy: float
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.gradient_norm) and math.isfinite(self.slope)
-
 
 class Trials:
-    """A `Line`; the servers' parameters are at its last trial."""
+    """The `Line` of one iteration; the servers' parameters are at its last trial."""
 
     def __init__(self, machine: Machine, objective: Objective, note: Mapping[str, float]) -> None:
         self.passes = 0
@@ -132,13 +121,7 @@ class Trials:
                 dot(GRADIENT_CHANGE, GRADIENT_CHANGE),
             )
         )
-        return self.measures.slope if self.measures.finite else math.nan
-
-
-def steepest(machine: Machine) -> tuple[float, float]:
-    """Set d = -g; return its slope, d.g, and the sum of the elements of |g|."""
-    slope, norm = machine.execute(combine(DIRECTION, [GRADIENT], [-1.0]), dot(DIRECTION, GRADIENT), norm1(GRADIENT))
-    return slope, norm
+        return self.measures.slope if math.isfinite(self.measures.gradient_norm) else math.nan
 
 
 def quasi_newton(machine: Machine, pairs: Sequence[Pair]) -> float:
@@ -212,12 +195,6 @@ class Summary:
     reason: str  # the end of a sentence
 
 
-@dataclass(frozen=True)
-class _Direction:
-    pairs: tuple[Pair, ...]
-    start: Start
-
-
 class Lbfgs:
     """Lowers a loss, iteration by iteration. `run` may be called again after an error of machine or objective."""
 
@@ -228,13 +205,11 @@ class Lbfgs:
         settings: LbfgsSettings | None = None,
         *,
         on_iteration: Callable[[IterationReport], None] = lambda report: None,
-        line_search: LineSearch | None = None,
     ) -> None:
         self._machine = machine
         self._objective = objective
         self._settings = settings or LbfgsSettings()
         self._on_iteration = on_iteration
-        self._line_search = line_search or self._settings.make_line_search()
         self._state = LbfgsState()
 
     def run(self, servers: Sequence[ServerState], state: str = "") -> Summary:
@@ -309,42 +284,40 @@ class Lbfgs:
 
     def _iterate(self) -> bool:
         """Run and commit one iteration; return False if no step lowers the loss, with the parameters back at x."""
-        state = self._state
+        state, settings = self._state, self._settings
         note = {"iteration": state.iteration + 1.0, "loss": state.loss, "gradient_norm": state.gradient_norm}
         trials = Trials(self._machine, self._objective, note)
-        direction = self._quasi_newton() or self._steepest()
-        found = self._line_search.search(trials, direction.start)
-        if found is None and direction.pairs:
-            direction = self._steepest()
-            found = self._line_search.search(trials, direction.start)
+        search = LINE_SEARCHES[settings.line_search]
+        found = None
+        if pairs := state.pairs[-settings.history :]:
+            start = Start(state.loss, quasi_newton(self._machine, pairs), step=1.0)
+            if -math.inf < start.slope < 0.0:
+                found = search(trials, start, settings)
+        if found is None:
+            pairs = ()
+            slope, norm = self._machine.execute(
+                combine(DIRECTION, [GRADIENT], [-1.0]), dot(DIRECTION, GRADIENT), norm1(GRADIENT)
+            )
+            start = Start(state.loss, slope, step=min(1.0, 1.0 / norm))
+            found = search(trials, start, settings)
         if found is None:
             self._machine.execute(move(POINT))
             self._state = replace(state, passes=state.passes + trials.passes)
             return False
-        self._commit(direction, found, trials)
+        self._commit(pairs, start, found, trials)
         return True
 
-    def _quasi_newton(self) -> _Direction | None:
-        """Compute the direction from the history; None without one, or if the loss does not fall along it."""
-        pairs = self._state.pairs[-self._settings.history :]
-        if not pairs:
-            return None
-        slope = quasi_newton(self._machine, pairs)
-        if not -math.inf < slope < 0.0:
-            return None
-        return _Direction(pairs, Start(self._state.loss, slope, step=1.0))
+    def _commit(self, used: tuple[Pair, ...], start: Start, found: Found, trials: Trials) -> None:
+        """Accept the trial as the new point on all servers, with the state that a restart needs.
 
-    def _steepest(self) -> _Direction:
-        slope, norm = steepest(self._machine)
-        return _Direction((), Start(self._state.loss, slope, step=min(1.0, 1.0 / norm)))
-
-    def _commit(self, direction: _Direction, found: Found, trials: Trials) -> None:
-        """Accept the trial as the new point on all servers, with the state that a restart needs."""
+        `used`: the pairs that made the direction; none for -g.
+        """
         assert trials.measures is not None, "a line search computes the slope of the step that it returns"
         before, measures = self._state, trials.measures
-        restarted = bool(before.pairs) and not direction.pairs
-        kept = self._is_curved(measures)
-        pairs, held, newest, drops = direction.pairs, before.held, before.newest, 0
+        restarted = bool(before.pairs) and not used
+        # Then H certainly stays positive definite with the pair.
+        kept = measures.sy > self._settings.curvature * math.sqrt(measures.ss) * math.sqrt(measures.yy)
+        pairs, held, newest, drops = used, before.held, before.newest, 0
         if kept:
             newest += 1
             pairs = (*pairs, Pair(newest, measures.sy, measures.yy))[-self._settings.history :]
@@ -356,7 +329,7 @@ class Lbfgs:
             loss=found.loss,
             gradient_norm=measures.gradient_norm,
             decrease=before.loss - found.loss,
-            steepest=not direction.pairs,
+            steepest=not used,
             moved=measures.ss > 0.0,
             pairs=pairs,
             held=held,
@@ -375,22 +348,18 @@ class Lbfgs:
                 loss=state.loss,
                 decrease=state.decrease,
                 step_length=found.step,
-                slope=direction.start.slope,
+                slope=start.slope,
                 gradient_norm=state.gradient_norm,
                 trials=trials.passes,
-                pairs=len(direction.pairs),
+                pairs=len(used),
                 pair_kept=kept,
                 restarted=restarted,
             )
         )
 
-    def _is_curved(self, measures: Measures) -> bool:
-        """Return whether H certainly stays positive definite with the pair."""
-        return measures.sy > self._settings.curvature * math.sqrt(measures.ss) * math.sqrt(measures.yy)
-
 
 class Line(Protocol):
-    """The loss along the search direction."""
+    """The loss along the search direction, phi(a) = f(x + a d)."""
 
     def loss(self, step: float) -> float:
         """Return phi(step), by a pass over the whole data set."""
@@ -412,95 +381,77 @@ class Start:
 
 @dataclass(frozen=True)
 class Found:
-    """A step with its loss and its slope. A search returns the step of the line's last `loss`."""
+    """A step with its loss and its slope."""
 
     step: float
     loss: float
     slope: float
 
 
-class LineSearch(Protocol):
-    """A search along d: phi(a) = f(x + a d). The paper leaves it open (Nocedal and Wright 2006, chapter 3).
-
-    Armijo         phi(a) <= phi(0) + c1 a phi'(0)
-    strong Wolfe   Armijo, and |phi'(a)| <= c2 |phi'(0)|
-
-    A step whose loss or slope is not finite is too long.
-    """
-
-    def search(self, line: Line, start: Start) -> Found | None:
-        """Return a step that holds Armijo's condition at least; None if no trial did."""
-        ...
-
-
-@dataclass(frozen=True)
-class Armijo:
-    """Shortens the step until it holds Armijo's condition."""
-
-    c1: float = 1e-4
-    backtrack: float = 0.5  # the ratio of a step to the one before
-    trials_max: int = 20
-
-    def search(self, line: Line, start: Start) -> Found | None:
-        step = start.step
-        for _ in range(self.trials_max):
-            loss = line.loss(step)
-            if decreases_enough(loss, step, start, c1=self.c1):
-                slope = line.slope()
-                if math.isfinite(slope):
-                    return Found(step, loss, slope)
-            step *= self.backtrack
-        return None
+def armijo(line: Line, start: Start, settings: LbfgsSettings) -> Found | None:
+    """Shorten the step until phi(a) <= phi(0) + c1 a phi'(0)."""
+    step = start.step
+    for _ in range(settings.trials_max):
+        loss = line.loss(step)
+        if decreases_enough(loss, step, start, c1=settings.c1):
+            slope = line.slope()
+            if math.isfinite(slope):
+                return Found(step, loss, slope)
+        step *= settings.backtrack
+    return None
 
 
-@dataclass(frozen=True)
-class StrongWolfe:
-    """Brackets a step that holds the strong Wolfe conditions, then closes in on it.
+def strong_wolfe(line: Line, start: Start, settings: LbfgsSettings) -> Found | None:
+    """Bracket a step that holds Armijo's condition and |phi'(a)| <= c2 |phi'(0)|, then close in on it.
 
     Nocedal and Wright's algorithms 3.5 and 3.6 as one loop: `low` is the best step that holds Armijo's condition, `far`
     the other end of an interval that contains a good step, None while the loss falls beyond every step tried.
     """
+    low, far = Found(0.0, start.loss, start.slope), None
+    step = start.step
+    for number in range(1, settings.trials_max + 1):
+        if number == settings.trials_max and low.step > 0.0:
+            # Another trial might not be better, and to come back from it would cost a pass.
+            break
+        trial = _try(line, start, step, low, c1=settings.c1)
+        if abs(trial.slope) <= settings.c2 * abs(start.slope):
+            return trial
+        if not math.isfinite(trial.slope):
+            far = trial
+        else:
+            before, low = low, trial
+            ahead = 1.0 if far is None else far.step - before.step
+            if trial.slope * ahead >= 0.0:
+                far = before
+            elif far is None:
+                step = _beyond(before, low)
+                continue
+        step = _between(low, far)
+        if step in (low.step, far.step):
+            break
+    # The best step found, whatever its slope.
+    if low.step == 0.0 or low.step == trial.step:
+        return low if low.step else None
+    # Another pass brings the line back to it.
+    again = _try(line, start, low.step, Found(0.0, start.loss, start.slope), c1=settings.c1)
+    return again if math.isfinite(again.slope) else None
 
-    c1: float = 1e-4
-    c2: float = 0.9
-    trials_max: int = 20
 
-    def search(self, line: Line, start: Start) -> Found | None:
-        low, far = Found(0.0, start.loss, start.slope), None
-        step = start.step
-        for number in range(1, self.trials_max + 1):
-            if number == self.trials_max and low.step > 0.0:
-                # Another trial might not be better, and would cost a pass to come back from.
-                break
-            trial = self._try(line, start, step, low)
-            if abs(trial.slope) <= self.c2 * abs(start.slope):
-                return trial
-            if not math.isfinite(trial.slope):
-                far = trial
-            else:
-                before, low = low, trial
-                ahead = 1.0 if far is None else far.step - before.step
-                if trial.slope * ahead >= 0.0:
-                    far = before
-                elif far is None:
-                    step = _beyond(before, low)
-                    continue
-            step = _between(low, far)
-            if step in (low.step, far.step):
-                break
-        # The best step found, whatever its slope.
-        if low.step == 0.0 or low.step == trial.step:
-            return low if low.step else None
-        # Another pass brings the line back to it.
-        again = self._try(line, start, low.step, Found(0.0, start.loss, start.slope))
-        return again if math.isfinite(again.slope) else None
+# Searches along d, which the paper leaves open (Nocedal and Wright 2006, chapter 3). Each returns the step of the
+# last `loss`, which holds Armijo's condition at least, or None if no trial did. A step whose loss or slope is not
+# finite is too long.
+LINE_SEARCHES: Mapping[str, Callable[[Line, Start, LbfgsSettings], Found | None]] = {
+    "armijo": armijo,
+    "wolfe": strong_wolfe,
+}
 
-    def _try(self, line: Line, start: Start, step: float, low: Found) -> Found:
-        """Return the trial; its slope is NaN unless the step may become `low`."""
-        loss = line.loss(step)
-        if not decreases_enough(loss, step, start, c1=self.c1) or (low.step > 0.0 and loss >= low.loss):
-            return Found(step, loss, math.nan)
-        return Found(step, loss, line.slope())
+
+def _try(line: Line, start: Start, step: float, low: Found, *, c1: float) -> Found:
+    """Return the trial; its slope is NaN unless the step may become `low`."""
+    loss = line.loss(step)
+    if not decreases_enough(loss, step, start, c1=c1) or (low.step > 0.0 and loss >= low.loss):
+        return Found(step, loss, math.nan)
+    return Found(step, loss, line.slope())
 
 
 def decreases_enough(loss: float, step: float, start: Start, *, c1: float) -> bool:

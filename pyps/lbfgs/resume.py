@@ -52,7 +52,7 @@ class LbfgsState:
 
     iteration: int = 0
     # False if the loss and the gradient at the point are unknown: before the first iteration, and after a restart with
-    # servers at points of different iterations.
+    # servers at different iterations.
     evaluated: bool = False
     loss: float = 0.0
     gradient_norm: float = 0.0  # the largest element of g
@@ -127,20 +127,19 @@ def resume(machine: Machine, servers: Sequence[ServerState], text: str) -> Lbfgs
 
 def _can_continue(servers: Sequence[ServerState], state: LbfgsState) -> bool:
     """Return whether every server executed the state's commit, or can still execute it."""
-    if servers[0].iteration != state.iteration:
-        return False
-    return all(_has_committed(found, state) or _can_commit(found, state) for found in servers)
-
-
-def _has_committed(found: ServerState, state: LbfgsState) -> bool:
-    needed = [GRADIENT, *_names(state, up_to=state.newest)] if state.evaluated else []
-    return found.iteration == state.iteration and set(needed) <= set(found.vectors)
-
-
-def _can_commit(found: ServerState, state: LbfgsState) -> bool:
-    # A restored server has no trial gradient, so one that is there belongs to the accepted trial.
-    needed = {*VECTORS, *_names(state, up_to=state.newest - state.pushed)} - {DIRECTION}
-    return state.evaluated and found.iteration == state.iteration - 1 and needed <= set(found.vectors)
+    for found in servers:
+        needed: set[str] = set()
+        if found.iteration == state.iteration:
+            if state.evaluated:
+                needed = {GRADIENT, *_names(state, up_to=state.newest)}
+        elif state.evaluated and found.iteration == state.iteration - 1 and found is not servers[0]:
+            # A restored server has no trial gradient, so one that is there belongs to the accepted trial.
+            needed = {*VECTORS, *_names(state, up_to=state.newest - state.pushed)} - {DIRECTION}
+        else:
+            return False
+        if not needed <= set(found.vectors):
+            return False
+    return True
 
 
 def _names(state: LbfgsState, *, up_to: int) -> Iterable[str]:
@@ -148,10 +147,10 @@ def _names(state: LbfgsState, *, up_to: int) -> Iterable[str]:
 
 
 def _discard_history(machine: Machine, servers: Sequence[ServerState], state: LbfgsState) -> LbfgsState:
-    """Commit that history and gradient are void: the servers' points, of whichever iterations, are one point from now.
+    """Commit that there is no history and no gradient: from now on the servers' points are one point.
 
     Server 0 comes first, so that a restart finds this state before any server's vectors are allocated again. A server
-    accepts commits one after the other.
+    accepts only the commit after its last one.
     """
     last = max(found.iteration for found in servers) + 1
     state = replace(state, evaluated=False, pairs=(), restarts=state.restarts + 1, pushed=False, drops=0)

@@ -310,7 +310,7 @@ def _about_work(work: WorkProgress) -> Iterator[Metric]:
     yield counter("work_passes", "Passes over the data set that are done.", work.passes_done)
     yield counter("work_copies", "Backup copies of portions given out.", work.copies)
     yield counter("work_stolen", "Portions that a backup copy finished first.", work.stolen)
-    yield counter("work_lost", "Leases of portions whose workers died or gave nothing for too long.", work.lost)
+    yield counter("work_lost", "Leases of portions whose workers died or delivered nothing for too long.", work.lost)
     yield counter("work_wasted", "Results of portions that were thrown away.", work.wasted)
     speeds = {worker.worker_id: worker.examples_per_second for worker in work.workers}
     yield gauge("work_examples_per_second", "Speed over a worker's last portions.", speeds, by="worker")

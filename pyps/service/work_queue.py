@@ -175,7 +175,6 @@ async def lease_portion(
             passes=request.passes,
             now=run.clock(),
             wake=poll.wake,
-            announced=True,
             held=held,
         )
 

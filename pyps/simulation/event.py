@@ -36,11 +36,10 @@ class Event(NamedTuple):
     version: int = 0
     # Of pushes.
     receipt: Receipt | None = None
-    # Whom a worker waits for, or what was changed.
+    # The workers that a worker waits for, or the new setting.
     note: str = ""
 
     def __str__(self) -> str:
-        """Return the event in one line."""
         if self.receipt is not None:
             what = f"shard {self.shard_id} #{self.receipt.sequence} of version {self.version}: {_verdict(self.receipt)}"
         else:
@@ -59,10 +58,9 @@ def _verdict(receipt: Receipt) -> str:
 
 
 class Scheduler:
-    """Calls actions in the order of virtual time.
+    """Calls actions in the order of virtual time, then of their workers' names, then of the calls of `at`.
 
-    At equal times they are called in the order of their workers' names, then in that of the calls of `at`: a run is a
-    function of its inputs alone.
+    So a run is a function of its inputs alone.
     """
 
     def __init__(self) -> None:
@@ -71,19 +69,14 @@ class Scheduler:
         self._count = 0
 
     def at(self, time: float, action: Callable[[], None], *, worker_id: str = "") -> None:
-        """Have `action` called at that time, or now if it has passed; actions of no worker precede those of workers."""
+        """Call `action` at that time, or now if it has passed; actions of no worker precede those of workers."""
         self._count += 1
         heapq.heappush(self._queue, (max(time, self.now), worker_id, self._count, action))
 
-    def step(self) -> bool:
-        """Call the next action; return False if none is left."""
-        if not self._queue:
+    def step(self, *, until: float = float("inf")) -> bool:
+        """Call the next action; return False if there is none until that time."""
+        if not self._queue or self._queue[0][0] > until:
             return False
         self.now, _, _, action = heapq.heappop(self._queue)
         action()
         return True
-
-    @property
-    def next_time(self) -> float:
-        """The time of the next action; infinity if none is left."""
-        return self._queue[0][0] if self._queue else float("inf")

@@ -34,25 +34,22 @@ RUN_ID = "simulation"
 class ServerPlan:
     """A server's settings and speed. Times are in virtual seconds."""
 
-    # Workers that the first update of a barrier waits for.
+    # How many workers the first update of a barrier waits for.
     expected_workers: int = 0
     # The silence after which a worker is lost.
     lease_seconds: float = 30.0
-    # How long a live worker may hold others up before rounds go on without it, until its next push.
+    # How long others may wait for a live worker; then rounds continue without it, until its next push.
     stall_seconds: float = float("inf")
-    # The time that a shard takes for a push. Pushes queue for a busy shard, pulls do not.
+    # A shard's time for a push. Pushes wait for a busy shard, pulls do not.
     service_seconds: float = 0.0
-    # The time that one shard's message takes. A worker sends the messages of a push one after the other.
+    # The time of one shard's message. A worker sends the messages of a push one after the other.
     transfer_seconds: float = 0.0
-    # Time between two checks for workers that hold others up, while any worker waits.
+    # Between two checks for workers that others wait for, while any worker waits.
     tick_seconds: float = 0.25
 
 
 class VirtualServer:
-    """Replaces network, threads and the wall clock between workers and a run.
-
-    It models how long messages and shards take, ticks the run's clock, and reports events. All else is the run's.
-    """
+    """Replaces network, threads and the wall clock between workers and a run, and reports events."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class VirtualServer:
             **behaviour.texts,
         )
         self.run = Run(config, clock=lambda: scheduler.now, recorder=recorder)
-        # A parameter group each: no shard has numbers of two.
+        # A parameter group each, since no shard has numbers of two groups.
         self._model = Model(tuple(Tensor(f"{i}", each.shape, group=i) for i, each in enumerate(parameters)))
         self._initialize(parameters, settings)
         self.shards = self.run.content.shards
@@ -96,7 +93,7 @@ class VirtualServer:
     # Called by workers.
 
     def join(self, worker_id: str, incarnation: int) -> None:
-        """Say Hello for the worker, which sends heartbeats from now on."""
+        """Say Hello for a worker, whose heartbeats begin."""
         self._living[worker_id] = incarnation
         greeting = Greeting(
             run_id=RUN_ID,
@@ -126,7 +123,7 @@ class VirtualServer:
         return granted
 
     def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
-        """Call `then` for each shard once it has the version, with its number and the time when it can be read."""
+        """Call `then` for each shard once it has the version, with the shard's number and the time to read it."""
         incarnation = self._living[worker_id]
         for shard in self.run.shards_to_pull(
             RUN_ID, worker_id, incarnation, observer=False, shard_ids=min_versions.keys()
@@ -134,7 +131,7 @@ class VirtualServer:
             shard_id, min_version = shard.shard_id, min_versions[shard.shard_id]
             if shard.version < min_version and not shard.finished:
                 self._waits(worker_id, shard.waiting_for(self.run.rounds.roster_of(shard_id)), shard_id, min_version)
-            shard.when_version(min_version, partial(self._readable, shard_id, then))
+            shard.when_version(min_version, lambda shard_id=shard_id: then(shard_id, self._resumes_at[shard_id]))  # type: ignore[misc]
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
         shard = self.shards[shard_id]
@@ -145,40 +142,38 @@ class VirtualServer:
 
     def receive(self, gradients: Gradients, *, at: At, then: Answer) -> None:
         """Receive a push, whose messages arrive one after the other; answer each once it is handled."""
-        seconds = self.plan.transfer_seconds
-        if self.run.mutex is not None:
-            # All of the push arrives before the model is locked.
-            handle = partial(self._handle_whole, gradients, then)
-            self._after(len(gradients) * seconds, partial(self._queue, tuple(self.shards), handle, at=at), at=at)
-            return
-        for count, (shard_id, gradient) in enumerate(gradients, start=1):
-            handle = partial(self._handle, shard_id, gradient, then)
-            self._after(count * seconds, partial(self._queue, (shard_id,), handle, at=at), at=at)
+        # Under one mutex for the model, all of the push arrives before it is handled as a whole.
+        whole = self.run.mutex is not None
+        arrived = 0
+        for together in [gradients] if whole else [[each] for each in gradients]:
+            arrived += len(together)
+            queue = partial(self._queue, together, whole=whole, at=at, then=then)
+            self._after(arrived * self.plan.transfer_seconds, queue, at=at)
 
     def leave(self, worker_id: str) -> None:
-        """Say for the worker that it has finished."""
+        """Say Leave for a worker."""
         self.run.leave(RUN_ID, worker_id, self._living.pop(worker_id), failed=False, message="")
         self._say(Kind.LEAVE, worker_id)
         with self._reporting_rounds():
             self.run.rounds.complete_rounds()
 
     def lose(self, worker_id: str) -> None:
-        """Record that the worker died; the run only sees its lease run out."""
+        """Record that a worker died; the run will see that its lease expires."""
         self._say(Kind.DIE, worker_id)
-        # Until now it has sent heartbeats.
+        # The last heartbeat.
         self.run.heard(RUN_ID, worker_id, self._living.pop(worker_id))
-        # A lease has run out when more than its time is over.
+        # A lease expires once more than its time is over.
         self._scheduler.at(self._scheduler.now + self.plan.lease_seconds + MOMENT, self._tick)
 
     # Called by operators.
 
     def pause(self, shard_id: int, seconds: float) -> None:
-        """Stop the shard for that time: pushes to it and pulls from it wait."""
+        """Stop a shard for a time: its pushes and pulls wait."""
         self._resumes_at[shard_id] = self._scheduler.now + seconds
         self._free_at[shard_id] = max(self._free_at[shard_id], self._resumes_at[shard_id])
 
     def configure(self, *, protocol: str = "", staleness: str = "") -> None:
-        """Replace what is named, after the waiting gradients of the old protocol are settled."""
+        """Change the protocol or the staleness policy."""
         self._say(Kind.CONFIGURE, note=protocol or staleness)
         with self._reporting_rounds():
             self.run.configure(protocol=protocol, staleness=staleness)
@@ -198,9 +193,6 @@ class VirtualServer:
             initialization.add(shard_id, FLOAT32, memoryview(values.tobytes()))
         run.commit(initialization)
 
-    def _readable(self, shard_id: int, then: Callable[[int, float], None]) -> None:
-        then(shard_id, self._resumes_at[shard_id])
-
     def _after(self, seconds: float, action: Callable[[], None], *, at: At) -> None:
         """Call the action after that time, at once for 0."""
         if seconds > 0:
@@ -208,28 +200,21 @@ class VirtualServer:
         else:
             action()
 
-    def _queue(self, shard_ids: Sequence[int], handle: Callable[[], None], *, at: At) -> None:
-        """Handle a message once its shards have handled those before it."""
+    def _queue(self, gradients: Gradients, *, whole: bool, at: At, then: Answer) -> None:
+        """Handle gradients once their shards, or all shards, have handled the pushes before them."""
         now = self._scheduler.now
-        begins = max(now, *(self._free_at[shard_id] for shard_id in shard_ids))
-        ends = begins + self.plan.service_seconds
-        for shard_id in shard_ids:
-            self._free_at[shard_id] = ends
-        self._after(ends - now, handle, at=at)
+        shard_ids = list(self.shards) if whole else [shard_id for shard_id, _ in gradients]
+        ends = max(now, *(self._free_at[shard_id] for shard_id in shard_ids)) + self.plan.service_seconds
+        self._free_at.update(dict.fromkeys(shard_ids, ends))
+        self._after(ends - now, partial(self._handle, gradients, whole=whole, then=then), at=at)
 
-    def _handle(self, shard_id: int, gradient: Gradient, then: Answer) -> None:
-        self._answer(gradient, self.run.push(PushPlan(shard_id, gradient)).receipt, then)
-
-    def _handle_whole(self, gradients: Gradients, then: Answer) -> None:
-        pushed = self.run.push_whole([PushPlan(shard_id, gradient) for shard_id, gradient in gradients])
-        for (_, gradient), (receipt, _, _) in zip(gradients, pushed, strict=True):
-            self._answer(gradient, receipt, then)
-
-    def _answer(self, gradient: Gradient, receipt: Receipt, then: Answer) -> None:
-        self._report(
-            Event(self._scheduler.now, Kind.PUSH, gradient.worker_id, receipt.shard_id, gradient.base_version, receipt)
-        )
-        then(receipt)
+    def _handle(self, gradients: Gradients, *, whole: bool, then: Answer) -> None:
+        plans = [PushPlan(shard_id, gradient) for shard_id, gradient in gradients]
+        pushed = self.run.push_whole(plans) if whole else [self.run.push(plan) for plan in plans]
+        for (shard_id, gradient), (receipt, _, _) in zip(gradients, pushed, strict=True):
+            event = Event(self._scheduler.now, Kind.PUSH, gradient.worker_id, shard_id, gradient.base_version, receipt)
+            self._report(event)
+            then(receipt)
 
     def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
         """Record that a worker waits; check from now on whether others hold it up."""

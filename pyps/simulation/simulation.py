@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -84,11 +85,11 @@ class WorkerPlan:
     worker_id: str
     timing: Timing = field(default_factory=lambda: fixed(1.0))
     joins_at: float = 0.0
-    # It finishes after so many steps; None for no end.
+    # The number of steps after which it leaves; None for no end.
     steps: int | None = None
-    # It stops without Leave: its step is lost, and its lease runs out later.
+    # When it stops without Leave: its step is lost, and its lease expires later.
     dies_at: float = float("inf")
-    # A later life of the same worker has a larger one.
+    # Larger in a later life of the same worker.
     incarnation: int = 1
     # The shards that it trains, in the order in which it sends them; None for all.
     shards: tuple[int, ...] | None = None
@@ -125,13 +126,8 @@ class VirtualWorker:
         if plan.dies_at < float("inf"):
             scheduler.at(plan.dies_at, self._die, worker_id=self.worker_id)
 
-    @property
-    def at_work(self) -> bool:
-        """Whether it has joined and is neither dead nor done."""
-        return self._joined and not self._gone
-
     def _at(self, time: float, action: Callable[[], None]) -> None:
-        """Have the action called at that time, unless the worker is gone by then."""
+        """Call the action at that time, unless the worker has left or died by then."""
         self._scheduler.at(time, lambda: None if self._gone else action(), worker_id=self.worker_id)
 
     def _join(self) -> None:
@@ -142,14 +138,12 @@ class VirtualWorker:
     def _proceed(self) -> None:
         self._asked_at = self._scheduler.now
         if self._server.run.rounds.steps.asks:
-            self._ask()
+            self._request_step()
         else:
             self._pull()
 
-    def _ask(self, *, again: bool = False) -> None:
-        def wake() -> None:
-            self._at(0.0, lambda: self._ask(again=True))
-
+    def _request_step(self, *, again: bool = False) -> None:
+        wake = partial(self._at, 0.0, partial(self._request_step, again=True))
         if self._server.may_proceed(self.worker_id, self.steps_done, wake=wake, again=again):
             self._pull()
 
@@ -165,12 +159,9 @@ class VirtualWorker:
         self._held[shard_id] = self._server.read(self.worker_id, shard_id)
         self._outstanding.remove(shard_id)
         if not self._outstanding:
-            self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.blocked_seconds += self._scheduler.now - self._asked_at
-        seconds = self.plan.timing(self.steps_done, self._random)
-        self._at(self._scheduler.now + seconds, self._push)
+            self.blocked_seconds += self._scheduler.now - self._asked_at
+            seconds = self.plan.timing(self.steps_done, self._random)
+            self._at(self._scheduler.now + seconds, self._push)
 
     def _push(self) -> None:
         parameters = {shard_id: values for shard_id, (_, values) in self._held.items()}
@@ -216,13 +207,13 @@ class VirtualWorker:
         self._server.leave(self.worker_id)
 
     def _die(self) -> None:
-        if self.at_work:
+        if self._joined and not self._gone:
             self._gone = True
             self._server.lose(self.worker_id)
 
 
 class Simulation:
-    """Runs workers against a run in virtual time; equal inputs give equal events and equal bits."""
+    """A run and its workers in virtual time. Equal inputs give equal events and equal bits."""
 
     def __init__(
         self,
@@ -238,8 +229,8 @@ class Simulation:
     ) -> None:
         """Make a shard of each of the parameters, with an update rule of these settings."""
         self.events: list[Event] = []
-        # Answered pushes, and the accepted ones among them.
-        self.num_pushes = self.num_taken = 0
+        # Accepted pushes.
+        self.num_taken = 0
         self._scheduler = Scheduler()
         self.server = VirtualServer(
             parameters,
@@ -272,14 +263,13 @@ class Simulation:
         return self._scheduler.now
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Have an action called at a time, for example one that pauses a shard."""
+        """Call an action at a time, for example one that pauses a shard."""
         self._scheduler.at(time, action)
 
     def run(self, *, seconds: float = float("inf"), pushes: int | None = None) -> None:
         """Run until that time, until so many pushes are accepted, or until no action is left."""
-        while self._scheduler.next_time <= seconds and (pushes is None or self.num_taken < pushes):
-            if not self._scheduler.step():
-                return
+        while (pushes is None or self.num_taken < pushes) and self._scheduler.step(until=seconds):
+            pass
 
     def receipts(self, shard_id: int | None = None) -> list[Receipt]:
         """Return the receipts of all pushes, or of a shard's, in the order of time."""
@@ -292,5 +282,4 @@ class Simulation:
     def _note(self, event: Event) -> None:
         self.events.append(event)
         if event.kind is Kind.PUSH and event.receipt is not None:
-            self.num_pushes += 1
             self.num_taken += event.receipt.outcome != Outcome.REJECTED

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pyps.work.portions import Division, PendingPortions, Portion
 from pyps_wire.work_pb2 import AwaitPassReply
 
-# A worker's speed is that over so many of its last portions, so that a change shows soon.
+# A worker's speed is measured over this number of its last portions, so that a change shows soon.
 PORTIONS_MEASURED = 4
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A portion, with the number of its lease, that is with a worker."""
+    """A portion that a worker has, with the number of the lease."""
 
     pass_: int
     portion: Portion
@@ -24,14 +24,6 @@ class Lease:
     leased_at: float
     # Whether another worker had the portion then.
     copy: bool
-
-    @property
-    def lease_id(self) -> int:
-        return self.portion.lease_id
-
-    @property
-    def portion_id(self) -> int:
-        return self.portion.portion_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a claim or a delivery is accepted, all of it or none, and why not."""
+    """The answer to a claim or a delivery, with the reason of a refusal."""
 
     accepted: bool
     message: str = ""
@@ -54,16 +46,16 @@ class Verdict:
 
 @dataclass(slots=True, eq=False)
 class WorkerProgress:
-    """The queue's view of a worker. Times are in seconds of the run's clock."""
+    """A worker of the queue. Times are in seconds of the run's clock."""
 
     worker_id: str
     incarnation: int
-    # Of all passes, by number.
+    # Of all passes, by the lease's number.
     leases: dict[int, Lease] = field(default_factory=dict)
     # The pass of its last portion, and the portion after that one; None before its first.
     pass_: int = -1
     next_portion: int | None = None
-    # The first example that it got in that pass and in the pass before: the next pass begins with the same data.
+    # The first example that it got in that pass and in the pass before. It begins the next pass with the same data.
     began: int | None = None
     began_before: int | None = None
     # The time of its last claim or delivery.
@@ -78,13 +70,13 @@ class WorkerProgress:
         return sum(examples for examples, _ in self.measured) / seconds if seconds > 0 else 0.0
 
     def enter(self, pass_: int) -> None:
-        """Move to where it began the pass before, unless it is in this one already."""
+        """Begin a pass, unless the worker is in it."""
         if pass_ != self.pass_:
             self.began_before, self.began = self.began if self.began is not None else self.began_before, None
             self.pass_, self.next_portion = pass_, None
 
     def computed(self, leases: Sequence[Lease], *, now: float) -> None:
-        """Measure the time for portions, which may have been leased while it computed others."""
+        """Measure the time for portions. They may have been leased while the worker computed others."""
         leased_at = min(lease.leased_at for lease in leases)
         began = leased_at if self.gave_at is None else max(leased_at, self.gave_at)
         if now > began:
@@ -115,10 +107,10 @@ class WorkPass:
         self.running: dict[int, list[Lease]] = {}
         # Portions delivered, by worker.
         self.done_by: Counter[str] = Counter()
-        # By portion, how often it was taken away from a worker that was too slow.
+        # By portion, how often it was taken from a worker that was too slow.
         self.times_stalled: Counter[int] = Counter()
-        # With a coordinator: by portion, the lease whose claim was accepted; by delivered portion, its stage; and by
-        # first portion of a stage, its sum of losses.
+        # With a coordinator: by portion, the lease whose claim was accepted; by delivered portion, its stage; by first
+        # portion of a stage, the sum of losses.
         self.claimed: dict[int, Lease] = {}
         self.stage_of: dict[int, int] = {}
         self._losses: dict[int, float] = {}
@@ -133,17 +125,14 @@ class WorkPass:
         return not self.pending and not self.running
 
     def awaited(self) -> Iterator[Lease]:
-        """Return the leases whose ends the pass waits for: of a claimed portion only the claimed one."""
+        """Yield the leases that the pass waits for; of a claimed portion, only the claimed one."""
         for leases in self.running.values():
             for lease in leases:
-                if self.claimed.get(lease.portion_id, lease) is lease:
+                if self.claimed.get(lease.portion.portion_id, lease) is lease:
                     yield lease
 
     def copy_for(self, worker: WorkerProgress) -> int | None:
-        """Return the running portion that a worker should compute too; None if there is none.
-
-        Of those with the fewest leases it is the one leased the longest ago.
-        """
+        """Return the running portion that a worker should compute too: with the fewest leases, then the oldest."""
         candidates = [
             (len(leases), min(lease.leased_at for lease in leases), portion_id)
             for portion_id, leases in self.running.items()
@@ -155,30 +144,30 @@ class WorkPass:
 
     def give(self, lease: Lease) -> None:
         if not lease.copy:
-            self.pending.remove(lease.portion_id)
-        self.running.setdefault(lease.portion_id, []).append(lease)
+            self.pending.remove(lease.portion.portion_id)
+        self.running.setdefault(lease.portion.portion_id, []).append(lease)
 
     def give_back(self, lease: Lease) -> None:
-        """End a lease without a result. The portion is pending, unless other workers have it too."""
-        if self.claimed.get(lease.portion_id) is lease:
-            del self.claimed[lease.portion_id]
-        leases = self.running[lease.portion_id]
+        """End a lease without a result. The portion becomes pending, unless other workers have it."""
+        if self.claimed.get(lease.portion.portion_id) is lease:
+            del self.claimed[lease.portion.portion_id]
+        leases = self.running[lease.portion.portion_id]
         leases.remove(lease)
         if not leases:
-            del self.running[lease.portion_id]
-            self.pending.add(lease.portion_id)
+            del self.running[lease.portion.portion_id]
+            self.pending.add(lease.portion.portion_id)
 
     def stage(self, leases: Sequence[Lease], *, stage_id: int, loss_sum: float) -> None:
         for lease in leases:
-            del self.claimed[lease.portion_id]
-            self.stage_of[lease.portion_id] = stage_id
-        self._losses[min(lease.portion_id for lease in leases)] = loss_sum
+            del self.claimed[lease.portion.portion_id]
+            self.stage_of[lease.portion.portion_id] = stage_id
+        self._losses[min(lease.portion.portion_id for lease in leases)] = loss_sum
 
     def deliver(self, lease: Lease) -> list[Lease]:
         """Mark a portion as delivered; return all its leases, including this one."""
         self.done_by[lease.worker.worker_id] += 1
-        self.times_stalled.pop(lease.portion_id, None)
-        return self.running.pop(lease.portion_id)
+        self.times_stalled.pop(lease.portion.portion_id, None)
+        return self.running.pop(lease.portion.portion_id)
 
     def unfinished(self) -> list[tuple[int, int]]:
         """Return all portions that are not delivered, as ranges."""
@@ -194,6 +183,6 @@ class WorkPass:
             complete=True,
             loss_sum=loss_sum,
             example_count=self.division.num_examples,
-            # None of a portion whose loss was not finite.
+            # A portion whose loss is not finite has no stage.
             stage_ids=[stage for first in sorted(self._losses) if (stage := self.stage_of[first])],
         )

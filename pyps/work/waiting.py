@@ -1,4 +1,4 @@
-"""The lock of a work queue, and the calls that wait for it: one call a worker, and those of coordinators."""
+"""The lock of a work queue, and the calls that wait: one a worker, and those of coordinators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Lock
 from pyps.core.effects import ParkedCalls, Wake
 from pyps_wire.errors import WaitTimedOut
 
-# Calls end and are repeated: a worker that calls again this soon has waited on.
+# Calls end and are repeated. A worker that calls again within this time has not stopped waiting.
 PAUSE_SECONDS = 5.0
 
 # Under this name the calls of coordinators are parked; no worker has it.
@@ -20,7 +20,7 @@ _COORDINATORS = ""
 class WaitingCalls:
     """A queue's lock, and the calls that wait."""
 
-    def __init__(self, on_event: Callable[..., None]) -> None:
+    def __init__(self, on_event: Callable[..., object]) -> None:
         """`on_event(kind, what, **facts)` records an event."""
         self.lock = Lock()
         self._on_event = on_event
@@ -37,7 +37,7 @@ class WaitingCalls:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Hold the lock; then, without it, wake the calls and record the events that became due."""
+        """Hold the lock; then, without it, wake calls and record events."""
         due: list[Callable[[], object]] = []
         try:
             with self.lock:
@@ -64,9 +64,9 @@ class WaitingCalls:
             self._latest[worker_id] = call
         self.wake(worker_id)
 
-    def require_latest(self, worker_id: str, call: Wake | None) -> None:
+    def require_latest(self, worker_id: str, call: Wake) -> None:
         """Raise WaitTimedOut for an announced call that ended, or was replaced by another of its worker."""
-        if call is None or self._latest.get(worker_id) != call:
+        if self._latest.get(worker_id) != call:
             raise WaitTimedOut(f"worker {worker_id!r} has made another call since: this one has ended")
         self._parked.take([worker_id])
 
@@ -95,11 +95,8 @@ class WaitingCalls:
             self._parked.forget(name, wake)
         self._latest = {name: other for name, other in self._latest.items() if other != wake}
 
-    def wake(self, worker_id: str) -> None:
-        self._due += self._parked.take([worker_id])
-
-    def wake_workers(self) -> None:
-        self._due += self._parked.take(self.names)
+    def wake(self, *worker_ids: str) -> None:
+        self._due += self._parked.take(worker_ids)
 
     def wake_all(self) -> None:
         self._due += self._parked.take_all()

@@ -1,13 +1,13 @@
 """The queue of a data set's portions: each is delivered exactly once a pass, whatever dies.
 
-Without a coordinator (Downpour, ASGD) a pass is an epoch, and a portion is with one worker at a time. The next epoch
-opens when every portion is delivered and a worker asks for it, or earlier for a worker that finds nothing left.
+Without a coordinator (Downpour, ASGD) a pass is an epoch, and one worker has a portion at a time. The next epoch begins
+when every portion is delivered and a worker requests one, or earlier for a worker that finds no portion left.
 
-With a coordinator (Sandblaster, Dean et al. 2012, section 4.2) that one begins each pass, and near its end several
-workers get the same portion. The paper has portions and backup copies; that a result must be claimed before it enters a
-sum, and the first claim of several copies wins, is ours.
+With a coordinator (Sandblaster, Dean et al. 2012, section 4.2), the coordinator begins each pass, and near its end
+several workers get the same portion. Beyond the paper, a worker claims a portion before its gradient enters a sum, and
+the first claim wins.
 
-No call waits in here: a worker that gets nothing passes a wake function, which is called when it may try again.
+No call waits here: a worker that gets no portion passes a wake function, which is called when it may try again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pyps_wire.errors import InvalidArgument, StateLost, Superseded
 
 # A worker is stuck after this many times the time that its own speed predicts.
 SLACK = 3.0
-# Leases whose end is remembered, for the answer to a worker that comes back with one.
+# The most ended leases whose reason is remembered, for workers that still claim or deliver one.
 ENDS_REMEMBERED = 10_000
-# Passes whose deliveries are remembered, to show that each example was trained on once.
+# How many passes' deliveries are remembered, to show that each example was trained on once; and the most deliveries,
+# which must fit into a message.
 PASSES_REMEMBERED = 8
-# With many portions the oldest deliveries are forgotten before that: so many fit into one message.
 DELIVERIES_REMEMBERED = 50_000
 
 T = TypeVar("T")
@@ -49,15 +49,11 @@ class Counts:
     # Backup copies given out; portions that a backup copy finished first.
     copies: int = 0
     stolen: int = 0
-    # Leases that ended because their workers died or gave nothing for too long.
+    # Leases that ended because their workers died or delivered nothing for too long.
     lost: int = 0
     # Discarded results.
     wasted: int = 0
     passes_done: int = 0
-
-
-def _ignore_event(kind: str, what: str, **facts: object) -> None:
-    pass
 
 
 class WorkQueue:
@@ -70,18 +66,18 @@ class WorkQueue:
         batch_size_of: Callable[[int], int] = lambda epoch: 0,
         accumulate: Callable[[], int] = lambda: 0,
         epochs_ahead: Callable[[], int] = lambda: 0,
-        on_event: Callable[..., None] = _ignore_event,
+        on_event: Callable[..., object] = lambda *what, **facts: None,
         first_lease: int = 1,
     ) -> None:
-        """Make a queue without a data set. It calls the functions under its lock: they may take none.
+        """Make a queue without a data set. It calls the functions under its lock, so they may take no lock.
 
         Args:
             stall_seconds: The least time without a result after which a worker loses a portion that others wait for.
-            batch_size_of: Returns the server's growing minibatch in an epoch, 0 if it has none.
-            accumulate: Returns the minibatches that the protocol sums in a push.
+            batch_size_of: Returns the examples in a minibatch of an epoch, 0 if the server does not set them.
+            accumulate: Returns how many minibatches the protocol sums in a push.
             epochs_ahead: Returns how many epochs after the current one free workers may begin.
             on_event: `on_event(kind, what, **facts)` records an event.
-            first_lease: Greater than every lease of an earlier process of this server, even one after the checkpoint.
+            first_lease: Greater than every lease of an earlier process of this server.
         """
         self._stall_seconds = stall_seconds
         self._batch_size_of = batch_size_of
@@ -92,29 +88,28 @@ class WorkQueue:
         self.spec: DataSpec | None = None
         # The current pass, or the last one.
         self.pass_ = 0
-        # The current one and, if that is not complete, those that free workers have begun after it. None before a
-        # coordinator's first pass, and after a restore during one.
+        # The current pass and those that free workers have begun after it. Empty before a coordinator's first pass, and
+        # after a restore during a coordinator's pass.
         self._passes: list[WorkPass] = []
         self._workers: dict[str, WorkerProgress] = {}
-        # Workers that left in the current pass or were lost; they have no leases.
+        # Workers that left or were lost in the current pass; they have no leases.
         self._departed: dict[str, WorkerProgress] = {}
         self._counts = Counts()
-        # Of the newest passes, in order, by lease.
+        # The newest deliveries, in order, by lease.
         self._deliveries: dict[int, Delivered] = {}
         self._next_lease = first_lease
         # By ended lease, the reason.
         self._ends: dict[int, str] = {}
-        # Of a coordinator: the current one's epoch and that of the one that began the current pass, the reason for the
-        # end of the work, and its own figures.
-        self._coordinator_epoch = 0
-        self._begun_by = 0
+        # The epochs of the current coordinator and of the one that began the pass, the reason why a coordinator ended
+        # the work, and a coordinator's figures.
+        self._coordinator_epoch = self._begun_by = 0
         self._end_reason: str | None = None
         self._scalars: dict[str, float] = {}
 
     # For workers.
 
     def open(self, spec: DataSpec, *, worker_id: str) -> None:
-        """Set the data set. InvalidArgument names the first field in which a later call differs from the first."""
+        """Set the data set. Raises InvalidArgument for a later call that differs from the first."""
         with self._calls.settled():
             if self.spec is not None:
                 self.spec.require_same(spec, worker_id=worker_id)
@@ -126,7 +121,7 @@ class WorkQueue:
             self._calls.note("data set opened", name=spec.name, examples=spec.num_examples, worker=worker_id)
 
     def announce(self, worker_id: str, call: Wake) -> None:
-        """Record a worker's call, by its wake function, in the order of arrival: `lease` may follow later."""
+        """Record a worker's call, named by its wake function, before the `lease` for it."""
         with self._calls.settled():
             self._calls.announce(worker_id, call)
 
@@ -144,7 +139,6 @@ class WorkQueue:
         passes: int = 0,
         now: float,
         wake: Wake | None = None,
-        announced: bool = False,
         held: Collection[int] | None = None,
     ) -> wire.LeaseReply:
         """Give a free worker a portion of a pass.
@@ -153,36 +147,35 @@ class WorkQueue:
             worker_id: The worker.
             incarnation: Its process.
             pass_: The requested pass; None for the current one, or the next.
-            passes: How many passes the worker trains; 0 if unknown. With it the portion may be of a later pass: the
-                worker will come for the rest of that one.
+            passes: How many passes the worker trains, 0 if unknown. The portion may be of a later one of these.
             now: The time.
-            wake: With OUTCOME_NOTHING_NOW, called once when the worker may ask again; one a worker.
-            announced: Whether the call was announced.
-            held: The leases that the worker knows of; others of its own go back, as their answers were lost.
+            wake: The announced call; with OUTCOME_NOTHING_NOW called once when it may ask again. None for a call that
+                does not wait.
+            held: The leases that the worker knows; its other leases end, as their answers were lost.
 
         Raises:
-            WaitTimedOut: The announced call has ended, or its worker has made another: its state is out of date.
+            WaitTimedOut: The announced call has ended, or its worker has made another.
         """
         with self._calls.settled():
             self._require_open()
-            if announced:
+            if wake is not None:
                 self._calls.require_latest(worker_id, wake)
             worker = self._enter(worker_id, incarnation)
-            if not announced:
-                self._calls.announce(worker_id, wake)
+            if wake is None:
+                self._calls.announce(worker_id, None)
             for lease in list(worker.leases.values()):
-                if held is not None and lease.lease_id not in held:
+                if held is not None and lease.portion.lease_id not in held:
                     self._give_back(lease, why=f"worker {worker_id!r} requested work without naming it")
                     # It begins with that portion again.
                     worker.enter(lease.pass_)
-                    worker.next_portion = lease.portion_id
+                    worker.next_portion = lease.portion.portion_id
             answer = self._answer(worker, pass_, passes=passes, now=now)
             if answer.outcome == wire.LeaseReply.OUTCOME_NOTHING_NOW:
                 self._calls.wait(worker_id, wake, now=now)
             return answer
 
     def claim(self, worker_id: str, incarnation: int, lease_id: int, *, now: float) -> Verdict:
-        """Accept a portion's result: the first claim of several copies, and its repetitions."""
+        """Accept the first claim of a portion, and repetitions of it; refuse those of other copies."""
         with self._calls.settled():
             self._require_open()
             self._require_coordinated()
@@ -191,18 +184,18 @@ class WorkQueue:
             if lease is None:
                 return Verdict(False, reason)
             work_pass = self._pass_of(lease)
-            winner = work_pass.claimed.get(lease.portion_id)
+            winner = work_pass.claimed.get(lease.portion.portion_id)
             if winner is lease:
                 return Verdict(True)
             worker.computed([lease], now=now)
             if winner is not None:
                 self._counts.wasted += 1
-                reason = f"portion {lease.portion_id} was claimed by worker {winner.worker.worker_id!r} before"
+                reason = f"portion {lease.portion.portion_id} was claimed by worker {winner.worker.worker_id!r} before"
                 work_pass.give_back(lease)
                 self._end_lease(lease, why=reason)
                 return Verdict(False, reason)
-            work_pass.claimed[lease.portion_id] = lease
-            self._counts.stolen += lease.copy and len(work_pass.running[lease.portion_id]) > 1
+            work_pass.claimed[lease.portion.portion_id] = lease
+            self._counts.stolen += lease.copy and len(work_pass.running[lease.portion.portion_id]) > 1
             return Verdict(True)
 
     def deliver(
@@ -218,7 +211,7 @@ class WorkQueue:
     ) -> Verdict:
         """Accept portions whose gradients are pushed or, with a coordinator, claimed and staged: all or none.
 
-        If one lease was lost, the others in the call end too: their sum is of no use.
+        After a refusal all leases of the call end: their gradients are in one sum.
         """
         with self._calls.settled():
             self._require_open()
@@ -234,9 +227,9 @@ class WorkQueue:
             reasons = [reason for lease, reason in found if lease is None]
             if self._coordinated:
                 reasons += [
-                    f"lease {lease.lease_id} was not claimed: claim it before its gradient enters a sum"
+                    f"lease {lease.portion.lease_id} was not claimed: claim it before its gradient enters a sum"
                     for lease in leases
-                    if self._pass_of(lease).claimed.get(lease.portion_id) is not lease
+                    if self._pass_of(lease).claimed.get(lease.portion.portion_id) is not lease
                 ]
             if reasons:
                 self._counts.wasted += len(leases)
@@ -251,7 +244,7 @@ class WorkQueue:
                 )
             if not self._coordinated:
                 worker.computed(leases, now=now)
-                # A worker that waited while it held portions may be free for the next pass now.
+                # A call of the worker that waits may get a portion of the next pass now.
                 self._calls.wake(worker_id)
             elif stage_id or not math.isfinite(loss_sum):
                 self._passes[0].stage(leases, stage_id=stage_id, loss_sum=loss_sum)
@@ -264,24 +257,24 @@ class WorkQueue:
             return Verdict(True)
 
     def release(self, worker_id: str, *, lost: bool) -> None:
-        """Take back all that a worker holds, because it left or is lost."""
+        """Take the portions of a worker that left or was lost."""
         with self._calls.settled():
             if worker := self._workers.pop(worker_id, None):
                 self._departed[worker_id] = worker
                 self._calls.wake(worker_id)
                 self._take_back_all(worker, why=f"worker {worker_id!r} left or was lost", lost=lost)
 
-    # For a coordinator: Superseded if another came after it.
+    # For a coordinator. These raise Superseded if another one attached later.
 
     def attach(self, coordinator_epoch: int) -> None:
-        """Make a coordinator the only one; work that an earlier one had ended continues."""
+        """Make a coordinator the current one; work that an earlier one had ended continues."""
         self._require_coordinated()
         with self._calls.settled():
             if self._require_latest(coordinator_epoch):
                 if self._end_reason is not None:
                     self._calls.note("work continues: another coordinator attached", ended=self._end_reason)
                 self._coordinator_epoch, self._end_reason = coordinator_epoch, None
-                # Waiting calls of earlier coordinators learn that they are superseded.
+                # Waiting calls of earlier coordinators must raise Superseded.
                 self._calls.wake_all()
 
     def begin_pass(
@@ -296,13 +289,13 @@ class WorkQueue:
     ) -> None:
         """Begin a pass in place of the current one, whose leases end. A repeated call has no effect.
 
-        InvalidArgument for a pass that does not come after those before.
+        Raises InvalidArgument unless the pass has a higher number than all before.
         """
         self._require_coordinated()
         with self._calls.settled():
             spec = self._require_open()
             sizes = {"num_portions": num_portions, "copies_max": copies_max, "portions_per_stage": portions_per_stage}
-            for name, value in {"pass": pass_, **sizes}.items():
+            for name, value in ("pass", pass_), *sizes.items():
                 if value < 1:
                     raise InvalidArgument(f"{name} is {value}; expected 1 at least")
             is_new = self._require_latest(coordinator_epoch)
@@ -312,7 +305,7 @@ class WorkQueue:
                 )
             if self._passes and (self.pass_, self._begun_by) == (pass_, coordinator_epoch):
                 return
-            # A worker that has parameters of a pass of that number would compute on them.
+            # A worker with parameters of an earlier pass of that number would compute on them.
             if pass_ <= self.pass_:
                 raise InvalidArgument(
                     f"pass {pass_} cannot begin: pass {self.pass_} has begun before; take a higher one"
@@ -326,9 +319,9 @@ class WorkQueue:
             self._calls.wake_all()
 
     def await_pass(self, pass_: int, *, coordinator_epoch: int, wake: Wake | None = None) -> wire.AwaitPassReply:
-        """Return the result of a pass. If it is incomplete, `wake` is kept and called once when it may have changed.
+        """Return the result of a pass. If it is incomplete, `wake` is called once when that may have changed.
 
-        Pass 0 never begins: a wake function for it is called when the data set is opened.
+        Pass 0 never begins: its wake function is called when the data set is opened.
 
         Raises:
             InvalidArgument: It is not the current pass.
@@ -363,10 +356,10 @@ class WorkQueue:
     # For the owner.
 
     def tick(self, now: float) -> None:
-        """Take portions that others wait for away from workers that have given nothing for too long.
+        """End leases that others wait for, if their workers have delivered nothing for too long.
 
-        A worker gets three times the time that its own speed predicts, and twice as long for a portion that was taken
-        away before: a portion that is slow everywhere is done in the end.
+        A worker gets three times the time that its own speed predicts. The time doubles whenever the portion is taken
+        from a worker, so that a portion that is slow everywhere is completed in the end.
         """
         with self._calls.settled():
             since = self._calls.since(now)
@@ -375,21 +368,27 @@ class WorkQueue:
             for lease in [lease for work_pass in self._passes for lease in work_pass.awaited()]:
                 worker, times_stalled = lease.worker, self._pass_of(lease).times_stalled
                 if self._calls.names == {worker.worker_id}:
-                    # It waits for itself, and its next call names the leases that it knows of.
+                    # Only itself waits, and its next call names the leases that it knows.
                     continue
                 predicted = SLACK * lease.portion.num_examples / worker.speed if worker.speed else 0.0
-                patience = math.ldexp(max(self._stall_seconds, predicted), min(times_stalled[lease.portion_id], 32))
+                patience = math.ldexp(
+                    max(self._stall_seconds, predicted), min(times_stalled[lease.portion.portion_id], 32)
+                )
                 idle = now - max(since, lease.leased_at, worker.gave_at or lease.leased_at)
                 if idle >= patience:
-                    times_stalled[lease.portion_id] += 1
+                    times_stalled[lease.portion.portion_id] += 1
                     self._counts.lost += 1
-                    why = f"worker {worker.worker_id!r} gave nothing for {idle:.1f} s, and others waited"
+                    why = f"worker {worker.worker_id!r} delivered nothing for {idle:.1f} s, and others waited"
                     self._give_back(lease, why=why)
-                    facts = {"worker": worker.worker_id, "portion": lease.portion_id, "idle_seconds": round(idle, 1)}
+                    facts = {
+                        "worker": worker.worker_id,
+                        "portion": lease.portion.portion_id,
+                        "idle_seconds": round(idle, 1),
+                    }
                     self._calls.note("portion taken from a worker that others waited for", warning=True, **facts)
 
     def waits_for(self, worker_id: str) -> tuple[str, ...]:
-        """Return the workers whose portions a worker waits for, by name; "the coordinator" between its passes."""
+        """Return the names of workers whose portions a worker waits for; "the coordinator" between its passes."""
         with self._calls.lock:
             if self.spec is not None and self._coordinated and (not self._passes or self._passes[0].done):
                 return ("the coordinator",)
@@ -397,7 +396,7 @@ class WorkQueue:
             return tuple(sorted(holders - {worker_id} or holders))
 
     def progress(self, *, deliveries: bool = False) -> wire.WorkProgress:
-        """Return how far the work is, on request with the deliveries that are remembered."""
+        """Return the progress, on request with the remembered deliveries."""
         with self._calls.lock:
             progress = wire.WorkProgress(
                 data=wire.DataSpec(**asdict(self.spec)) if self.spec else None,
@@ -425,9 +424,9 @@ class WorkQueue:
             return progress
 
     def state(self) -> dict[str, Any]:
-        """Return all that a restored queue needs, as JSON; leased portions count as pending."""
+        """Return all that a restored queue needs, for JSON; leased portions are pending in it."""
         with self._calls.lock:
-            # Names once, and a short list for each delivery.
+            # Each name once, and a short list for each delivery.
             names = list(dict.fromkeys(done.worker_id for done in self._deliveries.values()))
             index = {name: place for place, name in enumerate(names)}
             rows = [
@@ -441,7 +440,7 @@ class WorkQueue:
                     "batch_size": work_pass.batch_size,
                     "unfinished": [list(run) for run in work_pass.unfinished()],
                 }
-                # The stages of a coordinator's pass are lost with the server.
+                # A coordinator's pass cannot continue: its stages are lost with the server.
                 for work_pass in ([] if self._coordinated else self._passes)
             ]
             return {
@@ -455,19 +454,17 @@ class WorkQueue:
             }
 
     def restore(self, plain: Mapping[str, Any]) -> None:
-        """Continue from `state()`, before any other call. InvalidArgument if it cannot be read."""
+        """Continue from `state()`, before any other call. Raises InvalidArgument if it cannot be read."""
         with self._calls.lock:
             try:
                 self._restore(plain)
             except InvalidArgument:
                 raise
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise InvalidArgument(
-                    f"the checkpoint's work queue cannot be read ({type(error).__name__}: {error}):"
-                    " take another checkpoint"
-                ) from None
+                problem = f"the checkpoint's work queue cannot be read ({type(error).__name__}: {error})"
+                raise InvalidArgument(f"{problem}: take another checkpoint") from None
 
-    # What follows is called under the lock, but for _require_coordinated.
+    # The rest is called under the lock, except _require_coordinated.
 
     def _restore(self, plain: Mapping[str, Any]) -> None:
         self.spec = DataSpec(**plain["spec"]) if plain["spec"] is not None else None
@@ -490,7 +487,7 @@ class WorkQueue:
 
     @property
     def _coordinated(self) -> bool:
-        # A coordinator may come before the workers that open the data set.
+        # A coordinator may attach before a worker opens the data set.
         return self.spec is None or self.spec.coordinated
 
     def _require_coordinated(self) -> None:
@@ -507,7 +504,7 @@ class WorkQueue:
         return self.spec
 
     def _require_latest(self, coordinator_epoch: int) -> bool:
-        """Raise Superseded for a coordinator that was replaced; return whether it is a later one than was known."""
+        """Raise Superseded for an earlier coordinator; return whether this one is new."""
         if coordinator_epoch < self._coordinator_epoch:
             raise Superseded(
                 f"coordinator {coordinator_epoch} was followed by coordinator {self._coordinator_epoch}: stop this one"
@@ -515,7 +512,7 @@ class WorkQueue:
         return coordinator_epoch > self._coordinator_epoch
 
     def _enter(self, worker_id: str, incarnation: int) -> WorkerProgress:
-        """Return the calling worker, without an earlier process's leases. Superseded for an earlier process."""
+        """Return the calling worker, without leases of an earlier process. Raises Superseded for an earlier process."""
         known = self._workers.get(worker_id) or self._departed.get(worker_id)
         worker = known or WorkerProgress(worker_id, incarnation)
         if incarnation < worker.incarnation:
@@ -523,7 +520,7 @@ class WorkQueue:
                 f"a newer process has the name of worker {worker_id!r}: stop this one, or give it another name"
             )
         if incarnation > worker.incarnation:
-            # The new process has none of the old one's portions, but its machine may still have the data.
+            # The new process has no portions, but its machine may still have the data.
             worker.measured.clear()
             worker.gave_at, worker.incarnation = None, incarnation
             self._take_back_all(worker, why=f"a newer process has the name of worker {worker_id!r}", lost=True)
@@ -541,7 +538,7 @@ class WorkQueue:
             self._calls.note("portions of a lost worker go to others", warning=True, **facts)
 
     def _epoch(self, spec: DataSpec, number: int) -> WorkPass:
-        """Return a new epoch, divided by the server's current settings; InvalidArgument if portions have no size."""
+        """Return a new epoch, divided by the current settings. Raises InvalidArgument if portions have no size."""
         batch_size = self._batch_size_of(number) or spec.batch_size
         portion_examples = spec.portion_examples or batch_size * max(1, self._accumulate())
         if not portion_examples:
@@ -562,15 +559,15 @@ class WorkQueue:
             return self._answer_in_epoch(worker, number, passes=passes, now=now)
         if self._end_reason is not None:
             return lease_reply(wire.LeaseReply.OUTCOME_ENDED, self.pass_, message=self._end_reason)
-        portion_id = None
         if self._passes:
-            portion_id = self._choose(self._passes[0], worker)
+            current = self._passes[0]
+            portion_id = self._choose(current, worker)
             if portion_id is None:
-                portion_id = self._passes[0].copy_for(worker)
+                portion_id = current.copy_for(worker)
                 self._counts.copies += portion_id is not None
-        if portion_id is None:
-            return lease_reply(wire.LeaseReply.OUTCOME_NOTHING_NOW, self.pass_)
-        return self._give(self._passes[0], worker, portion_id, now=now)
+            if portion_id is not None:
+                return self._give(current, worker, portion_id, now=now)
+        return lease_reply(wire.LeaseReply.OUTCOME_NOTHING_NOW, self.pass_)
 
     def _answer_in_epoch(
         self, worker: WorkerProgress, number: int | None, *, passes: int, now: float
@@ -580,7 +577,7 @@ class WorkQueue:
             return lease_reply(wire.LeaseReply.OUTCOME_PASS_DONE, number)
         if current.done:
             self._begin(self._epoch(spec, current.number + 1))
-        # A request for a later pass gets the rest of an earlier one too: no other worker may come for it.
+        # A request for a later pass may get a portion of an earlier one, which no other worker might request.
         last = max(self.pass_, min(self.pass_ + self._epochs_ahead(), passes - 1))
         for number in range(self.pass_, last + 1):
             if number - self.pass_ == len(self._passes):
@@ -590,14 +587,14 @@ class WorkQueue:
             if portion_id is not None:
                 return self._give(work_pass, worker, portion_id, now=now)
             if any(lease.pass_ == number for lease in worker.leases.values()):
-                # It can end the pass, or its part of it: a worker alone never mixes two.
+                # It must complete its part of this pass first: a single worker never mixes two.
                 break
         return lease_reply(wire.LeaseReply.OUTCOME_NOTHING_NOW, self.pass_)
 
     def _choose(self, work_pass: WorkPass, worker: WorkerProgress) -> int | None:
         """Return the pending portion that a worker should take; None if none is pending.
 
-        Consecutive portions go to the same worker, and the same ones in every pass: it may hold their data.
+        A worker gets consecutive portions, and the same in every pass: it may have their data in memory.
         """
         pending = work_pass.pending
         if not pending:
@@ -610,7 +607,7 @@ class WorkQueue:
             if first in pending:
                 return first
         start, stop = pending.longest()
-        # The first half of the range stays for a worker that comes to it.
+        # If another worker will come to the start of the range, take the second half.
         taken = any(other.pass_ == work_pass.number and other.next_portion == start for other in self._workers.values())
         return (start + stop) // 2 if taken else start
 
@@ -619,7 +616,7 @@ class WorkQueue:
         portion = work_pass.division.portion(portion_id, lease_id=self._next_lease)
         lease = Lease(work_pass.number, portion, worker, now, copy=portion_id in work_pass.running)
         self._next_lease += 1
-        worker.leases[lease.lease_id] = lease
+        worker.leases[lease.portion.lease_id] = lease
         work_pass.give(lease)
         worker.next_portion = portion_id + 1
         if worker.began is None and not lease.copy:
@@ -635,7 +632,10 @@ class WorkQueue:
         )
 
     def _find(self, worker: WorkerProgress, lease_id: int) -> tuple[Lease | None, str]:
-        """Return a worker's lease or, if it has none by that number, the reason. InvalidArgument for an unknown one."""
+        """Return a worker's lease or, if it has none with that number, the reason.
+
+        Raises InvalidArgument for a number that was never given out.
+        """
         if not 0 < lease_id < self._next_lease:
             raise InvalidArgument(
                 f"lease {lease_id} was never given out: send the lease_id of the portion that was leased"
@@ -657,15 +657,15 @@ class WorkQueue:
         """End a lease without a result, so that another worker may have its portion."""
         self._pass_of(lease).give_back(lease)
         self._end_lease(lease, why=why)
-        self._calls.wake_workers()
+        self._calls.wake(*self._calls.names)
 
     def _end_lease(self, lease: Lease, *, why: str) -> None:
-        del lease.worker.leases[lease.lease_id]
+        del lease.worker.leases[lease.portion.lease_id]
         if why:
-            _remember(self._ends, lease.lease_id, why, ENDS_REMEMBERED)
+            _remember(self._ends, lease.portion.lease_id, why, ENDS_REMEMBERED)
 
     def _delivered_before(self, worker: WorkerProgress, lease_id: int, *, stage_id: int) -> bool:
-        """Return whether this very process delivered the lease, in the same stage as far as that is remembered."""
+        """Return whether this process delivered the lease before, in the same stage if that is remembered."""
         done = self._deliveries.get(lease_id)
         if done is None or (done.worker_id, done.incarnation) != (worker.worker_id, worker.incarnation):
             return False
@@ -677,8 +677,8 @@ class WorkQueue:
         """Mark portions as delivered, and passes as done."""
         for lease in leases:
             done = Delivered(lease.pass_, lease.portion, worker.worker_id, worker.incarnation)
-            _remember(self._deliveries, lease.lease_id, done, DELIVERIES_REMEMBERED)
-            why = f"portion {lease.portion_id} was delivered by worker {worker.worker_id!r} before"
+            _remember(self._deliveries, lease.portion.lease_id, done, DELIVERIES_REMEMBERED)
+            why = f"portion {lease.portion.portion_id} was delivered by worker {worker.worker_id!r} before"
             for other in self._pass_of(lease).deliver(lease):
                 self._counts.wasted += other is not lease
                 self._end_lease(other, why=why if other is not lease else "")
@@ -691,7 +691,7 @@ class WorkQueue:
 
 
 def _remember(newest: dict[int, T], lease_id: int, what: T, most: int) -> None:
-    """Add to what is remembered of leases, and forget the oldest beyond the most."""
+    """Add an entry, and remove the oldest if there are more than `most`."""
     newest[lease_id] = what
     if len(newest) > most:
         del newest[next(iter(newest))]

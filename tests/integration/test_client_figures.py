@@ -60,5 +60,5 @@ def test_the_figures_end_where_a_server_stays_away(start_server):
         server.stop()
         assert list(figures) == []
         for seconds in (-1.0, math.nan, math.inf):
-            with pytest.raises(InvalidArgument, match=r"every_seconds is .*expected the seconds between two looks"):
+            with pytest.raises(InvalidArgument, match=r"every_seconds is .*expected the seconds of a pause"):
                 observer.figures(seconds)

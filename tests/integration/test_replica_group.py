@@ -97,13 +97,13 @@ def test_plain_parameters_are_blocks_copies_or_a_processs_own(two):
 
 def test_what_is_wrong_on_one_process_is_said_by_all(two):
     for what, words in (
-        ("partial", "'partial' has placements (Partial(sum),); servers hold what is cut into one block"),
-        ("one extent", "Process 0 and process 1 of the replica both claim numbers of tensor '0.weight'"),
-        ("a part is missing", "No process of the replica holds the rest of tensor 'w' of shape (4,): there are only"),
+        ("partial", "'partial' has placements (Partial(sum),); servers hold a tensor that is split into one"),
+        ("one extent", "part 0 and part 1 both claim numbers of tensor '0.weight'"),
+        ("a part is missing", "parts of tensor 'w' of shape (4,) are missing: there are only"),
         ("beyond the whole", "the block [2:4] of tensor 'w' reaches beyond the whole, whose shape is (3,)"),
-        ("no such block", "Replica speaks of 'v', but no parameter of the optimizer has this name"),
-        ("no such copy", "Replica speaks of 'v', but no parameter of the optimizer has this name"),
-        ("a DTensor's block", "Parameter 'thin.weight' is a DTensor, which says itself how it is cut"),
+        ("no such block", "Replica names 'v', but no parameter of the optimizer has this name"),
+        ("no such copy", "Replica names 'v', but no parameter of the optimizer has this name"),
+        ("a DTensor's block", "Parameter 'thin.weight' is a DTensor, whose placements say how it is split"),
     ):
         first, second = (of_process["refusals"][what] for of_process in two)
         assert words in first, what
@@ -144,8 +144,7 @@ def test_meshes_of_two_dimensions_and_replicas_within_a_world(tmp_path):
     assert [claim[2] for claim in stripes] == [[0, 0], [2, 0], [4, 0], [6, 0]]
     for of_process in four:
         assert of_process["wrong"] == []
-        assert "reaches process" in of_process["outside"]
-        assert "which is none of the replica's" in of_process["outside"]
+        assert "which is not in the replica" in of_process["outside"]
 
 
 def test_a_process_that_outlives_another_says_so_in_one_line(tmp_path):

@@ -276,7 +276,7 @@ def test_a_gradient_too_large_for_its_codec(hire, caplog):
         "the loss of pass 1",
         "the loss of pass 2",
     ]
-    assert "exceeds 65504, the most that float16 holds, in which it travels" in told[0]
+    assert "exceeds 65504, the most that float16 holds, in which it is sent" in told[0]
     assert "gradient_codec='bfloat16' or 'float32'" in told[0]
     job.end()
 
@@ -406,8 +406,8 @@ def test_layers_that_change_the_loss_warn(caplog, monkeypatch):
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("2: in training mode that draws at random, and the line") for message in messages)
     assert any(message.startswith("1: in training mode that depends on the batch, and the") for message in messages)
-    assert any(message.startswith("parameters (0.weight) are not trained and not shared") for message in messages)
-    assert any(message.startswith("buffers (1.running_mean and 1 more) are not trained") for message in messages)
+    assert any(message.startswith("0.weight: the parameters are not trained and not shared") for message in messages)
+    assert any(message.startswith("1.running_mean and 1 more: the buffers are not trained") for message in messages)
 
 
 WORKER = """

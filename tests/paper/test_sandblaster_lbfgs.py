@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -12,12 +11,12 @@ from sklearn.datasets import load_digits
 from pyps.core.vectors.program import GRADIENT
 from pyps.lbfgs.machine import DIRECTION, VECTORS, Evaluation, allocate, dot
 from pyps.lbfgs.optimizer import (
+    LINE_SEARCHES,
     Found,
     IterationReport,
     Lbfgs,
     LbfgsSettings,
     Line,
-    LineSearch,
     Start,
     Summary,
     quasi_newton,
@@ -28,11 +27,11 @@ from sandblaster import NUM_PORTIONS, Doubles, Passes, PortionLoss, VectorWorld,
 
 
 def minimise(
-    world: VectorWorld, portion_loss: PortionLoss, *, search: LineSearch | None = None, **settings: object
+    world: VectorWorld, portion_loss: PortionLoss, **settings: object
 ) -> tuple[Summary, list[IterationReport]]:
     chosen = LbfgsSettings(**{"loss_tolerance": 0.0, "iterations_max": 100, **settings})  # type: ignore[arg-type]
     reports: list[IterationReport] = []
-    lbfgs = Lbfgs(world, Passes(world, portion_loss), chosen, on_iteration=reports.append, line_search=search)
+    lbfgs = Lbfgs(world, Passes(world, portion_loss), chosen, on_iteration=reports.append)
     return lbfgs.run(*world.attach(history=chosen.history)), reports
 
 
@@ -101,28 +100,22 @@ def test_a_direction_takes_2_messages_whatever_the_history():
         assert (len(world.sent), sum(map(len, world.sent))) == (2, 3)
 
 
-class Watched:
-    """A line search that notes what it was asked and what it found."""
+@pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
+def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_search, monkeypatch):
+    search, searches = LINE_SEARCHES[line_search], []
 
-    def __init__(self, search: LineSearch) -> None:
-        self._search = search
-        self.found: list[tuple[Start, Found]] = []
-
-    def search(self, line: Line, start: Start) -> Found | None:
-        found = self._search.search(line, start)
+    def watched(line: Line, start: Start, settings: LbfgsSettings) -> Found | None:
+        found = search(line, start, settings)
         if found is not None:
-            self.found.append((start, found))
+            searches.append((start, found))
         return found
 
-
-@pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
-def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_search):
-    watched = Watched(LbfgsSettings(line_search=line_search).make_line_search())
+    monkeypatch.setitem(LINE_SEARCHES, line_search, watched)
     world = VectorWorld(rosenbrock_start(10))
-    summary, reports = minimise(world, rosenbrock, search=watched)
+    summary, reports = minimise(world, rosenbrock, line_search=line_search)
     assert summary.converged and summary.loss < 1e-8
     assert np.abs(world.parameters - 1.0).max() < 1e-3
-    for report, (start, found) in zip(reports, watched.found, strict=True):
+    for report, (start, found) in zip(reports, searches, strict=True):
         assert report.slope == start.slope < 0.0
         assert report.loss == found.loss <= start.loss + 1e-4 * found.step * start.slope
         if line_search == "wolfe":
@@ -150,26 +143,22 @@ def test_the_number_of_shards_and_servers_changes_nothing_but_rounding():
         assert np.abs(parameters - ends[0][1]).max() <= 1e-4 * np.abs(ends[0][1]).max()
 
 
-@dataclass
-class Exact:
-    steps: list[float] = field(default_factory=list)
-
-    def search(self, line: Line, start: Start) -> Found:
-        line.loss(start.step)
-        step = start.step * start.slope / (start.slope - line.slope())
-        self.steps.append(step)
-        return Found(step, line.loss(step), line.slope())
+def exact(line: Line, start: Start, settings: LbfgsSettings) -> Found:
+    line.loss(start.step)
+    step = start.step * start.slope / (start.slope - line.slope())
+    return Found(step, line.loss(step), line.slope())
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size):
+def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size, monkeypatch):
     """With exact line searches and a history as long, L-BFGS is the method of conjugate gradients."""
     curvatures = np.geomspace(1.0, 20.0, size)
     start = np.random.default_rng(1).standard_normal(size)
     world = VectorWorld(start, num_shards=2)
     first = float(np.abs(sum(quadratic(curvatures)(start, 0)[1:2])).max())
     settings = {"history": size, "gradient_tolerance": 1e-5 * first}
-    summary, _ = minimise(world, quadratic(curvatures), search=Exact(), **settings)
+    monkeypatch.setitem(LINE_SEARCHES, "armijo", exact)
+    summary, _ = minimise(world, quadratic(curvatures), **settings)
     assert summary.converged
     assert summary.iterations <= size + 1
 

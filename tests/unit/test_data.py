@@ -38,7 +38,7 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch):
     for index, count, message in [
         ("1", None, "index is known but not its count"),
         (None, "4", "count is known but not its index"),
-        ("4", "4", "index is 4 of 4 workers; expected 0 to 3"),
+        ("4", "4", "index is 4; expected a whole number, 0 to 3"),
         ("x", "4", "PYPS_WORKER_INDEX is 'x'"),
     ]:
         for name, value in (("PYPS_WORKER_INDEX", index), ("PYPS_WORKER_COUNT", count)):

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -13,23 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.data.queue import RemoteQueue
-from pyps_client.data.samplers import length_of, permutation
+from pyps_client.data.samplers import SEED_MAX, check_whole, length_of, permutation
 from pyps_client.log import logger
 from pyps_client.pull import LeaseCall
 from pyps_wire.errors import InvalidArgument, RunFinished
-from pyps_wire.work_pb2 import DataSpec, LeaseReply
+from pyps_wire.work_pb2 import DataSpec, LeaseReply, Portion
 
 if TYPE_CHECKING:
     from pyps_client.worker import Worker
 
 T = TypeVar("T")
 
-# Batches in a portion, where neither the user nor the protocol says: so many fewer calls than batches.
+# Batches in a portion, where neither the user nor the protocol sets the number: a worker asks once for so many batches.
 PORTION_BATCHES = 8
 
 
 class Stepper(Protocol):
-    """One worker's steps, as its portions see them. Used by the thread that trains."""
+    """The steps of one worker, for its portions. Used by the thread that trains."""
 
     @property
     def session(self) -> Worker:
@@ -37,49 +38,48 @@ class Stepper(Protocol):
 
     @property
     def steps(self) -> int:
-        """Minibatches handed in, empty steps included."""
+        """The number of minibatches so far, empty steps included."""
 
     @property
     def steps_answered(self) -> int:
-        """Minibatches, from the first on, that are done with: their gradients answered, refused or left out."""
+        """How many of these, from the first on, have their answer, or were left out."""
 
     @property
     def finished(self) -> bool:
-        """True when the run is over."""
+        """Whether the run is over."""
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
-        """Ask for a portion, and in one call for the parameters where the protocol hands out both under one mutex."""
+        """Ask for a portion; in the same call for parameters, where the protocol gives both under one mutex."""
 
     def tell_examples(self, count: int) -> None:
-        """Set the number of examples of the next minibatch."""
+        """Set the number of examples in the next minibatch."""
 
     def end_portion_after(self, step: int) -> None:
-        """Mark minibatch number `step`, from 0, as its portion's last."""
+        """Mark minibatch number `step`, from 0, as the last of its portion."""
+        return
 
     def flush(self) -> None:
         """Push the gathered gradients and wait for the answer."""
+        return
 
     def idle(self) -> None:
-        """Take a step without a minibatch, where others wait for each worker's steps."""
+        """Take a step without a minibatch, if the protocol makes workers wait for each other's steps."""
 
     def finish(self) -> None:
-        """Note that the run is over, and take its last parameters."""
+        """Note that the run is over, and pull its last parameters."""
+        return
 
     def tell_over(self) -> None:
-        """Report a loop that goes on after the run's end: once, or by RunFinished where a push would raise it."""
+        """Log once, or raise RunFinished, when a loop continues after the end of the run."""
 
 
 def others_wait(session: Worker) -> bool:
-    """Return whether workers wait for each other's steps under the protocol in force."""
+    """Return whether workers wait for each other's steps under the present protocol."""
     return session.terms.current_version_only or session.terms.ask_to_proceed
 
 
 class Portions:
-    """Batches of the portions that server 0 gives this worker, for DataLoader(dataset, batch_sampler=...).
-
-    One iteration is one epoch of the whole data set, shared by all workers: it ends when every portion of the epoch is
-    trained on, by whomever; the batches are this worker's part of it. A portion whose worker dies goes to another, and
-    counts as trained on once the gradients of all its batches are with the servers: one `optimizer.step()` a batch.
+    """Batches of the portions that server 0 gives to this worker: DataLoader(dataset, batch_sampler=portions).
 
         portions = Portions(dataset, optimizer, batch_size=32, epochs=20)
         loader = DataLoader(dataset, batch_sampler=portions, num_workers=2)
@@ -87,15 +87,18 @@ class Portions:
             for x, y in portions.epoch(loader):
                 ...
 
-    With `epochs` a worker that finds nothing left of an epoch does not wait for those who still compute some of it: its
-    iteration goes on with batches of the next, in that one's own order, as far as the servers' --epochs-ahead allows,
-    and ends, as ever, when its own epoch is complete. The last of them has none after it.
+    One iteration is one epoch of the whole data set, which all workers share; the batches are this worker's part of it.
+    The epoch ends when every portion has been trained on by some worker. A portion is delivered once the servers have
+    the gradients of all its batches, with one `optimizer.step()` a batch. If its worker dies, another worker gets it.
 
-    A loader with processes of its own fetches ahead, and cannot wait for the end of an epoch with batches on their
-    way: `for x, y in loader` then may end early, and the next iteration goes on with the same epoch. `epoch` does not.
-    All processes of a replica make the same portions and loader, and get the same batches: it is one worker.
-    An iteration that was broken off is continued by the next one; what it left goes back. Epochs that the run has
-    behind it, as for a worker that comes late or again, are over at once, and all of them once the run is over.
+    With `epochs`, a worker that finds no portion left does not wait for the others: its iteration continues with
+    batches of the next epoch, as far as the servers' --epochs-ahead allows, and ends when its own epoch is complete.
+
+    A loader with processes of its own fetches batches ahead. Then `for x, y in loader` may end before the epoch does,
+    and the next iteration continues the same epoch. `epoch` always ends with the epoch.
+    All processes of a replica make the same portions and loader, and get the same batches.
+    After a `break` the next iteration continues the epoch, and portions that were not completed return to the queue.
+    Iterations of epochs that the run has completed end at once; after the end of the run, all do.
     """
 
     def __init__(
@@ -112,14 +115,14 @@ class Portions:
     ) -> None:
         """`optimizer`: a RemoteOptimizer, or a Client.
 
-        `batch_size`: examples in a batch, where the servers' schedule (batch_growth) leaves it open. `portion_batches`:
-        batches in a portion, 8 by default; where the protocol sums minibatches in a push (asgd:accumulate=), or the
-        schedule says how large they are, by default one push's worth. `seed`: of each epoch's permutation. All of
-        these must be the same in all workers. `epochs`: how many the loop goes through, from the first of the run on;
-        without it the worker begins none ahead, as none may come. `name`: for people.
+        `batch_size`: examples in a batch, unless the servers' schedule (batch_growth) sets it. `portion_batches`:
+        batches in a portion. The default is 8, or the batches of one push where the protocol sums minibatches
+        (asgd:accumulate=) or the servers set the size of batches. `seed`: of each epoch's permutation. All of these
+        must be the same in all workers. `epochs`: the number of epochs of the loop, counted from the run's first;
+        without it the worker never begins an epoch ahead. `name`: shown to people.
 
-        Raises a ConfigurationError for a data set without examples, or whose length, batches or seed are others than
-        the run's, and for a second one of the same optimizer. Its iterations raise what steps do.
+        Raises a ConfigurationError for a data set without examples, for settings that differ from those of the run,
+        and for a second Portions of the same optimizer. Iterations raise what steps do.
         """
         length = length_of(dataset)
         stepper: Stepper | None = getattr(optimizer, "stepper", None)
@@ -128,19 +131,16 @@ class Portions:
                 f"optimizer is a {type(optimizer).__name__}; expected a pyps_client.RemoteOptimizer or a "
                 "pyps_client.Client, whose servers hand out the portions."
             )
-        self._stepper = stepper
-        whole = {"batch_size": batch_size, "epochs": epochs, "portion_batches": portion_batches}
-        for setting, value in whole.items():
-            if value is None and setting != "batch_size":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-                raise InvalidArgument(f"{setting} is {value!r}; expected a whole number, 1 to {2**31 - 1}.")
-        if not isinstance(seed, int) or not 0 <= seed < 2**32:
-            raise InvalidArgument(f"seed is {seed!r}; expected 0 to {2**32 - 1}.")
+        check_whole("batch_size", batch_size, least=1)
+        check_whole("seed", seed, most=SEED_MAX)
+        for setting, value in (("epochs", epochs), ("portion_batches", portion_batches)):
+            if value is not None:
+                check_whole(setting, value, least=1)
         if not isinstance(shuffle, bool):
             raise InvalidArgument(f"shuffle is {shuffle!r}; expected True or False.")
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r}; expected a text.")
+        self._stepper = stepper
         if portion_batches is None:
             left_to_servers = stepper.session.terms.accumulate or stepper.session.terms.batch_size
             portion_batches = 0 if left_to_servers else PORTION_BATCHES
@@ -154,28 +154,27 @@ class Portions:
         )
         self._queue = RemoteQueue(stepper.session)
         self._queue.open(self._spec)
-        if optimizer in _divided:
+        if optimizer in _optimizers:
             raise InvalidArgument(
                 f"This {type(optimizer).__name__} has Portions already, which know its epoch: others would begin with "
                 "epoch 0 again, which the run has behind it. Make Portions(...) and its loader once, before the loop "
                 "over the epochs."
             )
-        _divided.add(optimizer)
-        # An epoch, and its order.
+        _optimizers.add(optimizer)
+        # The newest epoch of a batch, and the permutation of its examples.
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
         self._batch_size = batch_size
         self._epoch = 0
         self._epochs = epochs or 0
-        # Portions that are this worker's and not delivered, the oldest first.
+        # Portions with batches in the loop or the loader, not delivered, the oldest first.
         self._portions: deque[_Portion] = deque()
-        # Leased, and no batch of it handed out yet.
+        # A leased portion without such batches.
         self._at_hand: _Portion | None = None
-        # Whether the present iteration's epoch is over, or the run.
+        # Whether the epoch of this iteration is over, or the run.
         self._over = False
-        # Whether an iteration ended because the run is over: a loop that goes on then knows nothing of runs.
+        # Whether an iteration ended with the run.
         self._ended = False
-        self._told_of_early_end = False
-        # Whether `epoch` has begun an iteration, and counts.
+        self._warned_of_early_end = False
         self._within_epoch = False
         self._count = BatchCount(stepper)
 
@@ -186,20 +185,20 @@ class Portions:
 
     @property
     def ends_portion(self) -> bool:
-        """Whether the batch that was handed out last is its portion's last.
+        """Whether the newest batch is the last of its portion.
 
-        A Client that sums the gradients of several batches in a push pushes then, before it asks for the next.
+        A Client that sums the gradients of several batches pushes then, before it takes the next batch.
         """
         return not self._portions or self._portions[-1].last_batch is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch, from 0."""
+        """Set the epoch of the next iteration, from 0."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of an epoch that come to this worker, about: an equal share of as many workers as live now.
+        """Return about how many batches of an epoch this worker gets: an equal share among the present workers.
 
-        For a progress bar: a trainer that stops there cuts a fast worker's epoch short, and what it held goes back.
+        For a progress bar. A trainer must not stop after so many: a fast worker gets more.
         """
         batches = -(-self._spec.num_examples // self._batch_size)
         return -(-batches // max(1, self._stepper.session.num_workers))
@@ -210,10 +209,9 @@ class Portions:
         yield from self._batches()
 
     def epoch(self, loader: Iterable[T] | None = None) -> Iterator[T]:
-        """Batches of one whole epoch, drawn by a loader over these portions; without one, indices.
+        """Yield the batches of one whole epoch from a loader over these portions; without a loader, indices.
 
-        Unlike a bare iteration it ends with the epoch however far the loader fetches ahead, and it sees each batch that
-        the loop is done with: one that was passed over without a step counts as done.
+        A batch counts as trained on once the loop asks for the next batch, even without a step.
         """
         source: Iterable[Any] = self if loader is None else loader
         self._begin(exact=True)
@@ -224,19 +222,19 @@ class Portions:
                 if self._at_hand is None:
                     break
                 for batch in source:
-                    self._count.hand_over()
+                    self._count.yielded()
                     try:
                         yield batch
                     except GeneratorExit:
                         self._count.broken_off()
                         raise
-                    self._count.taken_back()
+                    self._count.done()
                 if self._at_hand is not None:
                     raise InvalidArgument(
                         f"The {type(source).__name__} given to epoch() draws no batches from these portions: give it "
                         "DataLoader(dataset, batch_sampler=portions) itself, which can be iterated more than once."
                     )
-            self._hand_in()
+            self._flush()
         finally:
             self._within_epoch = False
 
@@ -245,36 +243,32 @@ class Portions:
         if self._ended:
             self._stepper.tell_over()
         self._at_hand = None
+        self._flush()
         if self._portions:
-            self._hand_in()
-            left = [portion.lease_id for portion in self._portions]
-            self._queue.give_up(left)
+            self._queue.give_up([portion.leased.lease_id for portion in self._portions])
+            logger.info("%d portions return to the queue: not all of their batches had a step", len(self._portions))
             self._portions.clear()
-            if left:
-                logger.info("portions that go back, as their batches were not all followed by a step: %d", len(left))
         self._count.begin(exact=exact)
 
-    def _hand_in(self) -> None:
-        """Deliver the portions that the loop is done with: it may stay away for long."""
+    def _flush(self) -> None:
+        """Deliver what can be delivered before the loop does something else, maybe for long."""
         if self._portions:
             self._stepper.flush()
             self._deliver()
 
     def _batches(self) -> Iterator[list[int]]:
-        while True:
-            portion, self._at_hand = self._at_hand, None
-            portion = portion or self._next_portion()
-            if portion is None:
-                return
+        while portion := self._at_hand or self._next_portion():
+            self._at_hand = None
             self._portions.append(portion)
-            for start in range(portion.start, portion.stop, portion.batch_size):
-                stop = min(start + portion.batch_size, portion.stop)
-                number = self._count.handed_out(stop - start, ends_portion=stop == portion.stop)
-                if stop == portion.stop:
+            end = portion.leased.stop
+            for start in range(portion.leased.start, end, portion.batch_size):
+                stop = min(start + portion.batch_size, end)
+                number = self._count.drawn(stop - start, ends_portion=stop == end)
+                if stop == end:
                     portion.last_batch = number
                 yield self._indices(portion.epoch, start, stop)
                 if len(self._portions) > 1 or self._stepper.finished:
-                    # An earlier push, in parallel to the computation, may be answered by now.
+                    # The answer to an earlier push may have come during the computation.
                     self._deliver()
                 if self._over:
                     return
@@ -288,192 +282,181 @@ class Portions:
         return indices
 
     def _next_portion(self) -> _Portion | None:
-        """Return the next portion; None where the epoch or the run is over, or a loader has batches on their way."""
+        """Lease a portion; None if the epoch or the run is over, or if the loader has batches that it fetched ahead."""
         self._deliver()
-        if not self._portions:
-            return self._ask(wait=True)
-        portion = self._ask(wait=False)
-        if portion is not None or self._ended or self._count.ahead:
-            if portion is None and not (self._over or self._within_epoch):
-                self._tell_of_early_end()
-            return portion
-        # None is free, and other workers may wait for this worker's.
-        self._stepper.flush()
-        self._deliver(all_taken=True)
-        return None if self._over else self._ask(wait=True)
+        if self._portions:
+            portion = self._lease(wait=False)
+            if portion is not None or self._ended:
+                return portion
+            if self._count.ahead:
+                if not (self._over or self._within_epoch or self._warned_of_early_end):
+                    self._warned_of_early_end = True
+                    logger.warning(
+                        "an iteration over Portions ends before its epoch does: the loader fetched %d batches ahead, "
+                        "or they had no step; the next iteration continues epoch %d. Write `for batch in "
+                        "portions.epoch(loader)`, which ends with the epoch.",
+                        *(self._count.ahead, self._epoch),
+                    )
+                return None
+            # No portion is free, and other workers may wait for those of this worker.
+            self._stepper.flush()
+            self._deliver(all_answered=True)
+        return None if self._over else self._lease(wait=True)
 
-    def _tell_of_early_end(self) -> None:
-        if not self._told_of_early_end:
-            self._told_of_early_end = True
-            logger.warning(
-                "an iteration over Portions ends before its epoch does, as %d batches are on their way in the loader, "
-                "or had no step: the next one goes on with epoch %d. Write `for batch in portions.epoch(loader)`, "
-                "which ends with the epoch.",
-                *(self._count.ahead, self._epoch),
-            )
-
-    def _ask(self, *, wait: bool) -> _Portion | None:
-        """Lease a portion of the epoch. The one place that does."""
+    def _lease(self, *, wait: bool) -> _Portion | None:
+        """Lease a portion of the epoch, or of a later one; None if there is none, or the epoch or the run is over."""
         stepper = self._stepper
         if self._epochs and self._epoch >= self._epochs:
             self._over = True
             return None
         while not stepper.finished:
-            steps_on = wait and others_wait(stepper.session)
+            idles = wait and others_wait(stepper.session)
+            ask = partial(self._queue.lease, pass_number=self._epoch, passes=self._epochs, wait=wait and not idles)
             try:
-                reply = self._insist(partial(stepper.lease, partial(self._lease, wait=wait and not steps_on)))
+                reply = self._retried(partial(stepper.lease, ask))
             except RunFinished:
                 break
-            outcome = reply.outcome
-            if outcome == LeaseReply.OUTCOME_LEASED:
+            if reply.outcome == LeaseReply.OUTCOME_LEASED:
                 self._batch_size = reply.batch_size or self._spec.batch_size
-                return _Portion(reply, self._batch_size)
-            if outcome == LeaseReply.OUTCOME_PASS_DONE:
+                return _Portion(reply.portion, int(getattr(reply, "pass")), self._batch_size)
+            if reply.outcome == LeaseReply.OUTCOME_PASS_DONE:
                 self._epoch += 1
                 self._over = True
                 return None
-            if outcome == LeaseReply.OUTCOME_ENDED:
+            if reply.outcome == LeaseReply.OUTCOME_ENDED:
                 break
-            if not steps_on:
+            if not idles:
                 return None
-            # Others cannot end their portions while they wait for this worker's step.
+            # Others cannot complete their portions while they wait for a step of this worker.
             stepper.idle()
         self._end_with_run()
         return None
 
-    def _lease(self, call: LeaseCall | None, *, wait: bool) -> LeaseReply:
-        return self._queue.lease(pass_number=self._epoch, passes=self._epochs, wait=wait, call=call)
-
-    def _insist(self, call: Callable[[], T]) -> T:
+    def _retried(self, call: Callable[[], T]) -> T:
+        """Return the call's result; if it is refused, name the data set to the servers and call again."""
         try:
             return call()
         except InvalidArgument:
-            # A server that came back from before it heard of the data set; else the call has the same verdict again.
+            # A server restored from an early checkpoint does not know the data set. Other refusals repeat themselves.
             self._queue.open(self._spec)
             return call()
 
-    def _deliver(self, *, all_taken: bool = False) -> None:
-        """Deliver the portions whose gradients are with the servers. `all_taken`: no gradient is on its way."""
+    def _deliver(self, *, all_answered: bool = False) -> None:
+        """Deliver the portions of which the servers have the gradients."""
         if self._stepper.finished:
-            # Nobody goes on, so that it does not matter which of the last gradients were taken.
+            # The run needs no delivery any more.
             self._end_with_run()
             return
         answered = self._stepper.steps_answered
         while self._portions:
             portion = self._portions[0]
-            if portion.until is None and self._count.has_taken(portion.last_batch):
-                portion.until = self._count.steps_taken
-            if portion.until is None or (portion.until > answered and not all_taken):
+            if portion.last_step is None and self._count.is_done(portion.last_batch):
+                portion.last_step = self._count.steps_done
+            if portion.last_step is None or (portion.last_step > answered and not all_answered):
                 return
             self._portions.popleft()
-            examples = portion.stop - portion.start
-            reply = self._insist(partial(self._queue.deliver, [portion.lease_id], example_count=examples))
+            leased = portion.leased
+            examples = leased.stop - leased.start
+            reply = self._retried(partial(self._queue.deliver, [leased.lease_id], example_count=examples))
             if not reply.accepted:
                 logger.warning(
                     "portion %d of epoch %d was given to another worker too: %s",
-                    *(portion.portion_id, portion.epoch, reply.message.rstrip(".")),
+                    *(leased.portion_id, portion.epoch, reply.message.rstrip(".")),
                 )
 
     def _end_with_run(self) -> None:
         self._portions.clear()
         self._over = self._ended = True
-        # Not where the optimizer was closed.
+        # A closed optimizer raises it.
         with contextlib.suppress(RunFinished):
             self._stepper.finish()
 
 
-# Optimizers with portions, and so a place in the epochs, which outlives loaders and portions.
-_divided: weakref.WeakSet[Any] = weakref.WeakSet()
+# Optimizers that have Portions.
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class _Portion:
+    leased: Portion
+    epoch: int
+    batch_size: int
+    # The number of its last batch, once that is drawn; and the steps that must be answered before it is delivered.
+    last_batch: int | None = None
+    last_step: int | None = None
 
 
 class BatchCount:
-    """Counts the batches of an iteration, and those that the loop is done with.
+    """Counts an iteration's batches: drawn by the loader, yielded to the loop, done there.
 
-    Exact where `Portions.epoch` sees the loop take each batch. Elsewhere each is taken to be followed by one step.
+    In `Portions.epoch` the counts are exact. Elsewhere each batch is expected to have one step, and is done with it.
     """
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self.is_exact = False
-        self._handed = 0
-        self._taken = 0
-        # The step that the batch handed out next will be, where each is followed by one.
-        self._due = 0
-        # The number of examples of each, and whether it ends its portion.
-        self._on_their_way: deque[tuple[int, bool]] = deque()
-        # Exact only: the stepper's steps when the newest batch was handed over, and the examples since that step.
+        self._is_exact = False
+        self._num_drawn = self._num_done = 0
+        # If not exact: the number of the step that the next batch will have.
+        self._next_step = 0
+        # If exact: of each batch that is not yielded yet, its examples and whether it ends its portion; the number of
+        # steps when the newest batch was yielded; and the examples yielded since the step before.
+        self._fetched: deque[tuple[int, bool]] = deque()
         self._steps_before = -1
         self._examples = 0
 
     def begin(self, *, exact: bool) -> None:
-        self.is_exact = exact
-        self._handed = self._taken = self._examples = 0
-        self._due, self._steps_before = self._stepper.steps, -1
-        self._on_their_way.clear()
+        self._is_exact = exact
+        self._num_drawn = self._num_done = self._examples = 0
+        self._next_step, self._steps_before = self._stepper.steps, -1
+        self._fetched.clear()
 
     @property
     def ahead(self) -> int:
-        """Batches handed out that the loop is not done with."""
-        if self.is_exact:
-            return self._handed - self._taken
-        return max(0, self._due - self._stepper.steps)
+        """Batches that are drawn and not done."""
+        if self._is_exact:
+            return self._num_drawn - self._num_done
+        return max(0, self._next_step - self._stepper.steps)
 
     @property
-    def steps_taken(self) -> int:
-        """The steps that hold all that the loop is done with."""
+    def steps_done(self) -> int:
+        """The number of steps that contain every batch that is done."""
         steps = self._stepper.steps
-        # Where no step followed, the batch may be a part of the next one.
-        return steps + 1 if self.is_exact and steps == self._steps_before else steps
+        # If no step followed the newest batch, its gradient may be part of the next step.
+        return steps + 1 if self._is_exact and steps == self._steps_before else steps
 
-    def has_taken(self, number: int | None) -> bool:
-        """Return whether the loop is done with that batch, by its number."""
-        return number is not None and self._handed - self.ahead > number
+    def is_done(self, number: int | None) -> bool:
+        return number is not None and self._num_drawn - self.ahead > number
 
-    def handed_out(self, examples: int, *, ends_portion: bool) -> int:
-        """Note a batch on its way to the loop, and return its number."""
-        if self.is_exact:
-            self._on_their_way.append((examples, ends_portion))
+    def drawn(self, examples: int, *, ends_portion: bool) -> int:
+        """Count a batch, and return its number."""
+        if self._is_exact:
+            self._fetched.append((examples, ends_portion))
         else:
-            self._due = max(self._due, self._stepper.steps)
-            self._announce(self._due, examples, ends_portion)
-            self._due += 1
-        self._handed += 1
-        return self._handed - 1
+            self._next_step = max(self._next_step, self._stepper.steps)
+            self._announce(self._next_step, examples, ends_portion)
+            self._next_step += 1
+        self._num_drawn += 1
+        return self._num_drawn - 1
 
-    def hand_over(self) -> None:
-        """Note that the loop gets the oldest batch on its way."""
-        if not self._on_their_way:
+    def yielded(self) -> None:
+        if not self._fetched:
             return
-        examples, ends_portion = self._on_their_way.popleft()
+        examples, ends_portion = self._fetched.popleft()
         steps = self._stepper.steps
-        # Several batches before one step count together.
+        # Batches without a step between them are one minibatch.
         self._examples = examples + (self._examples if steps == self._steps_before else 0)
         self._steps_before = steps
         self._announce(steps, self._examples, ends_portion)
 
-    def taken_back(self) -> None:
-        """Note that the loop is done with its newest batch."""
-        self._taken = min(self._taken + 1, self._handed)
+    def done(self) -> None:
+        self._num_done = min(self._num_done + 1, self._num_drawn)
 
     def broken_off(self) -> None:
-        """Note that the loop ended with its newest batch: done with it if a step followed."""
+        """Note that the loop ended with the newest batch, which is done if a step followed."""
         if self._stepper.steps > self._steps_before:
-            self.taken_back()
+            self.done()
 
     def _announce(self, step: int, examples: int, ends_portion: bool) -> None:
         self._stepper.tell_examples(examples)
         if ends_portion:
             self._stepper.end_portion_after(step)
-
-
-class _Portion:
-    def __init__(self, reply: LeaseReply, batch_size: int) -> None:
-        leased = reply.portion
-        self.lease_id, self.portion_id = leased.lease_id, leased.portion_id
-        self.start, self.stop = leased.start, leased.stop
-        self.epoch = int(getattr(reply, "pass"))
-        self.batch_size = batch_size
-        # The number of its last batch, once that is handed out.
-        self.last_batch: int | None = None
-        # The step up to which gradients are to be answered, once the loop is done with the last batch.
-        self.until: int | None = None

@@ -1,4 +1,4 @@
-"""The queue of portions on server 0, as a worker or a coordinator asks it (service WorkQueue)."""
+"""A worker's calls to the queue of portions on server 0 (service WorkQueue)."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 Reply = TypeVar("Reply", bound=Message)
 
-# A free worker looks this often whether the run, as its heartbeats know it, is over.
+# A worker that waits for a portion checks this often whether the run is over.
 LOOK_SECONDS = 5.0
 
 
 class RemoteQueue:
-    """Portions of the data set for one worker, over its connected session.
+    """Portions of the data set for one worker, over its connected session. Used by one thread.
 
-    Every call is made again after a lost connection, for the launch's `loss_wait_seconds`, and may be: a lease whose
-    answer was lost goes back to the queue, a repeated claim or delivery gets the same answer. Used by one thread.
+    After a lost connection a call is repeated for the launch's `loss_wait_seconds`. This is safe: a lease whose answer
+    was lost returns to the queue, and a repeated claim or delivery gets the same answer.
     """
 
     def __init__(self, session: Worker) -> None:
         self._session = session
-        # Leases that came and are neither delivered nor given up, as every LeaseRequest repeats them.
+        # Leases that are neither delivered nor given up. Every LeaseRequest names them.
         self.held: tuple[int, ...] = ()
 
     def open(self, data: DataSpec) -> OpenWorkReply:
-        """Say what the data set is. Raises InvalidArgument where an earlier worker said otherwise."""
+        """Describe the data set to server 0. Raises InvalidArgument if an earlier worker's description differs."""
         request = OpenWorkRequest(sender=self._session.sender, data=data)
         try:
-            # Each process of a replica opens it, lest they compute different examples as one portion.
+            # Each process of a replica sends its own, lest they compute different examples of the same portion.
             return self._ask("Open", request, OpenWorkReply, each=True)
         except ProtocolMismatch:
             raise ProtocolMismatch(
@@ -59,14 +59,18 @@ class RemoteQueue:
             ) from None
 
     def lease(
-        self, *, pass_number: int | None = None, passes: int = 0, wait: bool = True, call: LeaseCall | None = None
+        self, call: LeaseCall | None = None, *, pass_number: int | None = None, passes: int = 0, wait: bool = True
     ) -> LeaseReply:
-        """Asks for a portion: of a pass, or of whichever is on. `call` asks in another way than Lease.
+        """Lease a portion.
 
-        `passes`: how many the worker goes through; said, the portion may be of a later pass, but of none after these.
+        With `wait` the outcome is never NOTHING_NOW. Then it raises WaitTimedOut after the launch's `wait_seconds`,
+        naming the workers that have the portions, and RunFinished soon after the end of the run.
 
-        With `wait` the answer is never NOTHING_NOW, but WaitTimedOut is raised after the launch's `wait_seconds`,
-        naming those who were waited for, and RunFinished soon after the run is known to be over.
+        Args:
+            call: Sends the request, instead of the call Lease.
+            pass_number: The pass of the portion; None for the current one.
+            passes: The number of passes of the worker's loop. With it the portion may be of a later one of these.
+            wait: Whether to wait for a free portion.
         """
         poll = LongPoll(self._session.launch.wait_seconds if wait else 0.0)
 
@@ -82,7 +86,7 @@ class RemoteQueue:
                 if pass_number is not None:
                     # The field's name is a keyword of Python's.
                     setattr(request, "pass", pass_number)
-                problem = WaitTimedOut("every portion is with somebody")
+                problem = WaitTimedOut("every portion is with a worker")
                 try:
                     reply = (call or _lease)(channel, request, stop)
                 except WaitTimedOut as unanswered:
@@ -103,7 +107,7 @@ class RemoteQueue:
         return reply
 
     def claim(self, lease_id: int) -> ClaimReply:
-        """Return whether a computed portion counts; one that does not is given up."""
+        """Claim a computed portion, so that its gradient may enter a sum; give it up if the claim is refused."""
         request = ClaimRequest(sender=self._session.sender, lease_id=lease_id)
         reply = self._ask("Claim", request, ClaimReply)
         if not reply.granted:
@@ -113,7 +117,7 @@ class RemoteQueue:
     def deliver(
         self, lease_ids: Sequence[int], *, stage_id: int = 0, loss_sum: float = 0.0, example_count: int = 0
     ) -> DeliverReply:
-        """Deliver portions, all of them or none; refused ones are given up too."""
+        """Deliver portions, all or none."""
         request = DeliverRequest(
             sender=self._session.sender,
             lease_ids=lease_ids,
@@ -126,7 +130,7 @@ class RemoteQueue:
         return reply
 
     def give_up(self, lease_ids: Sequence[int]) -> None:
-        """Give these up: with the next `lease` undelivered ones go back to the queue."""
+        """Drop these leases: with the next call of `lease`, portions not delivered return to the queue."""
         self.held = tuple(lease_id for lease_id in self.held if lease_id not in lease_ids)
 
     def _ask(self, method: str, request: Message, reply: type[Reply], *, each: bool = False) -> Reply:

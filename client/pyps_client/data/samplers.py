@@ -1,4 +1,4 @@
-"""Each worker's own part of the data, and the number of examples in each batch."""
+"""Samplers of one worker's part of the data, and batches whose size the servers set."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator, Sized
 from inspect import getattr_static
 from itertools import islice
-from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +14,14 @@ import numpy.typing as npt
 from pyps_client.launch import torchrun_place
 from pyps_wire.errors import InvalidArgument
 
-T = TypeVar("T")
+SEED_MAX = 2**32 - 1
 
 
 class WorkerSampler:
     """The indices of this worker's part of a dataset: DataLoader(dataset, sampler=...).
 
-    In each epoch all workers draw the same permutation and each takes every count-th index of it, so that
-    their parts are disjoint, cover the dataset, and differ in size by one at the most. Every iteration is the
-    next epoch.
+    In each epoch all workers draw the same permutation, and each takes every count-th index of it. Their parts are
+    disjoint, cover the dataset, and differ in size by one at most. Each iteration is the next epoch.
     """
 
     def __init__(self, length: int, *, seed: int, shuffle: bool, index: int, count: int) -> None:
@@ -35,7 +33,7 @@ class WorkerSampler:
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch, as after a restart."""
+        """Set the epoch of the next iteration, as after a restart."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -49,30 +47,26 @@ class WorkerSampler:
 
 
 def permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return an epoch's order of the examples, the same in all workers."""
-    # RandomState's sequence never changes between numpy versions, and workers may have different ones.
+    """Return the order of an epoch's examples, the same in all workers."""
+    # Workers may have different versions of numpy, and RandomState draws the same numbers in all of them.
     return np.random.RandomState([seed, epoch]).permutation(length)
 
 
 def worker_sampler(
     dataset: Sized, *, seed: int = 0, shuffle: bool = True, index: int | None = None, count: int | None = None
 ) -> WorkerSampler:
-    """A sampler of this worker's part of a dataset.
+    """Return a sampler of this worker's part of a dataset.
 
-    `index` and `count` say which worker of how many this is; by default PYPS_WORKER_INDEX and
-    PYPS_WORKER_COUNT say so, or else torchrun does, and without them there is one worker. `seed` must be the same in
-    all workers.
+    `index` and `count`: this worker's number, from 0, and the number of workers; by default those of torchrun, else
+    PYPS_WORKER_INDEX and PYPS_WORKER_COUNT, else one worker. `seed` must be the same in all workers.
     """
-    for name, value in (("seed", seed), ("index", index), ("count", count)):
-        if value is not None:
-            _check_whole(name, value)
     if not isinstance(dataset, Sized):
         raise InvalidArgument(f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__.")
     torchrun = torchrun_place(os.environ)
     if torchrun and index is None and count is None:
         index, count = torchrun
-    index = _place("PYPS_WORKER_INDEX", index)
-    count = _place("PYPS_WORKER_COUNT", count)
+    index = _from_environment("PYPS_WORKER_INDEX") if index is None else index
+    count = _from_environment("PYPS_WORKER_COUNT") if count is None else count
     if (index is None) != (count is None):
         given, missing = ("index", "count") if count is None else ("count", "index")
         raise InvalidArgument(
@@ -80,20 +74,18 @@ def worker_sampler(
             f"PYPS_WORKER_COUNT, or pass both index= and count=."
         )
     index, count = (0, 1) if index is None or count is None else (index, count)
-    if count < 1 or not 0 <= index < count:
-        raise InvalidArgument(f"The worker's index is {index} of {count} workers; expected 0 to {max(count, 1) - 1}.")
-    if not 0 <= seed < 2**32:
-        raise InvalidArgument(f"seed is {seed}; expected 0 to {2**32 - 1}.")
+    check_whole("seed", seed, most=SEED_MAX)
+    check_whole("count", count, least=1)
+    check_whole("index", index, most=count - 1)
     return WorkerSampler(len(dataset), seed=seed, shuffle=shuffle, index=index, count=count)
 
 
 class GrowingBatchSampler:
-    """Batches of this worker's part of a dataset, each as large as the servers' schedule then asks for.
+    """Batches of this worker's part, of the size that the servers set: DataLoader(dataset, batch_sampler=...).
 
-    For DataLoader(dataset, batch_sampler=...). A server started with a batch growth (Zhang et al. 2013: the
-    minibatch starts small and grows as training goes on) tells the size with its answers to pushes, and learns
-    from each push how many examples it has seen: the sampler tells the optimizer. A loader with processes of
-    its own asks, and tells, as many batches ahead as it fetches ahead.
+    Under a batch growth (Zhang et al. 2013) batches grow with the number of examples that the servers have counted. The
+    size comes with the answers to pushes; for the count, the sampler sets the optimizer's `examples_in_batch`. If a
+    loader with processes of its own fetches batches ahead, size and count are early by as many batches.
     """
 
     def __init__(self, sampler: WorkerSampler, optimizer: Any, *, default: int) -> None:
@@ -103,21 +95,21 @@ class GrowingBatchSampler:
 
     @property
     def batch_size(self) -> int:
-        """Examples in a batch that is drawn now."""
+        """Examples in the next batch."""
         return int(self._optimizer.batch_size or self._default)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that epoch, as after a restart."""
+        """Set the epoch of the next iteration, as after a restart."""
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches in an epoch, if the batch stays as large as it is now."""
+        """Return the number of batches in an epoch, if their size does not grow."""
         return -(-len(self.sampler) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         indices = iter(self.sampler)
         while batch := list(islice(indices, self.batch_size)):
-            # Growth goes by the examples counted: uncounted ones would never let it begin.
+            # The servers count these: without a count the batches would never grow.
             self._optimizer.examples_in_batch = len(batch)
             yield batch
 
@@ -132,15 +124,13 @@ def growing_batches(
     index: int | None = None,
     count: int | None = None,
 ) -> GrowingBatchSampler:
-    """A batch sampler of this worker's part of a dataset, in batches as large as the servers ask for.
+    """Return a batch sampler of this worker's part of a dataset, in batches of the size that the servers set.
 
-    `optimizer`: a RemoteOptimizer, or a Client. `batch_size` is the size where the servers leave it open. The rest is
-    as for `worker_sampler`.
+    `optimizer`: a RemoteOptimizer, or a Client. `batch_size`: the size if the servers set none. The rest is as for
+    `worker_sampler`.
     """
-    _check_whole("batch_size", batch_size)
-    if batch_size < 1:
-        raise InvalidArgument(f"batch_size is {batch_size}; expected 1 or more.")
-    # Without a look at its value, for which the optimizer would join its run.
+    check_whole("batch_size", batch_size, least=1)
+    # To read the value, the optimizer would join its run.
     if getattr_static(optimizer, "batch_size", None) is None:
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; expected a RemoteOptimizer or a Client, whose servers set the "
@@ -163,16 +153,14 @@ def length_of(dataset: Any) -> int:
     return length
 
 
-def _check_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidArgument(f"{name} is {value!r}; expected a whole number.")
+def check_whole(name: str, value: object, *, least: int = 0, most: int = 2**31 - 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise InvalidArgument(f"{name} is {value!r}; expected a whole number, {least} to {most}.")
 
 
-def _place(variable: str, given: int | None) -> int | None:
+def _from_environment(variable: str) -> int | None:
     text = os.environ.get(variable, "").strip()
-    if given is not None or not text:
-        return given
     try:
-        return int(text)
+        return int(text) if text else None
     except ValueError:
         raise InvalidArgument(f"{variable} is {text!r}; expected a whole number.") from None

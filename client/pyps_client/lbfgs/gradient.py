@@ -1,7 +1,4 @@
-"""The gradient of a portion of the data set: a sum over its examples, the same bits from every worker.
-
-A batch goes through the model to its loss, the loss's gradient to the portion's sum, that to the sum that is sent.
-"""
+"""The gradient of a portion of the data set: a sum over its examples, the same bits from every worker."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ from pyps_client.worker import Worker
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import Portion
 
-# Batches that are loaded ahead.
+# The number of batches to load ahead.
 BATCHES_AHEAD = 4
 
 
 class MapDataset(Protocol):
-    """A data set of which every example has a number."""
+    """A data set whose examples are numbered."""
 
     def __len__(self) -> int: ...
 
@@ -37,15 +34,14 @@ class MapDataset(Protocol):
 
 
 class PortionGradient:
-    """Sums of a loss's gradients: over the examples of one portion, and over the portions that count.
+    """Sums of a loss's gradients: over the examples of one portion, and over the claimed portions.
 
-    The loss is a mean over a batch: backward starts with the number of the batch's examples, so that what autograd adds
-    to `grad` is the sum over them. Batches are added in their order, each parameter in float32 (float64 where it is),
-    whatever the model's type. So the bits depend on the portion, the parameters and the size of a batch alone, as far
-    as torch's own do on the number of threads and the kind of processor.
+    The loss is a mean over a batch. Backward starts with the number of the batch's examples, so that autograd adds to
+    `grad` the sum over them. Batches are added in their order, in float32, or in float64 for such parameters. So the
+    bits depend only on the portion, the parameters, the size of a batch, torch's number of threads, and the processor.
 
-    Beside the model there is its gradient; the sum over portions takes memory of its own only where they are kept
-    apart, or on a device. The model's `grad` are this object's until `release`.
+    It owns the model's `grad` until `release`. The sum over portions has memory of its own only if they are kept apart,
+    or on a device.
     """
 
     def __init__(self, layout: Layout, gathered: Gradients, loss_of: Callable[[Any], Any]) -> None:
@@ -56,7 +52,7 @@ class PortionGradient:
         self._keeps_apart = False
         for parameter in layout.parameters:
             parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
-        # Tensor index -> the sum over batches, where the parameter's own type is too narrow for it.
+        # By index, for parameters whose type is too narrow for the sum over batches: that sum.
         self._wide = {
             index: torch.empty_like(parameter, dtype=torch.float32)
             for index, parameter in enumerate(layout.parameters)
@@ -64,18 +60,18 @@ class PortionGradient:
         }
 
     def begin_pass(self, *, keep_apart: bool) -> None:
-        """Start a pass; with `keep_apart` the sum stays as it is while the next portion is computed."""
+        """Start a pass; with `keep_apart` the sum does not change while the next portion is computed."""
         self._keeps_apart = keep_apart
         if keep_apart:
             self._gathered.take_back()
 
     def compute_batches(self, batches: Iterable[tuple[Any, int]]) -> float:
-        """Compute the gradient over batches, each with its number of examples; return the sum of their losses.
+        """Compute the gradient over batches, each with its number of examples; return the float64 sum of their losses.
 
-        The gradient that was computed before is lost, unless it was kept. The sum of losses is in float64.
+        The gradient that was computed before is lost, unless it was kept.
         """
         if not self._keeps_apart:
-            # Computed right where it is sent from.
+            # Compute it in the memory that is sent.
             self._gathered.hand_out()
         self._make_zero([*self._own(), *self._wide.values()])
         losses: list[tuple[torch.Tensor, int]] = []
@@ -86,8 +82,8 @@ class PortionGradient:
             loss.backward(gradient=torch.full_like(loss, count))  # type: ignore[no-untyped-call]
             self._widen(gradients)
             losses.append((loss.detach(), count))
-        # Asked for once all is under way: each answer waits for the device. Not by sum(): from Python 3.12 on it rounds
-        # otherwise, and the same portion must have the same loss from every worker.
+        # At the end, since each float() waits for the device. Not by sum(), which rounds otherwise from Python 3.12 on:
+        # the same portion must have the same loss from every worker.
         loss_sum = 0.0
         for loss, count in losses:
             loss_sum += float(loss) * count
@@ -98,7 +94,7 @@ class PortionGradient:
         self._gathered.add([self._wide.get(index, gradient) for index, gradient in enumerate(gradients)], versions={})
 
     def sealed(self) -> Vectors | None:
-        """Return the sum as it travels, valid until `clear`; None where it is not finite, or not in that form."""
+        """Return the sum in the type in which it is sent, valid until `clear`; None if it is not finite in it."""
         if not self._gathered.seal():
             return None
         self._gathered.ready()
@@ -111,7 +107,7 @@ class PortionGradient:
         others = "'bfloat16' or 'float32'" if narrow == torch.float16 else "'float32'"
         return (
             f"the gradient, a sum over the examples, exceeds {torch.finfo(narrow).max:g}, the most that "
-            f"{str(narrow).removeprefix('torch.')} holds, in which it travels. Use gradient_codec={others}."
+            f"{str(narrow).removeprefix('torch.')} holds, in which it is sent. Use gradient_codec={others}."
         )
 
     def clear(self) -> None:
@@ -122,7 +118,7 @@ class PortionGradient:
             parameter.grad = None
 
     def _own(self) -> list[torch.Tensor]:
-        """Return the model's gradients, one a tensor; zeros where the loss does not use it."""
+        """Return the model's gradients, one a tensor; zeros for tensors that the loss does not use."""
         gradients = []
         for parameter in self._layout.parameters:
             if parameter.grad is None:
@@ -167,10 +163,7 @@ def _checked(loss: Any) -> torch.Tensor:
 
 
 class PortionLoader:
-    """Reads a data set by torch's loader, in order, and on into the portion that is likely to come next.
-
-    One thread reads, so that a data set need not stand several.
-    """
+    """Reads a data set by torch's loader, on one thread: a portion in order, and ahead into the likely next portion."""
 
     def __init__(
         self, dataset: MapDataset, *, batch_size: int, collate: Callable[[list[Any]], Any] | None = None
@@ -180,14 +173,14 @@ class PortionLoader:
         self._batch_size = batch_size
         self._collate = collate
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyps-portion-loader")
-        # By the batch's examples.
+        # Batches by their examples.
         self._ahead: dict[range, Future[Any]] = {}
 
     def batches(self, portion: Portion, upcoming: Portion | None = None) -> Iterator[tuple[Any, int]]:
         """Yield the portion's batches, each with its number of examples; the last may have fewer."""
         own = self._ranges(portion)
         order = own + (self._ranges(upcoming) if upcoming is not None else [])
-        # Batches of a wrong hint.
+        # These were expected, and are not needed.
         for examples in self._ahead.keys() - set(order):
             self._ahead.pop(examples).cancel()
         for place, examples in enumerate(own):
@@ -208,7 +201,7 @@ class PortionLoader:
         return [range(begin, min(begin + self._batch_size, portion.stop)) for begin in begins]
 
     def _read(self, examples: range) -> Any:
-        # With a generator of its own it draws nothing from the program's.
+        # Without a generator it would draw from the program's.
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=[list(examples)],
@@ -230,7 +223,7 @@ def checked_length(dataset: Any) -> int:
 
 
 class PortionComputation(PortionGradient):
-    """Computes a worker's portions by torch, in the session's memory."""
+    """Computes a worker's portions, in the session's memory."""
 
     def __init__(self, session: Worker, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
         self._session = session
@@ -252,18 +245,18 @@ class PortionComputation(PortionGradient):
         self.pull()
 
     def pull(self) -> None:
-        """Brings the servers' parameters into the model."""
+        """Pull the servers' parameters into the model."""
         self._parameters.wait_until_free()
         self._session.pull(self._parameters.vectors)
         if self._written.changed():
-            # Not every shard was pulled just now.
+            # A pull skips shards that are not newer.
             self._session.snapshot(self._parameters.vectors)
             self._parameters.separate()
         self._parameters.write()
         self._written.note()
 
     def compute(self, portion: Portion, upcoming: Portion | None) -> float:
-        """Compute a portion and return the sum of its examples' losses. `upcoming`: likely the next, to be loaded."""
+        """Compute a portion and return the sum of its examples' losses. `upcoming`: the likely next one, to load."""
         return self.compute_batches(self._loader.batches(portion, upcoming))
 
     def close(self) -> None:
@@ -278,7 +271,7 @@ class PortionComputation(PortionGradient):
 def loss_function(
     model: torch.nn.Module, loss: Callable[..., Any] | None, loss_of: Callable[[Any, Any], Any] | None
 ) -> Callable[[Any], Any]:
-    """Return a function of a batch's loss, from either of the two forms that a user may give."""
+    """Return a function of a batch's loss, from one of the two forms that a user may give."""
     if (loss is None) == (loss_of is None):
         given = "neither" if loss is None else "both"
         raise InvalidArgument(

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from pyps_client import leave
 from pyps_client.launch import Launch
@@ -21,7 +23,7 @@ from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import DataSpec
 
-# Steps are the coordinator's; servers want to know a rule all the same.
+# The coordinator makes the steps, but a run needs a rule.
 _SETTINGS = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
 
 
@@ -40,24 +42,23 @@ def sandblaster(
 ) -> SandblasterResult:
     """Compute portions of the data set for a coordinator (`pyps sandblaster`), until it ends the work.
 
-    The model gets the last parameters then.
+    Then the model gets the last parameters.
 
         pyps_client.sandblaster(model, torch.nn.functional.cross_entropy, dataset)
 
-    `loss(outputs, *targets)` is the mean over a batch of the data set's (input, target) pairs; `loss_of(model, batch)`
-    instead of it, with `loss=None`, serves batches of any other shape. Batches are made by `collate`, as in torch's
-    DataLoader, and moved to the model's device. `batch_size`: examples of a portion that are computed at once; the
-    same for all workers.
+    `loss(outputs, *targets)`: the mean over a batch of the data set's (input, target) pairs. For batches of another
+    shape, give `loss_of(model, batch)` and `loss=None`. `collate` makes batches, as in torch's DataLoader; they are
+    moved to the model's device. `batch_size`: examples that are computed at once; the same for all workers.
 
-    The loss of given parameters must always be the same: call `model.eval()` where there is dropout or batch norm.
-    Parameters that need no gradient, and buffers, are left alone: let all workers have the same.
+    The loss of given parameters must always be the same: call `model.eval()` if there is dropout or batch norm.
+    Parameters that need no gradient, and buffers, are not changed: they must be the same in all workers.
 
-    `on_pass(number)` is called with the parameters of each new pass in the model; it must leave them as they are.
-    `threads`: torch's threads, on which the last bits of a sum may depend; None leaves them as they are. More workers
-    use more processors.
-    `servers` and `launch` are as for RemoteOptimizer. What the loss raises ends this worker; others compute its
-    portions. Raises a ConfigurationError for a call that is wrong, or servers that run no Sandblaster, and a
-    ConnectionFailed where servers did not answer in time.
+    `on_pass(number)` is called with the parameters of each new pass in the model, which it must not change.
+    `threads`: the number of torch's threads, on which the last bits of a sum may depend; None does not set it. To use
+    more processors, start more workers. `servers` and `launch` are as for RemoteOptimizer.
+
+    An error of the loss ends this worker; others compute its portions. Raises a ConfigurationError for wrong arguments
+    or servers that do not run Sandblaster, and a ConnectionFailed if servers do not answer in time.
     """
     leave.install_where_asked()
     launch = Launch.of(servers, launch)
@@ -73,8 +74,7 @@ def sandblaster(
             f"The model ({type(model).__name__}) has no parameters that require a gradient: there is nothing to train."
         )
     layout = plan(model, [{"params": trained}], shard_size=launch.shard_size)
-    _warn_of_modes(model)
-    _tell_left_alone(model, layout)
+    _warn(model, layout)
     tell_narrowed(layout)
     launch.require_one_process("sandblaster()")
     session = Worker(
@@ -111,34 +111,29 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _warn_of_modes(model: torch.nn.Module) -> None:
-    """Warn of modules by which the same parameters would not give the same loss."""
-    for is_so, why in ((_draws, "draws at random"), (_mixes, "depends on the batch")):
-        names = [name or type(module).__name__ for name, module in model.named_modules() if is_so(module)]
+def _warn(model: torch.nn.Module, layout: Layout) -> None:
+    """Warn of modules that make the loss differ from call to call, and of values that workers do not share."""
+    training = [(name, module) for name, module in model.named_modules() if module.training]
+    changing = "in training mode that %s, and the line search would compare losses of different functions; call "
+    changing += "model.eval() first"
+    left_alone = "the %s are not trained and not shared: let all workers begin with the same values"
+    for names, text in (
+        ([name or type(module).__name__ for name, module in training if _draws(module)], changing % "draws at random"),
+        (
+            [name or type(module).__name__ for name, module in training if isinstance(module, _BatchNorm)],
+            changing % "depends on the batch",
+        ),
+        (
+            [name for name, value in model.named_parameters() if id(value) not in layout.names],
+            left_alone % "parameters",
+        ),
+        (list(shareable_buffers(model)), left_alone % "buffers"),
+    ):
         if names:
-            logger.warning(
-                "%s: in training mode that %s, and the line search would compare losses of different functions; call "
-                "model.eval() first",
-                *(several(names), why),
-            )
+            logger.warning("%s: %s", several(names), text)
 
 
 def _draws(module: torch.nn.Module) -> bool:
-    """Return whether it is a dropout, or has one."""
-    chance = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0)
-    return module.training and isinstance(chance, int | float) and chance > 0
-
-
-def _mixes(module: torch.nn.Module) -> bool:
-    """Return whether one example's output depends on the batch's others."""
-    return module.training and isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-
-
-def _tell_left_alone(model: torch.nn.Module, layout: Layout) -> None:
-    frozen = [name for name, value in model.named_parameters() if id(value) not in layout.names]
-    for names, kind in ((frozen, "parameters"), (list(shareable_buffers(model)), "buffers")):
-        if names:
-            logger.warning(
-                "%s (%s) are not trained and not shared: let all workers begin with the same values",
-                *(kind, several(names)),
-            )
+    """Return whether a module is or has a dropout."""
+    chance = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
+    return isinstance(chance, int | float) and chance > 0

@@ -1,7 +1,4 @@
-"""What a process of a replica holds of each parameter (all of it, a block, or a copy), and where that lies in vectors.
-
-DTensors say themselves how they are cut.
-"""
+"""What a process of a replica holds of each parameter (all of it, a block, or a copy), and the layout of its part."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ from pyps_wire.partition import Model
 
 @dataclass(frozen=True)
 class Claimed:
-    """The parameters of a process, its claims, and the plain tensors of these."""
+    """The parameters of a process and, of each, its claim and its plain tensor."""
 
     parameters: tuple[torch.Tensor, ...]
     claims: tuple[Claim, ...]
-    # A DTensor's own memory; else the parameter itself.
+    # The local memory of a DTensor; otherwise the parameter itself.
     local: tuple[torch.Tensor, ...]
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """This minibatch's gradient of each of `local`; None where it has none. All processes of a replica call it.
+        """Return this minibatch's gradient of each of `local`, or None. All processes of a replica call it.
 
-        They add up what each of them has of one, as of a replicated LayerNorm whose input is cut.
+        The processes sum partial gradients, such as those of a replicated LayerNorm whose input is split.
         """
         gradients: list[torch.Tensor | None] = []
         with torch.no_grad():
@@ -45,7 +42,7 @@ class Claimed:
                     if gradient.placements != placements:
                         gradient = gradient.redistribute(placements=placements)
                     gradient = gradient.to_local()
-                    # Where it is still under way, the memory has yet to be filled.
+                    # The sum may not have arrived yet.
                     gradient = gradient.wait() if hasattr(gradient, "wait") else gradient
                 gradients.append(gradient)
         return gradients
@@ -59,7 +56,7 @@ class ModelCut:
     claimed: Claimed
 
     def layout(self) -> Layout:
-        """Return the layout of the trained part; a tensor that servers hold in several blocks is several of them."""
+        """Return the layout of the trained part. A tensor that servers hold in several blocks is several tensors."""
         held, claimed = self.arrangement.held, self.claimed
         model = Model(tuple(each.tensor for each in held), self.arrangement.model.shard_size)
         ends = [0] * model.num_groups
@@ -95,10 +92,10 @@ class ModelCut:
 
 
 def claims_of(groups: Sequence[Sequence[tuple[str, torch.Tensor]]], replica: Group) -> Claimed:
-    """Return the parameters that this process holds, by name, in each of the optimizer's groups.
+    """Return the claims of this process, from the named parameters in each of the optimizer's groups.
 
-    All processes of a replica call it, and what one of them must refuse all refuse. Raises InvalidArgument for
-    placements that no server can hold, and for names that no process has.
+    All processes of a replica call it, and all raise the error of one. Raises InvalidArgument for placements that no
+    server can hold, and for names that no process has.
     """
     candidates = agreed(replica, lambda: _candidates(groups, replica))
     of_processes = [set(of_process) for of_process in replica.all_gather([claim.key for claim in candidates])]
@@ -123,7 +120,7 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def _candidates(groups: Sequence[Sequence[tuple[str, Any]]], replica: Group) -> list[Claim]:
-    """Return the claims, with all processes as holders that may hold the same."""
+    """Return the claims, with every process as a holder that may hold the same numbers."""
     on_mesh: frozenset[int] = frozenset()
     for name, parameter in itertools.chain(*groups):
         if _is_dtensor(parameter):
@@ -138,7 +135,7 @@ def _candidates(groups: Sequence[Sequence[tuple[str, Any]]], replica: Group) -> 
 
 
 def _of_plain(name: str, shape: tuple[int, ...], param_group: int, replica: Group, on_mesh: frozenset[int]) -> Claim:
-    # What parallelize_module leaves alone is the same in all processes of its mesh.
+    # A parameter that parallelize_module leaves alone is the same in all processes of the mesh.
     whole_shape, offset, holders = shape, (0,) * len(shape), on_mesh | {replica.index}
     if name in replica.blocks:
         block = replica.blocks[name]
@@ -150,7 +147,7 @@ def _of_plain(name: str, shape: tuple[int, ...], param_group: int, replica: Grou
 
 
 def _of_dtensor(name: str, parameter: Any, param_group: int, replica: Group) -> Claim:
-    # Not with the module: it takes seconds, and whoever has DTensors has loaded it.
+    # Loading it takes seconds. A program that has DTensors has loaded it.
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -158,18 +155,16 @@ def _of_dtensor(name: str, parameter: Any, param_group: int, replica: Group) -> 
     foreign = next((placement for placement in placements if type(placement) not in (Shard, Replicate)), None)
     if foreign is not None:
         raise InvalidArgument(
-            f"Parameter {name!r} has placements {tuple(placements)}; servers hold what is cut into one block a process "
-            f"(Shard) or the same everywhere (Replicate), not {foreign}."
+            f"Parameter {name!r} has placements {tuple(placements)}; servers hold a tensor that is split into one "
+            f"block a process (Shard), or the same in all (Replicate), not {foreign}."
         )
     if name in replica.blocks or name in replica.replicated:
         raise InvalidArgument(
-            f"Parameter {name!r} is a DTensor, which says itself how it is cut: leave it out of Replica."
+            f"Parameter {name!r} is a DTensor, whose placements say how it is split: leave it out of Replica."
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise InvalidArgument(
-            f"Parameter {name!r} lies on a mesh that process {replica.index} of the replica is not in."
-        )
+        raise InvalidArgument(f"Parameter {name!r} is on a mesh without process {replica.index} of the replica.")
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     of_copies = tuple(
         slice(None) if isinstance(placement, Replicate) else at
@@ -180,12 +175,12 @@ def _of_dtensor(name: str, parameter: Any, param_group: int, replica: Group) -> 
 
 
 def _positions(name: str, ranks: torch.Tensor, replica: Group) -> frozenset[int]:
-    """Return the replica's numbers of processes of torch's world."""
+    """Return the indices in the replica of processes that torch numbers by rank."""
     outside = sorted(set(ranks.flatten().tolist()).difference(replica.ranks))
     if outside:
         raise InvalidArgument(
-            f"The mesh of parameter {name!r} reaches process {outside[0]} of torch.distributed, which is none of the "
-            f"replica's: make the mesh and the Replica of the same processes."
+            f"The mesh of parameter {name!r} has process {outside[0]} of torch.distributed, which is not in the "
+            f"replica: make the mesh and the Replica of the same processes."
         )
     return frozenset(replica.ranks.index(rank) for rank in ranks.flatten().tolist())
 
@@ -195,6 +190,6 @@ def _check_names(replica: Group, own: set[str], of_processes: Sequence[set[Key]]
     absent = sorted(set(replica.blocks).difference(own)) or sorted(replica.replicated.difference(present))
     if absent:
         raise InvalidArgument(
-            f"Replica speaks of {absent[0]!r}, but no parameter of the optimizer has this name: give names as "
+            f"Replica names {absent[0]!r}, but no parameter of the optimizer has this name: give names as "
             f"model.named_parameters() does, without what torch.compile adds."
         )

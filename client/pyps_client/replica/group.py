@@ -1,7 +1,6 @@
-"""The processes of one replica, as each of them sees the others.
+"""The processes of one replica: one worker of several processes, each with a part of the model.
 
-A replica is one worker that consists of several processes, each with a part of the model (Dean et al. 2012, section
-3). Its first process, the leader, decides; the others go by its word.
+(Dean et al. 2012, section 3.) The first process leads: it decides, and the others follow.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ T = TypeVar("T")
 
 
 class Group:
-    """The processes of one replica; here of one process, which leads itself and has nobody to wait for.
+    """The processes of one replica; in this class, of one process.
 
-    Every method is collective: all processes call it, in the same order. Raises ReplicaLost where another process is
-    gone.
+    Every method is collective: all processes call it, in the same order. It raises ReplicaLost if another process has
+    ended.
     """
 
     # The replica's name, unique in the run.
     name = ""
-    # This process's place in the replica; 0 leads.
+    # This process's number in the replica; 0 leads.
     index = 0
     count = 1
-    # Its processes as torch's world numbers them.
+    # Of each process, its rank in torch's world.
     ranks: tuple[int, ...] = ()
-    # What the user says of plain parameters, by name: which lie in blocks (Block), and which several processes hold.
+    # Plain parameters, by name: those of which each process holds a Block, and those that several processes hold.
     blocks: Mapping[str, Any] = {}
     replicated: frozenset[str] = frozenset()
 
-    def broadcast(self, word: T) -> T:
-        """Return the leader's word on all processes."""
-        return word
+    def broadcast(self, value: T) -> T:
+        """Return the leader's value on all processes."""
+        return value
 
-    def all_gather(self, word: T) -> list[T]:
-        """Return all words, by index, once all processes have called it."""
-        return [word]
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all processes, by index."""
+        return [value]
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Return sums of numbers over the processes, in float64, the same on all."""
+        """Return the sums of numbers over the processes, in float64, the same on all."""
         return [float(number) for number in numbers]
 
 
@@ -58,7 +57,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, peers: Group) -> Failure:
-        """Return the message; an error that is not ours means that its process is lost."""
+        """Return the message. After an error that is not a PypsError, the process counts as lost."""
         if not isinstance(error, PypsError):
             words = f"{type(error).__name__}: {error}"
             error = ReplicaLost(f"process {peers.index} of {peers.name} failed ({words}): a replica ends as a whole")
@@ -66,7 +65,7 @@ class Failure(NamedTuple):
 
 
 def led(peers: Group, action: Callable[[], T]) -> T:
-    """Run an action on the leader alone; all processes get its result, or its error."""
+    """Run an action on the leader alone; return its result, or raise its error, on all processes."""
     if peers.index == 0:
         try:
             result = action()
@@ -76,14 +75,13 @@ def led(peers: Group, action: Callable[[], T]) -> T:
         peers.broadcast((result, None))
         return result
     answer: tuple[T | None, Failure | None] = peers.broadcast((None, None))
-    of_leader, failure = answer
-    if failure is not None:
-        raise from_status(*failure)
-    return of_leader  # type: ignore[return-value]
+    if answer[1] is not None:
+        raise from_status(*answer[1])
+    return answer[0]  # type: ignore[return-value]
 
 
 def agreed(peers: Group, action: Callable[[], T]) -> T:
-    """Run an action on all processes and wait for all; where it failed on some, all raise the first one's error."""
+    """Run an action on all processes and wait for all; if it failed on some, all raise the error of the first."""
     result: T | None = None
     own: Exception | None = None
     try:
@@ -100,7 +98,7 @@ def agreed(peers: Group, action: Callable[[], T]) -> T:
 
 
 def own_partition(whole: Partition, parts: Sequence[int], peers: Group | None) -> Partition:
-    """Return the partition of a process that holds those parts; of all, the whole itself."""
+    """Return the partition of a process that holds these parts; `whole` itself if they are all or none is named."""
     if peers is not None and peers.count > 1 and not parts:
         raise InvalidArgument(
             f"process {peers.index} of replica {peers.name!r} holds no part of the model: give each of its "

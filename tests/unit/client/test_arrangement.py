@@ -75,7 +75,7 @@ def check(claims, arrangements):
         assert len({(copy.owner, copy.sizes) for copy in of_owner}) == 1
         owner = of_owner[0].owner
         for index, copy in enumerate(of_owner):
-            for size, given_, taken in zip(copy.sizes, of_owner[owner].slices, copy.slices, strict=True):
+            for size, given_, taken in zip(copy.sizes, of_owner[owner].held, copy.held, strict=True):
                 if taken is not None:
                     numbers = local[owner][given_.claim][given_.place]
                     assert numbers.size == size
@@ -196,31 +196,31 @@ def test_a_part_goes_where_alone_it_fits():
     assert [a.parts for a in arranged(claims, run=run)] == [(1,), (0,)]
 
 
-CUT_IN_2 = arranged([[of] for of in rows("w", (8, 2), 2)])[0].model
+IN_2_PARTS = arranged([[of] for of in rows("w", (8, 2), 2)])[0].model
 
 
 OTHER_RUNS = [
     (
-        CUT_IN_2,
+        IN_2_PARTS,
         [[of] for of in rows("w", (8, 2), 4)],
-        "The run's model is cut into 2 parts, and part 0, with the numbers [0:4, 0:2] of tensor 'w', lies in no "
-        "process of this replica as a whole; it has 4. Start 2 processes, cut as the run's, or one process that",
+        "The run's model is split into 2 parts, and part 0 lies in no process of this replica as a whole, such as the "
+        "numbers [0:4, 0:2] of tensor 'w'; the replica has 4 processes. Start 2 processes that split it in the same",
     ),
     (
         Model((Tensor("w", (8, 2)),)),
         [[of] for of in rows("w", (8, 2), 4)],
-        "The run's model is not cut, and part 0, with the numbers [0:8, 0:2] of tensor 'w', lies in no process of "
-        "this replica as a whole; it has 4. Start one process that holds the whole model.",
+        "The run's model is not split, and part 0 lies in no process of this replica as a whole, such as the numbers "
+        "[0:8, 0:2] of tensor 'w'; the replica has 4 processes. Start one process that holds the whole model.",
     ),
     (
         Model((Tensor("w", (8, 2)),)),
         [[of] for of in copies("w", (8, 2), 2)],
-        "The run's model is not cut; process 1 of this replica would train none.",
+        "The run's model is not split; process 1 of this replica would train none.",
     ),
-    (CUT_IN_2, [[claim("w", (8, 3), 0)]], "'w' has shape (8, 3) in this model, but (8, 2) in the run's"),
-    (CUT_IN_2, [[claim("w", (8, 2), 0), claim("x", (1,), 0)]], "Tensor 'x' of this model is not in the run's"),
+    (IN_2_PARTS, [[claim("w", (8, 3), 0)]], "'w' has shape (8, 3) in this model, but (8, 2) in the run's"),
+    (IN_2_PARTS, [[claim("w", (8, 2), 0), claim("x", (1,), 0)]], "Tensor 'x' of this model is not in the run's"),
     (
-        Model((*CUT_IN_2.tensors, Tensor("y", (1,), 1, part=1))),
+        Model((*IN_2_PARTS.tensors, Tensor("y", (1,), 1, part=1))),
         [[claim("w", (8, 2), 0)]],
         "No process of this replica has tensor 'y' of the run's model.",
     ),
@@ -242,33 +242,27 @@ def test_another_model_than_the_runs_is_refused_in_words_by_all():
 NO_MODELS = [
     (
         [[claim("0.weight", (2,), 0)], [claim("0.weight", (2,), 1)]],
-        "Process 0 and process 1 of the replica both claim numbers of tensor '0.weight': [0:2] and [0:2]. "
-        "Different tensors, as of the stages of a pipeline, need different names; copies are declared by "
-        "Replica(replicated=['0.weight'])",
+        "(part 0 is what process 0 holds): part 0 and part 1 both claim numbers of tensor '0.weight': all of [0:2]. "
+        "Different tensors, as of the stages of a pipeline, need different names. Declare copies by",
     ),
     (
         [[claim("w", (3,), 0, whole=(4,))], [claim("w", (2,), 1, whole=(4,), offset=(2,))]],
-        "Process 0 and process 1 of the replica both claim numbers of tensor 'w': [0:3] and [2:4].",
+        "part 0 and part 1 both claim numbers of tensor 'w': [0:3] and [2:4].",
     ),
     (
         [[claim("w", (2,), 0)], [claim("w", (3,), 1)]],
-        "Tensor 'w' has shape (2,) in process 0 of the replica, but (3,) in process 1.",
+        "tensor 'w' has shape (2,) in part 0, but (3,) in part 1.",
     ),
     (
         [[of] for of in rows("w", (8, 2), 4)][:2],
-        "No process of the replica holds the rest of tensor 'w' of shape (8, 2): there are only [0:2, 0:2], "
-        "[2:4, 0:2], 8 of its 16 numbers. Is a process missing",
+        "parts of tensor 'w' of shape (8, 2) are missing: there are only [0:2, 0:2], [2:4, 0:2], 8 of its 16 numbers.",
     ),
     (
         [[claim("w", (0, 2), 0, whole=(3, 2), offset=(3, 0)), claim("x", (1,), 0)]],
-        "No process of the replica holds the rest of tensor 'w' of shape (3, 2): there are only empty blocks, 0 of",
+        "parts of tensor 'w' are missing: there are only empty blocks.",
     ),
     ([[of] for of in rows("w", (3, 2), 4)], "Process 3 of the replica has nothing to train"),
     ([[claim("w", (2,), 0)], []], "Process 1 of the replica has nothing to train"),
-    (
-        [[claim("w", (2,), 0, holders=[0, 1])], [claim("x", (2,), 1)]],
-        "Process 0 of the replica says that process 1 too holds the numbers [0:2] of tensor 'w', but that one does",
-    ),
     (
         [[claim("w", (2,), 0, holders=[0, 1])], [claim("w", (2,), 1, holders=[0, 1], group=1)]],
         "Tensor 'w' is in parameter group 0 of process 0's optimizer, but in group 1 of process 1's",

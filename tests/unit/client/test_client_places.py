@@ -30,11 +30,11 @@ def test_a_file_names_a_server_a_line_and_is_read_anew_each_time(tmp_path):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (None, "/servers, which is to name the servers, cannot be read: No such file or directory"),
-        (b"\xff", "cannot be read: it is no text"),
+        (None, "/servers, which should name the servers, cannot be read: No such file or directory"),
+        (b"\xff", "cannot be read: it is not text"),
         (b"# none yet\n", "names no server: expected an address a line"),
         (b"a:1\nb:port\n", "'b:port' is malformed: expected host:port"),
-        (b"#" * 2**20 + b"\na:1", "is larger than 1 MiB: it names none"),
+        (b"#" * 2**20 + b"\na:1", "is larger than 1 MiB: give another file"),
     ],
 )
 def test_a_file_of_no_use_is_refused(tmp_path, written, message):
@@ -48,7 +48,7 @@ def test_a_file_of_no_use_is_refused(tmp_path, written, message):
 def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(InvalidArgument, match="is to name the servers, is no file"):
+        with pytest.raises(InvalidArgument, match="should name the servers, is not a file"):
             parse_servers(f"file:{path}")
 
 
@@ -66,7 +66,7 @@ def test_a_file_of_another_systems_editor_is_read(tmp_path):
         ("dns:2@a..b:7610", "has no host"),
         ("dns:2@a..b:7610#1", "has no host"),
         (f"host:{'1' * 5000}", "expected 1 to 65535"),
-        ("dns:1@localhost:7610#7", "is none of its servers: they are counted from #0 to #0"),
+        ("dns:1@localhost:7610#7", "names no server: they are numbered #0 to #0"),
         (f"dns:1@localhost:7610#{'7' * 5000}", "expected dns:COUNT@name:port"),
     ],
 )
@@ -117,7 +117,7 @@ def test_servers_behind_a_name_say_their_place_or_are_counted_by_address(monkeyp
     assert found() == ["10.0.0.9:7610", "10.0.0.3:7610"]
     own["10.0.0.9"] = -1
     assert address_of(places[1], index_at=index_at) == "10.0.0.3:7610"
-    with pytest.raises(ServerUnavailable, match="pyps stands for 1 of 2 servers that answer"):
+    with pytest.raises(ServerUnavailable, match="pyps has the addresses of 1 of 2 servers that answer"):
         found()
     hosts.clear()
     with pytest.raises(ServerUnavailable, match="pyps cannot be looked up: Name or service not known"):

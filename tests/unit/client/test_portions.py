@@ -333,7 +333,7 @@ WRONG = [
     ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
     ({"epochs": 0}, "epochs is 0; expected a whole number, 1 to"),
     ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 to"),
-    ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
+    ({"seed": -1}, "seed is -1; expected a whole number, 0 to 4294967295"),
     ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD; expected a pyps_client.Remote"),
     ({"optimizer": None}, "optimizer is a NoneType; expected a pyps_client.RemoteOptimizer or a pyps_client.Cli"),
 ]

@@ -62,7 +62,7 @@ def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one):
 
 def test_a_replica_that_cannot_be_is_refused(world_of_one):
     with pytest.raises(
-        InvalidArgument, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"
+        InvalidArgument, match=r"Process 0 of torch\.distributed is not in the group, whose processes are \[\]"
     ):
         Replica(dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(

@@ -23,7 +23,9 @@ from shards import (
 )
 
 
-def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, **more):
+def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, again: bool = False, **more):
+    if "wake" in more and not again:
+        queue.announce(name, more["wake"])
     return queue.lease(name, more.pop("incarnation", 1), pass_=pass_, now=now, **more)
 
 
@@ -88,19 +90,7 @@ def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
     assert queue.waits_for("a") == ("b",)
     deliver(queue, second, name="b")
     assert woken.times == 1
-    assert pass_of(lease(queue, "a", 1, wake=woken, announced=True)) == 1
-
-
-def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
-    queue = plain_queue(6, 3)
-    deliver(queue, lease(queue, "a"))
-    lost = lease(queue, "b")
-    woken = Woken()
-    assert lease(queue, "a", 1, wake=woken) == nothing_now(0)
-    queue.release("b", lost=True)
-    assert woken.times == 1
-    answer = lease(queue, "a", 1, wake=woken, announced=True)
-    assert (pass_of(answer), answer.portion.portion_id) == (0, lost.portion.portion_id)
+    assert pass_of(lease(queue, "a", 1, wake=woken, again=True)) == 1
 
 
 def test_portions_follow_the_growing_minibatch_of_the_server():
@@ -157,7 +147,7 @@ def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_
     assert lease(queue, "quick", passes=9, wake=woken) == nothing_now(0)
     deliver(queue, own, name="quick")
     assert woken.times == 1
-    ahead = [lease(queue, "quick", passes=9, wake=woken, announced=True), lease(queue, "quick", passes=9)]
+    ahead = [lease(queue, "quick", passes=9, wake=woken, again=True), lease(queue, "quick", passes=9)]
     assert [pass_of(answer) for answer in ahead] == [1, 1]
     # One delivery may be of several passes.
     queue.release("slow", lost=True)
@@ -167,17 +157,6 @@ def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_
     assert (queue.pass_, queue.progress().done, queue.progress().running) == (1, 1, 1)
     assert deliver(queue, ahead[1], name="quick").accepted
     assert [counted(queue, pass_) for pass_ in range(2)] == [[0, 1], [0, 1]]
-
-
-def test_an_answer_of_a_pass_ahead_that_was_lost_is_given_again():
-    queue = ahead_queue(3)
-    lease(queue, "slow", passes=9)
-    for _ in range(2):
-        deliver(queue, lease(queue, "quick", passes=9), name="quick")
-    lost = lease(queue, "quick", passes=9, held=[])
-    again = lease(queue, "quick", passes=9, held=[])
-    assert (pass_of(again), again.portion.portion_id) == (1, lost.portion.portion_id)
-    assert again.portion.lease_id > lost.portion.lease_id
 
 
 def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_bound():
@@ -358,9 +337,9 @@ def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothin
     assert not woken.times
     queue.tick(510.5)
     assert woken.times == 1
-    assert lease(queue, "b", now=510.5, wake=woken, announced=True).portion.start == stuck.portion.start
+    assert lease(queue, "b", now=510.5, wake=woken, again=True).portion.start == stuck.portion.start
     refused = deliver(queue, stuck, name="stuck")
-    assert "worker 'stuck' gave nothing for 10.5 s, and others waited" in refused.message
+    assert "worker 'stuck' delivered nothing for 10.5 s, and others waited" in refused.message
     assert queue.progress().lost == 1
     assert told[-1][2]["worker"] == "stuck"
 
@@ -407,10 +386,10 @@ def test_of_two_calls_of_one_worker_the_later_one_is_answered():
     lease(queue, "b", wake=later)
     assert former.times == 1
     with pytest.raises(WaitTimedOut, match="worker 'b' has made another call since"):
-        lease(queue, "b", wake=former, announced=True)
+        lease(queue, "b", wake=former, again=True)
     queue.release("a", lost=True)
     assert (former.times, later.times, ended.times) == (1, 1, 0)
-    assert is_leased(lease(queue, "b", wake=later, announced=True))
+    assert is_leased(lease(queue, "b", wake=later, again=True))
 
 
 def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_back():
@@ -419,14 +398,14 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
     queue.announce("a", former)
     queue.forget(former)
     with pytest.raises(WaitTimedOut):
-        lease(queue, "a", held=(), wake=former, announced=True)
+        lease(queue, "a", held=(), wake=former, again=True)
     assert queue.progress().running == 0, "its caller is gone"
     queue.announce("a", former)
     queue.announce("a", later)
-    held = lease(queue, "a", held=(), wake=later, announced=True)
+    held = lease(queue, "a", held=(), wake=later, again=True)
     assert is_leased(held)
     with pytest.raises(WaitTimedOut, match="worker 'a' has made another call since"):
-        lease(queue, "a", held=(), wake=former, announced=True)
+        lease(queue, "a", held=(), wake=former, again=True)
     assert queue.progress().running == 1
     assert deliver(queue, held).accepted
 

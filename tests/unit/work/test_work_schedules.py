@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -74,8 +75,7 @@ class Chance:
         elif accident > 0.92:
             self.queue.tick(self.now)
         elif worker.wake is not None and not worker.woken:
-            pass_over = accident > 0.9
-            if pass_over:
+            if accident > 0.9:
                 # Its call ends at the deadline, and it asks anew.
                 self.end_wait(worker)
         elif worker.claimed and self.random.random() < 0.5:
@@ -87,13 +87,13 @@ class Chance:
         self.check_waits()
 
     def ask(self, worker: Worker, *, lose_answer: bool) -> None:
-        again = worker.wake is not None
-        if not again:
+        if worker.wake is None:
 
             def wake() -> None:
                 worker.woken = True
 
             worker.wake = wake
+            self.queue.announce(worker.name, wake)
         worker.woken = False
         answer = self.queue.lease(
             worker.name,
@@ -103,7 +103,6 @@ class Chance:
             now=self.now,
             wake=worker.wake,
             held={*worker.held, *worker.claimed},
-            announced=again,
         )
         if answer.outcome == LeaseReply.OUTCOME_NOTHING_NOW:
             # One that holds something must not wait for itself for ever: it goes on with that.
@@ -287,11 +286,12 @@ def test_threads_share_passes_and_none_sleeps_for_ever():
         for pass_ in range(passes):
             while True:
                 woken = threading.Event()
-                answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set)
-                while answer.outcome == LeaseReply.OUTCOME_NOTHING_NOW:
+                wake = woken.set
+                queue.announce(name, wake)
+                ask = partial(queue.lease, name, 1, pass_=pass_, wake=wake)
+                while (answer := ask(now=time.monotonic())).outcome == LeaseReply.OUTCOME_NOTHING_NOW:
                     assert woken.wait(60), f"{name} sleeps: {queue.progress()}"
                     woken.clear()
-                    answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set, announced=True)
                 if not is_leased(answer):
                     break
                 examples = examples_of(answer)
