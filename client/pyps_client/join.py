@@ -1,4 +1,4 @@
-"""Joining a run: Hello, the election and work of the worker that creates it, Hello again after a loss."""
+"""Joining a run: Hello, the election of the worker that creates the run and its work, Hello again after a loss."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from pyps_wire.partition import Model, Partition, ShardRange
 
 T = TypeVar("T")
 
-# A run's first parameters: one vector a group, or a function that makes a shard's numbers when they are sent.
+# A run's first parameters: one vector a group, or a function that computes a shard's numbers when they are sent.
 Values = Sequence[Vector] | Callable[[ShardRange], Vector]
 
-# A message's fields beside the payload take less.
+# All fields of a message but the payload take less.
 _HEADER_BYTES_MAX = 4096
 
 WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
 
 
 class Handshake:
-    """Introduces one caller to the servers of a run: a worker with a model, or an observer without."""
+    """Says Hello to the servers of a run, for a worker with a model, or an observer without one."""
 
     def __init__(
         self,
@@ -75,13 +75,12 @@ class Handshake:
         peers: Group = ALONE,
         greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
-        """`partition`: how a worker slices and places the model if it creates the run; None for an observer.
+        """`partition`: the slices and placement, if this worker creates the run; None for an observer.
 
-        `parts`: of the model, which the caller holds; () for all. `codecs`: of gradients, and of parameters. `greeted`
-        is called with each reply to a worker's Hello, on any thread: from then on the server expects heartbeats.
+        `parts`: the parts of the model that the caller holds; () for all. `codecs`: of gradients and of parameters.
+        `greeted` is called with each reply to a worker's Hello, on any thread: now the server expects heartbeats.
         """
         self.launch = launch
-        # The run's name is known at the latest after `join`.
         worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
         self.sender = Sender(
             run_id=launch.run_id, worker_id=worker_id, incarnation=time.time_ns(), secret=launch.worker_key.encode()
@@ -104,13 +103,13 @@ class Handshake:
     def join(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None, stop: threading.Event
     ) -> list[HelloReply]:
-        """Join the servers, server 0 first, waiting for them and for the run; create the run where elected.
+        """Join the servers, server 0 first, waiting for them and for the run; create the run if elected.
 
-        Returns the replies of `contacts`. From then on `whole` and `partition` are the run's. All processes of a
-        replica call it; where it fails on one, that error is raised on all. `stop` ends waits.
+        Return the replies of `contacts`; `whole`, `partition` and the sender's run_id are the run's then. All processes
+        of a replica call this, and all raise an error of one. `stop` ends waits.
         """
         self._stop = stop
-        # All processes have one incarnation: what one of them loses, all lose.
+        # All processes have one incarnation, so that a later life of one replaces all.
         self.sender.incarnation, key = self._peers.broadcast((self.sender.incarnation, self.launch.worker_key))
         self.sender.secret = key.encode()
         if self.launch.dialer.insists and self.partition is not None:
@@ -170,7 +169,7 @@ class Handshake:
         return self._patiently(connection, partial(self.hello, connection, as_observer=as_observer))
 
     def _checked(self, connection: Connection, reply: HelloReply) -> HelloReply:
-        """Return the server's reply; StateLost where it has no parameters, while the run has."""
+        """Return the server's reply; raise StateLost if the server has no parameters, while the run has."""
         if reply.state not in WITHOUT_PARAMETERS:
             return reply
         raise StateLost(
@@ -241,7 +240,7 @@ class Handshake:
             reply = led(self._peers, hello_of_leader)
             ready = reply.state not in WITHOUT_PARAMETERS
             if not (ready or entered):
-                # The servers notice if one of the processes is lost while all wait. The leader has said Hello.
+                # From now on the servers notice a lost process. The leader has said Hello already.
                 agreed(self._peers, lambda: self.hello_patiently(connection) if self._peers.index > 0 else None)
                 entered = True
             if not reply.initialize:
@@ -353,10 +352,10 @@ class Handshake:
 
 
 class Initialization:
-    """The shards that one process of an elected worker sends."""
+    """Sends the first parameters of the shards of one process of an elected worker."""
 
     def __init__(self, opening: InitializeRequest, partition: Partition, values: Values) -> None:
-        """`opening` is the first message to each server, without the server's index."""
+        """`opening`: the first message to each server, without the server's index."""
         if not callable(values):
             check_vectors(values, partition.model, FLOAT32.dtype, what="initial parameters")
             values = partial(part_of, values)
@@ -365,25 +364,23 @@ class Initialization:
         self._values = values
 
     def send_to(self, connection: Connection, channel: GrpcChannel) -> None:
-        """Send a server its shards; server 0 comes last, since its reply makes the run ready for all."""
-        num_bytes = 4 * sum(shard.length for shard in self.partition.of_server(connection.index))
-        frames, seconds = self._frames(connection.index), call_seconds(num_bytes)
-        connection.epoch = channel.send("Initialize", frames, InitializeReply, timeout_seconds=seconds).epoch
+        """Send a server its shards. Server 0 must be last, since its reply makes the run ready for all workers."""
+        opening, shards = self._opening, self.partition.of_server(connection.index)
 
-    def _frames(self, server_index: int) -> Iterator[bytes]:
-        """Yield the opening, then a message a shard, each made when gRPC asks for it."""
-        request = InitializeRequest()
-        request.CopyFrom(self._opening)
-        request.server_index = server_index
-        yield request.SerializeToString()
-        sender, term = request.sender, request.term
-        for shard in self.partition.of_server(server_index):
-            header = InitializeRequest(sender=sender, term=term, shard_id=shard.shard_id, codec=CODEC_FLOAT32)
-            yield join(header, self._values(shard).data)
+        def frames() -> Iterator[bytes]:
+            """Yield the opening, then a message a shard, each made when gRPC can send it."""
+            yield opening.SerializeToString() + InitializeRequest(server_index=connection.index).SerializeToString()
+            sender, term = opening.sender, opening.term
+            for shard in shards:
+                header = InitializeRequest(sender=sender, term=term, shard_id=shard.shard_id, codec=CODEC_FLOAT32)
+                yield join(header, self._values(shard).data)
+
+        seconds = call_seconds(4 * sum(shard.length for shard in shards))
+        connection.epoch = channel.send("Initialize", frames(), InitializeReply, timeout_seconds=seconds).epoch
 
 
 class InitializeLease:
-    """Keeps an election alive by regular Hellos to server 0, and notices when it is lost."""
+    """Keeps an election's lease by regular Hellos to server 0, and notices when another worker is elected."""
 
     def __init__(self, term: int, lease_seconds: float, hello: Callable[[], HelloReply]) -> None:
         self._term = term
@@ -394,7 +391,7 @@ class InitializeLease:
         self._thread = threading.Thread(target=self._keep, name="pyps-initialize-lease", daemon=True)
 
     def check(self) -> None:
-        """Raise Superseded when another worker's turn has come."""
+        """Raise Superseded if another worker is elected."""
         if self._lost:
             raise Superseded("another worker was elected to initialise the run")
 
@@ -408,14 +405,14 @@ class InitializeLease:
             self._thread.join(SIGNAL_SECONDS)
 
     def held(self) -> bool:
-        """Ask server 0 whether this worker is still elected."""
+        """Say Hello to server 0; return whether this worker is still elected."""
         if not self._lost:
             reply = self._hello()
             self._lost = not reply.initialize or reply.term != self._term
         return not self._lost
 
     def loss(self) -> str:
-        """Return why the turn is over, "" where it is not."""
+        """Return why this worker is no longer elected; "" if it is."""
         try:
             return "" if self.held() else "another worker was elected to initialise the run meanwhile"
         except LinkLost as lost:
@@ -427,7 +424,7 @@ class InitializeLease:
                 if not self.held():
                     return
             except LinkLost:
-                # The sender meets the same trouble, and reports it.
+                # The thread that sends reports it.
                 continue
             except PypsError:
                 self._lost = True
@@ -435,7 +432,7 @@ class InitializeLease:
 
 
 def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
-    """Return the run's whole model and its optimizer's settings, from server 0; None while there are no parameters.
+    """Return the run's whole model and optimizer settings, from server 0; None if it has no parameters yet.
 
     Waits for the server, and does not join the run.
     """
@@ -463,7 +460,7 @@ def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec
 
 
 def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:
-    """Refuse a server that takes no message as long as the model's shards, pushed or pulled in their codecs."""
+    """Raise LimitExceeded if the server accepts no messages as long as the model's shards."""
     here = connection.index
     lengths = [shard.length for shard in partition.of_server(here)]
     if reply.shard_lengths:

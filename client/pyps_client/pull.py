@@ -175,7 +175,7 @@ class Receiver:
         codec = self.codec if codec_number == self.codec else codec_numbered(codec_number)
         place = self._places.get(shard_id)
         if place is None:
-            raise self._unknown(shard_id)
+            raise PypsError(f"{self._name} sent shard {shard_id}, which it does not hold.")
         num_bytes = payload.nbytes
         if num_bytes != codec.max_bytes(place.size) and not codec.fits(num_bytes, place.size):
             raise WrongSize(
@@ -200,14 +200,6 @@ class Receiver:
             self._converter.decode(payload, codec, place)
         if self.on_landed is not None:
             self.on_landed(self.held.shards[shard_id])
-
-    def accept(self, shard_id: int, version: int) -> None:
-        if shard_id not in self._places:
-            raise self._unknown(shard_id)
-        self.held.versions[shard_id] = version
-
-    def _unknown(self, shard_id: int) -> PypsError:
-        return PypsError(f"{self._name} sent shard {shard_id}, which it does not hold.")
 
 
 class LongPoll:
@@ -353,7 +345,9 @@ class IncomingPull:
             self._waiting = set(self._held.shards)
             # Versions of the former epoch mean nothing now.
             self.min_versions = {}
-        self.receiver.accept(reply.shard_id, reply.version)
+        if reply.shard_id not in self._held.versions:
+            raise PypsError(f"{self.connection.name} sent shard {reply.shard_id}, which it does not hold.")
+        self._held.versions[reply.shard_id] = reply.version
         self._waiting.discard(reply.shard_id)
         self._changed.add(reply.shard_id)
 

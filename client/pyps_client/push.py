@@ -250,21 +250,21 @@ class Pushes:
         return template
 
 
+@dataclass(eq=False)
 class Template:
     """The messages to one server, one a shard, made once and filled again by each push."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        sender: Sender,
-        codec: Codec,
-        kinds: Sequence[int],
-        reply_codec: Codec | None = None,
-    ) -> None:
-        """`kinds`: a PayloadKind a parameter group. `reply_codec`: the codec of parameters, in an exchange."""
-        self.parts = parts
-        self.codec = codec
+    parts: Sequence[Part]
+    _: KW_ONLY
+    sender: Sender
+    codec: Codec
+    # A PayloadKind a parameter group.
+    kinds: Sequence[int]
+    # The codec of parameters, in an exchange.
+    reply_codec: Codec | None = None
+
+    def __post_init__(self) -> None:
+        parts, codec, reply_codec = self.parts, self.codec, self.reply_codec
         self.waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
         # Index of lent gradients -> their shards' payloads, which are views of them.
         self.payloads: dict[int, list[memoryview]] = {}
@@ -273,10 +273,10 @@ class Template:
         self.request.exchange.pull = reply_codec is not None
         for shard, extents in parts:
             message = self.request.exchange.shards.add(
-                sender=sender, codec=codec, shard_id=shard.shard_id, num_shards=len(parts)
+                sender=self.sender, codec=codec, shard_id=shard.shard_id, num_shards=len(parts)
             )
             # A shard without gradients is pushed too: a round waits for every worker.
-            message.kind = PAYLOAD_KIND_NOTHING if extents is None else kinds[shard.group]  # type: ignore[assignment]
+            message.kind = PAYLOAD_KIND_NOTHING if extents is None else self.kinds[shard.group]  # type: ignore[assignment]
             message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
             if reply_codec is not None:
                 message.reply_codec = reply_codec  # type: ignore[assignment]
@@ -287,10 +287,6 @@ class Template:
         self.timeout_seconds = call_seconds(self.num_bytes)
         if self.num_bytes > LARGE_BYTES:
             keep_large_blocks()
-        self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
-
-    def of(self, parts: Sequence[Part]) -> Template:
-        return Template(parts, **self._settings)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True, eq=False)
@@ -327,7 +323,7 @@ class Outgoing:
             if self.plan.early is not None:
                 self._send_early(channel, self.plan.early)
                 return self.receipts
-            template = self.template if answered == 0 else self.template.of(list(self.waiting.values()))
+            template = self.template if answered == 0 else replace(self.template, parts=list(self.waiting.values()))
             self._fill(template)
             request = None
             if self.lent_index is not None:
@@ -405,7 +401,8 @@ class Outgoing:
         if all(first_non_finite(values, template.codec) is None for values in numbers):
             return template
         self.plan = replace(self.plan, gradients=[np.broadcast_to(np.float32(np.nan), v.shape) for v in vectors])
-        template = template.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
+        one_number = [(shard, None if extents is None else ((0, 1),)) for shard, extents in parts]
+        template = replace(template, parts=one_number)
         self._fill(template)
         return template
 

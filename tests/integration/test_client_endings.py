@@ -50,19 +50,6 @@ while True:
     optimizer.step()
 """
 
-WRONG_SHAPE = """\
-import sys
-import numpy as np
-from pyps_client import Client, Launch
-
-client = Client({"w": np.zeros(3, np.float32)}, launch=Launch(sys.argv[1], worker_id="w"))
-
-def train():
-    client.push({"w": np.zeros(4, np.float32)})
-
-train()
-"""
-
 OTHER_SETTINGS = """\
 import sys
 import numpy as np
@@ -100,19 +87,6 @@ def test_a_signalled_worker_leaves(start_server, start_python, protocol, number,
         assert time.monotonic() - began < LEASE_SECONDS / 3
     assert workers_of(server.control)["ends"].state == "failed"
     assert workers_of(server.control)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
-
-
-def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server, start_python):
-    server = start_server("--protocol", "hardsync", *FLAGS)
-    ended = start_python("-c", OVERLAPPED, server.data)
-    ended.wait_for_output("joined")
-    wait_until(lambda: workers_of(server.control)["ends"].tally.pushes_pending, what="its first push")
-
-    ended.signal(signal.SIGTERM)
-
-    assert ended.wait() == 143, ended.output()
-    assert "Traceback" not in ended.output()
-    assert workers_of(server.control)["ends"].state == "failed"
 
 
 def test_a_forked_child_ends_by_sigterm_as_usual(start_server, start_python):
@@ -325,19 +299,6 @@ except ImportError as error:
     assert "pip install 'torch>=2.4'" in done.stdout
 
 
-def test_a_script_ends_with_sentence_and_line(start_server, start_python, tmp_path):
-    server = start_server()
-    script = tmp_path / "train.py"
-    script.write_text(WRONG_SHAPE, encoding="utf-8")
-    process = start_python(str(script), server.data)
-
-    assert process.wait() == 1
-    assert "Traceback" not in process.output()
-    sentence = "pyps: The gradient of 'w' has shape [4]; expected [3]."
-    assert process.output().splitlines()[-2:] == [sentence, f"  at {script}:8"]
-    wait_until(lambda: workers_of(server.control)["w"].state == "failed", what="the worker's failure on the server")
-
-
 @pytest.mark.parametrize("kind", UNNAMED)
 def test_a_script_without_servers_ends_in_a_sentence(start_python, tmp_path, kind):
     script = tmp_path / "train.py"
@@ -416,14 +377,6 @@ def test_a_message_of_several_lines_stays_readable(start_server, start_python):
     assert any("learning_rate" in line and "0.5" in line for line in output.splitlines())
     assert output.splitlines()[-1] == "  at <string>:5"
     assert not workers_of(server.control)
-
-
-def test_the_traceback_comes_when_asked_for(start_python):
-    process = start_python("-c", UNNAMED["observer"], env={"PYPS_TRACEBACK": "1"})
-
-    assert process.wait() == 1
-    assert process.output().startswith("Traceback")
-    assert "InvalidArgument: " in process.output()
 
 
 def test_other_errors_go_to_the_hook_that_was_there_before(start_python):

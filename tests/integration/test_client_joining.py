@@ -65,42 +65,26 @@ make_client(sys.argv[1], tensors=small_model(seed=1), worker_id="first")
 """
 
 
-def test_racing_workers_initialise_once_and_see_the_same_bits(start_server):
-    """Each comes with parameters of its own: no run name is given to anybody."""
+def test_racing_workers_initialise_once_see_the_same_bits_and_may_push_at_once(start_server):
+    """Each has parameters of its own, and none a run's name."""
     servers = addresses(start_servers(start_server, 2))
     meeting, pulled = threading.Barrier(4), threading.Barrier(4)
 
-    def work(worker: int) -> dict[str, np.ndarray]:
+    def work(worker: int) -> tuple[dict[str, np.ndarray], str]:
         meeting.wait(20)
         with make_client(servers, tensors=small_model(seed=worker), worker_id=f"w{worker}") as client:
             first = client.pull()
             pulled.wait(30)
-            return first
-
-    with ThreadPoolExecutor(4) as pool:
-        first, *others = pool.map(work, range(4))
-
-    candidates = [small_model(seed=worker) for worker in range(4)]
-    assert sum(np.array_equal(first["embed"], candidate["embed"]) for candidate in candidates) == 1
-    for other in others:
-        for name, tensor in first.items():
-            np.testing.assert_array_equal(other[name], tensor)
-
-
-def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_server):
-    """A worker that came while the server was empty belongs to the run, however quickly others push."""
-    servers = addresses(start_servers(start_server, 2))
-    meeting = threading.Barrier(4)
-
-    def work(worker: int) -> str:
-        meeting.wait(20)
-        with make_client(servers, worker_id=f"w{worker}") as client:
             client.push(gradients_like(small_model(), worker))
-            return client.session.run_id
+            return first, client.session.run_id
 
     with ThreadPoolExecutor(4) as pool:
-        run_ids = list(pool.map(work, range(4)))
+        pulls, run_ids = zip(*pool.map(work, range(4)), strict=True)
 
+    assert sum(np.array_equal(pulls[0]["embed"], small_model(seed=worker)["embed"]) for worker in range(4)) == 1
+    for other in pulls[1:]:
+        for name, tensor in pulls[0].items():
+            np.testing.assert_array_equal(other[name], tensor)
     assert len(set(run_ids)) == 1
     assert re.fullmatch("run-[0-9a-f]{8}", run_ids[0])
 

@@ -30,9 +30,7 @@ from support import inspect, wait_until
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
 
 
-@pytest.mark.parametrize(
-    ("protocol", "secured"), [("async", False), ("asgd:mutex=whole", False), ("async", True)], ids=str
-)
+@pytest.mark.parametrize(("protocol", "secured"), [("async", False), ("asgd:mutex=whole", False), ("async", True)])
 def test_a_cut_applies_once(start_server, made, proxies, protocol, secured):
     reference, generator = Reference(LARGE), random.Random(protocol)
     server = start_server("--protocol", protocol, *(served(made / "sound") if secured else []))
@@ -224,19 +222,6 @@ def test_a_lane_no_longer_offered_is_closed_and_logged(start_server, caplog):
     lane_s, grpc_s, again = re.findall(r"to and from server 0 .* by (.*)", caplog.text)
     assert lane_s == again == "a lane: no memory is shared (it offers no shared memory)"
     assert grpc_s.startswith("gRPC: it offers no lane; ")
-
-
-def test_workers_go_on_by_a_new_lane_after_a_restart(start_server, tmp_path):
-    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-    server, nothing = start_server(*checkpoints), {"w": np.zeros(400_000, np.float32)}
-    with make_client(server.data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
-        trained = client.exchange(gradients_like(LARGE, 0))["w"].copy()
-        server.stop()
-        start_server(*checkpoints, "--resume", "--port", server.data.rpartition(":")[2])
-        client.exchange(nothing)
-        np.testing.assert_array_equal(client.pull()["w"], trained)
-        assert client.session.transport == "tcp"
-        assert client.session.held_versions.epochs == (1,)
 
 
 def test_a_worker_that_shares_memory_opens_no_lane(start_server):

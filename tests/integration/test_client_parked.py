@@ -215,17 +215,6 @@ def test_a_restart_ends_the_waits_of_the_epoch(start_server, pool, tmp_path):
         np.testing.assert_array_equal(quick.pull()["embed"], slow.pull()["embed"])
 
 
-@pytest.mark.parametrize(("before", "after"), [("hardsync", "async"), ("serial", "async"), ("hardsync", "ssp:s=2")])
-def test_a_new_protocol_ends_old_waits(start_server, pool, before, after):
-    server = start_server("--protocol", before)
-    with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
-        pulling = park(pool, server, quick, slow, before)
-
-        inspect(server.control, "Configure", pb.ConfigureRequest(protocol=after))
-
-        assert pulling.result(30).keys() == small_model().keys()
-
-
 def test_two_workers_never_wait_for_each_other_at_two_shards(start_server, pool):
     """Each is late at one shard and early at the other, as when both join while a round of the others ends."""
     server = start_server("--protocol", "hardsync")

@@ -83,21 +83,9 @@ def test_nan_is_skipped_and_ten_in_a_row_are_an_error(start_server, caplog):
 
         client.pull()
         assert client.global_step == 0
-
-
-def test_a_number_too_large_for_float16_is_skipped(start_server, caplog):
-    server = start_server()
-    with make_client(server.data, gradient_codec="float16") as client:
+    with make_client(server.data, gradient_codec="float16", worker_id="halves") as client:
         assert client.push({"scale": np.float32(1e6).reshape(())}) == []
-
     assert "the gradient of scale is 1000000.0" in caplog.text
-
-
-def test_the_first_parameters_must_be_float32_and_named():
-    with pytest.raises(ModelMismatch, match=r"Tensor 'w' is float64; servers hold float32"):
-        make_client("127.0.0.1:1", tensors={"w": np.zeros(3)})
-    with pytest.raises(InvalidArgument, match="No tensors were given"):
-        make_client("127.0.0.1:1", tensors={})
 
 
 def test_while_one_thread_pushes_another_is_refused_and_nothing_is_lost(start_server):

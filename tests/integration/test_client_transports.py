@@ -22,7 +22,6 @@ from pyps_client.retry import RetryPolicy
 from pyps_client.transport import named
 from pyps_client.worker import Worker
 from pyps_wire import common_pb2 as common
-from pyps_wire.codecs import BFLOAT16, FLOAT16
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
 from pyps_wire.partition import Model, ShardRange, Tensor
 from support import DEADLINE_SECONDS, AnyServer, Start, inspect, wait_until
@@ -103,23 +102,6 @@ def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server)
             session.exchange(Plan([gradients["w"]], [mine]))
             reference.step(gradients)
             reference.check({"w": mine})
-
-
-@pytest.mark.parametrize(("codec", "number"), [("float16", FLOAT16), ("bfloat16", BFLOAT16)])
-def test_parameters_and_gradients_of_two_bytes(start_server, transport, codec, number):
-    def rounded(values: np.ndarray) -> np.ndarray:
-        return number.decode(number.encode(values), values.size).reshape(values.shape)
-
-    tensors = small_model()
-    reference = Reference(tensors)
-    with make_client(start_server().data, transport=transport, gradient_codec=codec, parameter_codec=codec) as client:
-        for step in range(3):
-            gradients = gradients_like(tensors, step)
-            reference.step({name: rounded(gradient) for name, gradient in gradients.items()})
-            pulled = client.exchange(gradients) if step else client.push(gradients) and client.pull()
-            for name, expected in reference.parameters.items():
-                np.testing.assert_array_equal(pulled[name], rounded(expected), err_msg=name)
-        reference.check(client.snapshot())
 
 
 def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(

@@ -36,8 +36,10 @@ def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch):
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
-def test_a_server_that_was_killed_is_not_waited_for(transport):
-    with Client(ones(1), SGD, launch=Launch("local", transport=transport)) as client:
+def test_it_is_reached_by_the_chosen_transport_and_not_waited_for_once_killed(transport):
+    with Client(ones(1), SGD, launch=Launch("local", transport=transport, tls_ca="", use_proxy=True)) as client:
+        assert float(client.exchange(ones(0.5))["w"][0]) == 0.5
+        assert client.session.transport == transport
         [server] = local_server._servers.values()
         server.kill()
         with pytest.raises(ServerUnavailable, match="has ended, with status -9"):
@@ -50,35 +52,16 @@ def test_a_folder_named_pyps_where_the_worker_runs_is_not_taken_for_the_package(
     monkeypatch.chdir(tmp_path)
     with Client(ones(1), SGD, servers="local") as client:
         assert float(client.exchange(ones(0.25))["w"][0]) == 0.75
-    job = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pyps",
-        "run",
-        "--servers",
-        "1",
-        "--workers",
-        "1",
-        "--",
-        sys.executable,
-        "-c",
-        "0",
-    ]
-    assert subprocess.run(job, timeout=120, check=False).returncode == 0
+    job = ["-P", "-m", "pyps", "run", "--servers", "1", "--workers", "1", "--", sys.executable, "-c", "0"]
+    assert subprocess.run([sys.executable, *job], timeout=120, check=False).returncode == 0
 
 
 def test_who_is_not_alone_is_told_to_start_a_server():
     for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
         with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
             Launch("local", **others)
-
-
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
-def test_it_is_reached_by_the_transport_that_was_chosen(transport):
-    with Client(ones(1), SGD, launch=Launch("local", transport=transport, tls_ca="", use_proxy=True)) as client:
-        assert float(client.exchange(ones(0.5))["w"][0]) == 0.5
-        assert client.session.transport == transport
+    with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
+        Launch("local").begun(2)
 
 
 def test_what_is_refused_leaves_no_server(monkeypatch, capfd):
@@ -91,11 +74,6 @@ def test_what_is_refused_leaves_no_server(monkeypatch, capfd):
         Client(ones(1), SGD, servers="local")
     assert "PYPS_ISA in the environment cannot be used" in capfd.readouterr().err
     assert not local_server._servers
-
-
-def test_a_replica_of_several_processes_is_told_to_start_a_server():
-    with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
-        Launch("local").begun(2)
 
 
 def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch, tmp_path):
@@ -193,26 +171,3 @@ def test_threads_and_exit_handlers_train_to_the_very_end_and_the_last_gradients_
     with PythonProcess("-c", TRAINS_TO_THE_VERY_END) as process:
         assert process.wait() == 0
         assert process.output().splitlines()[-1] == "updates: 2", process.output()
-
-
-COLLECTED_BEFORE_THE_END = """
-import torch
-from pyps_client import RemoteOptimizer
-
-def main():
-    model = torch.nn.Linear(2, 1)
-    optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), servers="local")
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(4, 2)).sum().backward()
-        optimizer.step()
-
-main()
-"""
-
-
-def test_a_program_whose_optimizer_is_collected_ends_well():
-    processes = [PythonProcess("-c", COLLECTED_BEFORE_THE_END) for _ in range(4)]
-    for process in processes:
-        with process:
-            assert process.wait() == 0, process.output()

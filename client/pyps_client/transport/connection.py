@@ -105,6 +105,7 @@ class Connection:
         return GrpcChannel(address, self._launch.credentials, use_proxy=self._launch.use_proxy)
 
     def _find(self) -> None:
+        """Look the address up again."""
         local_server.check(self.place)
         try:
             address = address_of(self.place, index_at=self._index_at)

@@ -171,13 +171,25 @@ class GrpcChannel(Transport):
             raise LinkLost("the channel was closed") from None
 
     def _translated(self, error: Any) -> PypsError | LinkLost:
-        verdict = _translate(error, self.address)
+        """Return the server's own error if it gave one, and LinkLost if gRPC failed."""
+        status, details = error.code().name, error.details() or ""
+        name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
+        verdict: PypsError | LinkLost
+        if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
+            verdict = LinkLost(_reason(status, details))
+        elif name is None and status == "UNIMPLEMENTED":
+            return ProtocolMismatch(
+                f"{self.address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default "
+                f"{DATA_PORT}), not the control port ({CONTROL_PORT})."
+            )
+        else:
+            verdict = from_status(status, f"{details} (server {self.address})", name)
         if isinstance(verdict, NotAuthenticated) and self.is_outdated:
             return LinkLost("the token has changed")
         if isinstance(verdict, LinkLost):
             # Files that could be read for this channel, and cannot be now, are being replaced.
             with contextlib.suppress(InvalidArgument, OSError):
-                if refusal := self.credentials.refusal(self.address, error.details() or ""):
+                if refusal := self.credentials.refusal(self.address, details):
                     return LinkLost(refusal) if self.was_heard else NotAuthenticated(refusal)
         return verdict
 
@@ -275,20 +287,6 @@ def _parsed(message: bytes, kind: Any) -> tuple[Any, memoryview]:
         return reply, memoryview(reply.payload if kind is not Receipt else b"")
     header, payload = split(message)
     return kind.FromString(header), payload
-
-
-def _translate(error: Any, address: str) -> PypsError | LinkLost:
-    """Return the server's own error where it gave one, and LinkLost where gRPC did."""
-    status, details = error.code().name, error.details() or ""
-    name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
-    if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
-        return LinkLost(_reason(status, details))
-    if name is None and status == "UNIMPLEMENTED":
-        return ProtocolMismatch(
-            f"{address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default {DATA_PORT}), "
-            f"not the control port ({CONTROL_PORT})."
-        )
-    return from_status(status, f"{details} (server {address})", name)
 
 
 def _reason(status: str, details: str) -> str:

@@ -163,11 +163,6 @@ class SharedMemoryLink(Transport):
             self._socket.close()
             self._turn.release()
 
-    def forget(self) -> None:
-        """Close the socket in a forked child; it stays its parent's."""
-        self.lost = True
-        self._socket.close()
-
     def allow(self, timeout_seconds: float) -> None:
         """Set how long the socket may wait, in the kernel: Python's own timeout costs a call for each read."""
         self._timeout_seconds = timeout_seconds
@@ -226,8 +221,10 @@ _links: weakref.WeakSet[SharedMemoryLink] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    """Close the sockets in a forked child; they stay open in its parent."""
     for link in list(_links):
-        link.forget()
+        link.lost = True
+        link._socket.close()
 
 
 at_fork(after_in_child=_after_fork)

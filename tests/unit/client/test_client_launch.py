@@ -225,6 +225,7 @@ def test_wrong_arguments_of_a_client_are_refused_by_name_before_any_connection()
         ([1, 2], SGD, "tensors is of type list"),
         ({3: one["w"]}, SGD, "tensors is of type dict"),
         ({}, SGD, "No tensors were given"),
+        ({"w": np.zeros(3)}, SGD, "Tensor 'w' is float64; servers hold float32"),
         ({"w": "abc"}, SGD, "Tensor 'w' is <U3"),
         ({"w": [[1], [1, 2]]}, SGD, "Tensor 'w' is no array"),
         *(

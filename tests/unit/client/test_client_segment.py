@@ -3,7 +3,6 @@ import faulthandler
 import fcntl
 import gc
 import os
-import resource
 import signal
 import weakref
 
@@ -148,13 +147,3 @@ def test_a_forked_child_that_gets_no_copy_can_read_but_not_write():
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
     assert set(vector.tolist()) == {1.0}
-
-
-def test_memory_that_cannot_be_had_is_an_error_that_can_be_caught():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            Segment(1 << 21)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
