@@ -184,6 +184,28 @@ class Log:
         return [event for event in self.pushes(shard_id) if event.receipt.outcome == Outcome.APPLIED]
 
 
+class FullDisk(Log):
+    """A log that takes so many events and then fails."""
+
+    def __init__(self, *, room: int) -> None:
+        super().__init__()
+        self._room = room
+
+    def record(self, event: Event) -> None:
+        if self._room == 0:
+            raise OSError("no space left on device")
+        self._room -= 1
+        super().record(event)
+
+
+def everything(shard: Shard) -> tuple[object, ...]:
+    """Return the shard's whole state, to the bit, in comparable form."""
+    state = shard.state()
+    slots = {name: slot.tobytes() for name, slot in state.slots.items()}
+    more = (state.ledger, state.pending, state.examples, state.learning_rate, state.momentum, shard.behaviour)
+    return state.version, state.parameters.tobytes(), slots, *more
+
+
 def replay(log: Log, shard: Shard) -> list[str]:
     """Does with the shard what its log says, in order; returns the digest of each version from the first."""
     digests = [digest(pull(shard)[1])]

@@ -1,28 +1,23 @@
 """ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): a mutex around handing out and updating the model.
 
-The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2, under one mutex for the whole model; and that of
-a shard.
+The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2, under one mutex for the whole model. That of a
+shard is in test_universal_invariants.py.
 """
 
 import itertools
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 
-from pyps.core.arrays import Floats
 from pyps.core.gradient import PushPlan
 from pyps.core.receipt import Outcome
-from pyps.core.rules import SGD, BoundRule, Slots, UpdateRule
 from pyps.core.shard import Shard
 from pyps.run.run import Run
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Computed, Step, fixed
 from pyps_wire.partition import Model, Tensor
-from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together, serving
+from shards import digest, gradient, make_shard, pull, push, run_together, serving
 from simulated import cluster, worker_plans
 
 # Long enough for threads to meet inside a kernel, which runs without the interpreter's lock.
@@ -31,7 +26,7 @@ CLIENTS, ROUNDS = 4, 40
 
 
 class Ownership:
-    """Notes who holds the mutex; told under it."""
+    """Counts how often the mutex was taken, and how often while another thread held it."""
 
     def __init__(self) -> None:
         self.owner: int | None = None
@@ -152,70 +147,3 @@ def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex():
             assert measured == pytest.approx(bound, rel=0.05), (clients, computing)
             reached += 1
     assert reached == 3 + 2
-
-
-# One mutex a shard.
-
-# Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
-LENGTH = 200_000
-
-
-class Owners:
-    """Counts who is inside; neither += is atomic, so a second owner also shows as a lost count."""
-
-    def __init__(self) -> None:
-        self.inside = 0
-        self.most = 0
-        self.entries = 0
-
-    def __enter__(self) -> None:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        self.entries += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.inside -= 1
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WatchedRule(UpdateRule):
-    """A rule that notes who is inside an update."""
-
-    owners: Owners
-
-    def bind(self, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float], **kind: Any) -> BoundRule:
-        owners = self.owners
-
-        class WatchedUpdates(BoundRule):
-            def apply(self, *arguments: Any, **named: Any) -> int:
-                with owners:
-                    return super().apply(*arguments, **named)
-
-        return WatchedUpdates(self, parameters, slots, hyperparameters)
-
-
-def test_no_update_meets_another_update_or_a_read():
-    owners, rounds = Owners(), 60
-    shard = Shard(
-        0,
-        np.zeros(LENGTH, np.float32),
-        rule=WatchedRule(owners=owners, **vars(SGD)),
-        hyperparameters={"learning_rate": 1.0},
-        behaviour=make_behaviour(),
-    )
-    values = np.ones(LENGTH, np.float32)
-
-    def copy(version: int, parameters: Floats) -> None:
-        with owners:
-            parameters.copy()
-
-    def pusher(worker_id: str) -> None:
-        for sequence in range(rounds):
-            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), roster=roster("a", "b"))
-
-    def reader() -> None:
-        for _ in range(rounds):
-            shard.read(copy)
-
-    run_together([lambda: pusher("a"), lambda: pusher("b"), reader, reader])
-    assert (owners.most, owners.entries) == (1, 4 * rounds)

@@ -126,13 +126,6 @@ def test_d8_a_restarted_replica_pulls_first_and_nothing_is_applied_twice():
     assert run.parameters().tolist() == [-(3.0 + 4 + 9)]
 
 
-def test_adagrad_keeps_a_rate_of_its_own_for_each_parameter_over_all_replicas():
-    """eta = gamma / sqrt(sum of squares), over the updates of all replicas together, the present one included."""
-    run = cluster("downpour", parameters=[np.zeros(2)], workers=4, **ADAGRAD).run(pushes=40)
-    expected = -sum(0.1 / np.sqrt(k) for k in range(1, 41))
-    np.testing.assert_allclose(run.parameters(), [expected, expected], rtol=1e-5)
-
-
 def test_warm_start_trains_alone_and_then_lets_the_others_in_with_the_slots_as_they_are():
     run = cluster("downpour", warmup="updates=12,protocol=serial", parameters=[np.zeros(4)], compute=noisy, **ADAGRAD)
     run.run(pushes=60)

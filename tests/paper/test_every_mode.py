@@ -17,10 +17,9 @@ from pyps.core.receipt import Outcome, Reason
 from pyps.core.rules import RULES, validate
 from pyps.core.shard import Shard
 from pyps.core.staleness import POLICIES
-from pyps.core.store import ShardState
 from pyps.simulation.simulation import Computed, Step, WorkerPlan, lognormal
 from pyps_wire.codecs import FLOAT32
-from shards import digest, gradient, replay, roster
+from shards import digest, everything, gradient, replay, roster
 from simulated import Cluster, cluster, name, noisy
 
 PROTOCOL_TEXTS = (
@@ -155,7 +154,7 @@ def check_replay_and_pulls(training: Training, shard_id: int, mode: Mode) -> Non
     run = training.run
     replayed = run.fresh_shard(shard_id)
     digests = replay(run.log, replayed)
-    assert same(run.shards[shard_id].state(), replayed.state()), mode
+    assert everything(run.shards[shard_id]) == everything(replayed), mode
     assert replayed.version == len(digests) - 1
     torn = [version for seen, version, of_pull in training.seen if seen == shard_id and digests[version] != of_pull]
     assert torn == [], mode
@@ -164,31 +163,21 @@ def check_replay_and_pulls(training: Training, shard_id: int, mode: Mode) -> Non
 def check_duplicates(run: Cluster, shard_id: int, mode: Mode) -> None:
     """U3: a push that comes again is answered as before and changes nothing."""
     shard = run.shards[shard_id]
-    before = shard.state()
+    before = everything(shard)
     last = {pushed.gradient.worker_id: pushed for pushed in run.log.pushes(shard_id)}
     for pushed in last.values():
         again = shard.push(pushed.gradient, roster=pushed.roster).receipt
         assert again == pushed.receipt._replace(duplicate=True), mode
-    assert same(before, shard.state()), mode
+    assert everything(shard) == before, mode
 
 
 def check_not_finite(shard: Shard, mode: Mode) -> None:
     """U7: NaN anywhere is refused, and nothing changes."""
-    before = shard.state()
+    before = everything(shard)
     for where in (0, shard.length - 1):
         values = np.ones(shard.length, np.float32)
         values[where] = np.nan
         sent = gradient(values, worker_id="a", sequence=10_000 + where, base_version=shard.version)
         receipt = shard.push(sent, roster=roster("a")).receipt
         assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.NOT_FINITE), mode
-    assert same(before, shard.state()), mode
-
-
-def same(one: ShardState, other: ShardState) -> bool:
-    """Whether two states are equal to the last bit, what waits included."""
-
-    def bits(state: ShardState) -> tuple[object, ...]:
-        slots = {slot_name: slot.tobytes() for slot_name, slot in state.slots.items()}
-        return state.version, state.parameters.tobytes(), slots, state.ledger, state.pending, state.examples
-
-    return bits(one) == bits(other)
+    assert everything(shard) == before, mode

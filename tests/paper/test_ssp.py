@@ -60,15 +60,6 @@ def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest():
         assert all(receipt.outcome == Outcome.APPLIED for receipt in run.simulation.receipts())
 
 
-def test_r1_holds_with_one_that_joins_late_whatever_its_count():
-    """It begins at the present minimum: the others neither wait for it to catch up nor lose their bound."""
-    late = WorkerPlan("late", fixed(1.0), joins_at=20.5, steps=10)
-    run = cluster("ssp:s=2", workers=[*worker_plans(2), late], server=ServerPlan(expected_workers=2)).run(seconds=60.0)
-    waits = [event for event in run.events(Kind.WAIT) if event.time > 0]
-    assert waits == []
-    assert run.steps("late") == 10
-
-
 class Tags:
     """Gradients that leave a mark: step k of worker l adds 1 to parameter (l, k) and touches no other."""
 

@@ -106,11 +106,3 @@ def throughput(protocol: str, *, slowest: float) -> float:
 def test_a_straggler_three_times_as_slow(protocol, share):
     """It cuts hybrid to a third, since all idle until it is done; asynchronous keeps 83 %: only it is slow."""
     assert throughput(protocol, slowest=3.0) / throughput(protocol, slowest=1.0) == pytest.approx(share, rel=0.02)
-
-
-def test_synchronous_uses_one_gpu_at_a_time():
-    run = cluster("synchronous", workers=worker_plans(4, lognormal(sigma=0.5), steps=10)).run()
-    assert run.shards[0].version == 40
-    assert run.staleness() == [0] * 40
-    order = "".join(event.worker_id for event in run.events(Kind.PUSH))
-    assert order == "abcd" * 10

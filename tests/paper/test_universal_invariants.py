@@ -1,4 +1,4 @@
-"""What holds where workers meet: the universal invariants U1 to U4 under real threads.
+"""The universal invariants U1 to U3 under real threads; U4 is in tests/unit/core/test_shard_replay.py.
 
 Four threads pull from and push to two real shards; what the shards recorded is then examined. U5 to U7 are in
 test_every_mode.py, the law of conservation for every protocol in test_conservation_law.py. Versions are the papers'
@@ -112,13 +112,3 @@ def test_u3_every_finite_push_is_applied_exactly_once_under_retry(training, shar
     applied = [(event.gradient.worker_id, event.gradient.sequence) for event in training.log.applied(shard.shard_id)]
     finite = [(str(index), s) for index in range(WORKERS) for s in range(ROUNDS) if s % 10 != 9]
     assert sorted(applied) == sorted(finite)
-
-
-def test_u4_replaying_the_log_gives_the_same_bits_in_parameters_and_slots(training, shard):
-    again = fresh_shard(shard.shard_id, shard.rule.name)
-    replay(training.log, again)
-    state, expected = again.state(), shard.state()
-    assert state.parameters.tobytes() == expected.parameters.tobytes()
-    assert {name: slot.tobytes() for name, slot in state.slots.items()} == {
-        name: slot.tobytes() for name, slot in expected.slots.items()
-    }

@@ -135,14 +135,6 @@ def test_no_crowd_of_names_makes_a_push_of_an_active_worker_look_old():
     assert [push(shard, [1.0], worker_id=n, incarnation=10**19, workers=three).duplicate for n in "bcd"] == [True] * 3
 
 
-def test_memory_is_bounded_whatever_workers_come():
-    ledger = Ledger(receipts_max=2, lives_max=3)
-    for number in range(100):
-        ledger.record(f"worker-{number % 10}", number, receipt(number), roster=NOBODY)
-        ledger.record(f"worker-{number % 10}", number, receipt(number + 1), roster=NOBODY)
-    assert ledger.num_receipts == 6
-
-
 def kept(ledger: Ledger) -> Ledger:
     plain, receipts = ledger.entries().to_plain()
     return Ledger(LedgerState.from_plain(json.loads(json.dumps(plain)), receipts))

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from pyps.core.effects import NONE, Effects
-from pyps.core.membership import GONE_FACTOR, Member, Membership, WorkerInfo, WorkerState
+from pyps.core.membership import Member, Membership, WorkerState
 from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
 
 
@@ -26,14 +26,6 @@ def known(members: Membership, worker_id: str) -> Member:
 
 def roster(members: Membership) -> tuple[list[str], int]:
     return list(members.roster.workers), members.roster.missing
-
-
-def test_a_worker_that_joins_is_alive(members):
-    [notice] = members.join("a", 1, now=5.0, info=WorkerInfo(host="box")).notices
-    member = known(members, "a")
-    assert (notice.kind, notice.facts["host"]) == ("joined", "box")
-    assert (member.alive, member.info.host, member.joined_at) == (True, "box", 5.0)
-    assert (ids(members), members.num_alive) == (["a"], 1)
 
 
 def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_heard_of(members):
@@ -124,14 +116,6 @@ def test_a_repeated_hello_keeps_the_workers_figures(members):
     assert members.join("a", 1, now=2.0) == NONE
     member = known(members, "a")
     assert (member.clock, dict(member.scalars), member.joined_at) == (7, {"loss": 0.5}, 0.0)
-
-
-def test_gone_workers_are_forgotten_in_the_end(members):
-    for number in range(100):
-        members.join(f"worker-{number}", 1, now=float(number))
-        members.leave(f"worker-{number}", 1, now=float(number), failed=False)
-    assert len(members.all()) <= GONE_FACTOR * 3
-    assert members.get("worker-99") is not None
 
 
 def test_a_worker_counts_from_its_first_push(members):

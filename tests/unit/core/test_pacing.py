@@ -99,12 +99,6 @@ def test_turns_go_round_in_order_of_joining():
     assert "".join(turns) == "bcabcab"
 
 
-def test_one_that_joins_late_goes_after_those_that_wait_and_before_the_one_that_computes():
-    pacer = TurnTaking()
-    assert arrive_all(pacer, "abcd") == ["a"]
-    assert [*pacer.arrive("a", 1), *pacer.arrive("b", 1), *pacer.arrive("c", 1), *pacer.arrive("d", 1)] == list("bcda")
-
-
 def test_one_that_departs_out_of_turn_lets_nobody_go_and_comes_again_last():
     pacer = TurnTaking()
     arrive_all(pacer, "abc")
@@ -112,15 +106,6 @@ def test_one_that_departs_out_of_turn_lets_nobody_go_and_comes_again_last():
     assert pacer.arrive("b", 7) == []
     assert [*pacer.arrive("a", 1), *pacer.arrive("c", 1), *pacer.arrive("b", 8)] == ["c", "b", "a"]
     assert pacer.depart("a") == ["c"], "the turn goes on when the one that has it departs"
-
-
-def test_asking_again_because_the_answer_was_lost_or_while_waiting_changes_nothing():
-    pacer = TurnTaking()
-    arrive_all(pacer, "abc")
-    assert pacer.arrive("a", 0) == ["a"]
-    assert pacer.waiting_for("b") == ("a",)
-    assert pacer.arrive("c", 0) == pacer.arrive("b", 0) == []
-    assert pacer.arrive("a", 1) == ["b"]
 
 
 @settings(max_examples=60)

@@ -5,9 +5,8 @@ from pyps.core.pacing import ClockBound, TurnTaking
 from pyps.core.protocols import PROTOCOLS, parse
 from pyps.core.protocols.asynchronous import Asgd, Async, Softsync
 from pyps.core.protocols.barrier import Backup, Hardsync, StrictBsp
-from pyps.core.protocols.base import Acknowledge, Apply, Drop, Park, Part, Pending, Refuse
+from pyps.core.protocols.base import Acknowledge, Apply, Park, Part, Pending
 from pyps.core.protocols.paced import Serial, Ssp
-from pyps.core.receipt import Reason
 from pyps.core.roster import Roster
 from shards import arrival, contribution, refusal, roster, roster_of
 
@@ -140,25 +139,6 @@ def test_the_first_of_two_waits_for_the_next_version_and_the_last_completes_the_
         assert protocol.decide(arrival("a", workers=roster("a", "b"), version=5)) == Park(6, ("b",)), protocol
         arrived = arrival("b", contribution("c"), contribution("a"), workers=roster("a", "b", "c"))
         assert workers_of(protocol.decide(arrived)) == ["a", "b", "c"], protocol
-
-
-def test_a_gradient_of_another_version_is_refused_or_dropped_and_told_what_to_pull():
-    late = arrival("a", workers=roster("a", "b"), version=5, base_version=4)
-    for protocol in (Hardsync(), StrictBsp()):
-        decision = protocol.decide(late)
-        assert isinstance(decision, Refuse), protocol
-        assert (decision.reason, decision.min_version) == (Reason.STALE, 5), protocol
-        assert "present version 5" in decision.message and "version 4" in decision.message, protocol
-    dropped = Backup(1).decide(late)
-    assert isinstance(dropped, Drop) and dropped.min_version == 5
-
-
-def test_a_second_gradient_of_one_worker_in_a_round_is_refused():
-    for protocol in BARRIERS:
-        decision = protocol.decide(arrival("a", contribution("a"), workers=roster("a", "b"), sequence=1))
-        assert isinstance(decision, Refuse), protocol
-        assert (decision.reason, decision.min_version) == (Reason.REPEATED, 1), protocol
-        assert "'a'" in decision.message, protocol
 
 
 def test_a_round_waits_for_the_live_and_keeps_the_gradients_of_the_dead():

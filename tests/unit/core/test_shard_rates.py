@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from pyps.core.receipt import Outcome, Reason
-from pyps.core.recorder import Configured, Event, Pushed
+from pyps.core.recorder import Configured, Pushed
 from pyps.core.roster import Roster
 from pyps.core.schedule import BatchGrowth
 from pyps.core.store import PendingBudget
 from pyps_wire.errors import InvalidArgument, LimitExceeded
-from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
+from shards import FullDisk, Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
 
@@ -31,14 +31,6 @@ def test_the_owners_rate_holds_though_its_gradient_is_not_needed_or_is_nothing()
     assert shard.learning_rate == 0.5
 
 
-class FullDisk:
-    def record(self, event: Event) -> None:
-        raise OSError("no space left on device")
-
-    def write(self, shard_id: int) -> None:
-        """Nothing was noted."""
-
-
 @pytest.mark.parametrize("provisional", [False, True])
 @pytest.mark.parametrize(
     ("setting", "error"),
@@ -47,7 +39,7 @@ class FullDisk:
         ({"policy": "drop:spread=0", "version": 2}, None),
         ({"protocol": "hardsync", "budget": PendingBudget(3), "version": 1}, LimitExceeded),
         ({"protocol": "sandblaster", "version": 1}, InvalidArgument),
-        ({"recorder": FullDisk(), "version": 1}, OSError),
+        ({"recorder": FullDisk(room=0), "version": 1}, OSError),
     ],
 )
 def test_a_push_that_is_refused_or_fails_sets_neither_rate_nor_momentum(setting, error, provisional):
@@ -157,21 +149,7 @@ def test_a_push_is_clipped_to_the_norm_that_it_has_or_to_a_larger_one_that_its_w
         assert (before - pull(shard)[1]).tolist() == pytest.approx([3.0 * weight, 4.0 * weight], rel=1e-6)
 
 
-def test_what_is_clipped_enters_the_slots_clipped():
-    """Unlike staleness, which scales the step: clipping is about the gradient itself, as on a worker."""
-    shard = make_shard([0.0], rule="adagrad", behaviour=make_behaviour(clip_norm=2.0))
-    push(shard, [4.0])
-    assert shard.state().slots["accumulator"].tolist() == [4.0]
-
-
 # A behaviour and a base rate may be replaced while the shard runs; what waits for a protocol that goes is settled.
-
-
-def test_another_protocol_decides_from_the_next_push_on():
-    shard = make_shard([0.0], protocol="hardsync")
-    assert len(shard.configure(behaviour=make_behaviour("async"), roster=TWO)) == 0
-    assert push(shard, [1.0], workers=TWO).outcome == Outcome.APPLIED
-    assert shard.behaviour == make_behaviour("async")
 
 
 def test_what_waits_becomes_one_update_of_the_old_protocols_kind():

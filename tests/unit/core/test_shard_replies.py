@@ -16,7 +16,6 @@ from pyps.core.gradient import NATIVE, Extent, Finding, Gradient, Reply, scan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
-from pyps.core.store import PendingBudget
 from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.errors import InvalidArgument
 from shards import Log, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
@@ -141,19 +140,6 @@ def test_a_refused_push_changes_nothing_and_brings_what_there_is():
         answer = exchange(shard, pushed, "a", "b", held_version=0)
         assert (answer.receipt.outcome, answer.receipt.reason, shard.version) == (Outcome.REJECTED, reason, 1)
         np.testing.assert_array_equal(answer.parameters, floats(7, 7))
-
-
-def test_a_log_that_fails_leaves_the_push_undone():
-    def full() -> None:
-        raise OSError("no space left")
-
-    for protocol in ("async", "hardsync"):
-        log, budget = Meddling(full), PendingBudget(1000)
-        shard = make_shard([8, 8], protocol=protocol, recorder=log, budget=budget)
-        with pytest.raises(OSError, match="no space"):
-            exchange(shard, gradient([1, 1]), "a", "b")
-        assert (shard.version, shard.num_receipts, shard.num_pending, budget.bytes_held) == (0, 0, 0, 0), protocol
-        assert log.events == {}
 
 
 def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_update():

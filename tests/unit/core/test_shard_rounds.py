@@ -13,16 +13,6 @@ def hardsync(**fields: object) -> Shard:
     return make_shard([0.0], protocol="hardsync", **fields)  # type: ignore[arg-type]
 
 
-def test_hardsync_applies_the_mean_of_all_workers_as_one_update():
-    shard = hardsync()
-    first = push(shard, [1.0], workers=TWO)
-    assert (first.outcome, first.min_version, first.waiting_for) == (Outcome.PENDING, 1, ("b",))
-    assert (shard.version, pull(shard)[1].tolist()) == (0, [0.0])
-    second = push(shard, [3.0], worker_id="b", workers=TWO)
-    assert (second.outcome, second.version_after, second.weight) == (Outcome.APPLIED, 1, 0.5)
-    assert pull(shard)[1].tolist() == [-2.0]
-
-
 def test_a_receipt_names_eight_of_those_waited_for_at_most():
     shard = hardsync()
     receipt = push(shard, [1.0], worker_id="w00", workers=roster_of(20))

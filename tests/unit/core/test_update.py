@@ -44,12 +44,6 @@ def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_stalene
     assert parameters.tolist() == [0.0]
 
 
-def test_an_adaptive_rule_shortens_the_step_and_keeps_its_slots_clean():
-    # Equal staleness: the accumulator sees the plain mean, the step alone is a quarter.
-    parameters, slots = updated("adagrad", 1, part([2.0], rate_scale=0.25), part([4.0], rate_scale=0.25))
-    assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
-
-
 def test_a_weight_multiplies_the_gradient_itself():
     parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
     assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)

@@ -8,6 +8,7 @@ import pytest
 
 from pyps.core.vectors.machine import Plan, require_plan_fits
 from pyps_wire.errors import InvalidArgument, LimitExceeded
+from shards import refusal
 
 PARAMETERS = 1000
 PLAN = Plan(history_pairs=10, vectors=6, stages=80, num_portions=80, num_workers=8)
@@ -17,10 +18,9 @@ def cost(plan: Plan) -> int:
     return PARAMETERS * 4 * (2 * plan.history_pairs + plan.vectors + plan.stages)
 
 
-def refusal(plan: Plan, bytes_max: int) -> str:
-    with pytest.raises(LimitExceeded) as error:
-        require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=bytes_max)
-    return str(error.value)
+def refused(plan: Plan, bytes_max: int, **more: int) -> str:
+    more |= {"num_parameters": PARAMETERS, "bytes_max": bytes_max}
+    return refusal(require_plan_fits, plan, error=LimitExceeded, **more)
 
 
 def test_a_plan_that_just_fits_is_taken_and_costs_what_it_says():
@@ -30,7 +30,7 @@ def test_a_plan_that_just_fits_is_taken_and_costs_what_it_says():
 
 def test_every_setting_that_a_refusal_names_fits_then():
     for bytes_max in (cost(PLAN) - 1, 400_000, 300_000, 150_000, 90_000, 70_000, 50_000):
-        message = refusal(PLAN, bytes_max)
+        message = refused(PLAN, bytes_max)
         ways = message.split("this would fit: ")[1].split("; or ")
 
         for way in ways[:-1]:
@@ -50,7 +50,7 @@ def test_every_setting_that_a_refusal_names_fits_then():
 
 
 def test_a_refusal_names_the_bytes_and_what_they_are_for():
-    message = refusal(PLAN, 400_000)
+    message = refused(PLAN, 400_000)
 
     assert message == (
         "10 pairs of history, 6 further vectors and 80 staged sums of gradients take 424000 bytes for the 1000"
@@ -60,7 +60,7 @@ def test_a_refusal_names_the_bytes_and_what_they_are_for():
 
 
 def test_where_nothing_would_do_only_more_memory_is_named():
-    message = refusal(PLAN, 30_000)
+    message = refused(PLAN, 30_000)
 
     assert "--history" not in message and "--portions" not in message
     assert "this would fit: more servers, or servers started with --max-vector-bytes 424000" in message
@@ -73,8 +73,7 @@ def test_a_count_that_cannot_be_is_refused():
 
 
 def test_no_history_is_offered_that_is_shorter_than_what_lies_there():
-    with pytest.raises(LimitExceeded) as error:
-        require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=400_000, existing_pairs=8)
+    message = refused(PLAN, 400_000, existing_pairs=8)
 
     # Seven pairs would fit with 80 stages.
-    assert "--history" not in str(error.value) and "--portions 74" in str(error.value)
+    assert "--history" not in message and "--portions 74" in message
