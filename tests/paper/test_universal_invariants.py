@@ -112,3 +112,19 @@ def test_u3_every_finite_push_is_applied_exactly_once_under_retry(training, shar
     applied = [(event.gradient.worker_id, event.gradient.sequence) for event in training.log.applied(shard.shard_id)]
     finite = [(str(index), s) for index in range(WORKERS) for s in range(ROUNDS) if s % 10 != 9]
     assert sorted(applied) == sorted(finite)
+
+
+def test_u2_a_shard_without_a_log_is_never_read_amid_an_update():
+    """All gradients are ones, so at version v each parameter is -v. Kernels run long without the interpreter's lock."""
+    shard, ones = make_shard(np.zeros(300_000)), np.ones(300_000, np.float32)
+
+    def pusher(worker_id: str) -> None:
+        for sequence in range(ROUNDS):
+            shard.push(gradient(ones, worker_id=worker_id, sequence=sequence), roster=roster_of(2))
+
+    def reader() -> None:
+        while shard.version < 2 * ROUNDS:
+            for version, parameters in (pull(shard), shard.read(lambda version, values: (version, values.copy()))):
+                assert (parameters == -version).all()
+
+    run_together([lambda: pusher("a"), lambda: pusher("b"), reader, reader])
