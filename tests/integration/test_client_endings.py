@@ -50,14 +50,6 @@ while True:
     optimizer.step()
 """
 
-OTHER_SETTINGS = """\
-import sys
-import numpy as np
-from pyps_client import Client
-
-Client({"w": np.zeros(3, np.float32)}, ("adagrad", {"learning_rate": 0.5, "eps": 1.0}), servers=sys.argv[1])
-"""
-
 UNNAMED = {
     "client": 'import numpy as np\nfrom pyps_client import Client\nClient({"w": np.zeros(3, np.float32)})\n',
     "observer": "from pyps_client import Observer\n\nObserver()\n",
@@ -364,19 +356,6 @@ def test_a_raised_system_exit_counts_as_its_status_says(start_server, start_pyth
 
     process.wait()
     assert workers_of(server.control)["w"].state == state
-
-
-def test_a_message_of_several_lines_stays_readable(start_server, start_python):
-    server = start_server("--optimizer", "adagrad:learning_rate=0.05,eps=1e-10")
-    process = start_python("-c", OTHER_SETTINGS, server.data)
-
-    assert process.wait() == 1
-    output = process.output()
-    assert "Traceback" not in output
-    assert "\\n" not in output
-    assert any("learning_rate" in line and "0.5" in line for line in output.splitlines())
-    assert output.splitlines()[-1] == "  at <string>:5"
-    assert not workers_of(server.control)
 
 
 def test_other_errors_go_to_the_hook_that_was_there_before(start_python):

@@ -222,13 +222,3 @@ def test_a_lane_no_longer_offered_is_closed_and_logged(start_server, caplog):
     lane_s, grpc_s, again = re.findall(r"to and from server 0 .* by (.*)", caplog.text)
     assert lane_s == again == "a lane: no memory is shared (it offers no shared memory)"
     assert grpc_s.startswith("gRPC: it offers no lane; ")
-
-
-def test_a_worker_that_shares_memory_opens_no_lane(start_server):
-    server = start_server()
-    with make_client(server.data) as client:
-        client.exchange(gradients_like(small_model(), 0))
-        assert client.session.transport == "shm"
-        [connection] = client.session._servers.connections
-        assert connection.lane is None
-        assert [worker.transport for worker in inspect(server.control, "ListWorkers").workers] == ["shm"]

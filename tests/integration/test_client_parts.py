@@ -15,7 +15,6 @@ from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded
 from pyps_client.data.queue import RemoteQueue
-from pyps_client.join import model_of_run
 from pyps_client.push import Plan
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
@@ -187,18 +186,6 @@ def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process):
     errors = on_all(Meeting("s", 2), lambda peers: error_of(session_of(told, peers, start_wait_seconds=0.3).connect))
     assert "server 1" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
-
-
-def test_a_look_at_the_run_tells_its_cut(start_server):
-    told = addresses(start_servers(start_server, 2))
-    launch = Launch(servers=tuple(told.split(",")), worker_id="looks")
-    assert model_of_run(launch) is None
-    in_replica(told, lambda session, peers: None)
-
-    found = model_of_run(launch)
-    assert found is not None
-    model, optimizer = found
-    assert (model, optimizer.rule) == (CUT, "sgd")
 
 
 def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server):

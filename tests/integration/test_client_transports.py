@@ -268,8 +268,9 @@ def test_a_server_that_stops_sharing_gets_a_lane(start_server, tmp_path, caplog)
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     server = start_server(*checkpoints)
     with make_client(server.data) as client:
-        assert client.session.transport == "shm"
         client.exchange(gradients_like(small_model(), 0))
+        [connection] = client.session._servers.connections
+        assert (client.session.transport, connection.lane) == ("shm", None)
         server.stop()
         port = server.data.rsplit(":", 1)[1]
         start_server(*checkpoints, "--resume", "--port", port, "--local-socket", "off")

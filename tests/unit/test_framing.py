@@ -309,16 +309,6 @@ def test_the_native_writer_appends_one_payload_field_as_ours_does():
         assert _kernels.join_frame(header, PAYLOAD_FIELD, values) == join(header, values), length
 
 
-def test_lengths_of_every_width_and_payloads_at_any_byte():
-    for size in (0, 1, 127, 128, 16_383, 16_384, 2_097_152):
-        payload = bytes(size)
-        assert read(join(b"", payload)) == (b"", payload), size
-        assert PushRequest.FromString(join(b"", payload)).payload == payload, size
-    for offset in range(8):
-        message = join(bytes_field(99, b"x" * offset), np.array([1.5, 2.5], np.float32))
-        assert np.frombuffer(split(message)[1], np.float32).tolist() == [1.5, 2.5]
-
-
 def test_join_takes_any_contiguous_buffer_and_no_other():
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert split(join(b"", memoryview(values)))[1] == values.tobytes()

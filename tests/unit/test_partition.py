@@ -4,12 +4,10 @@ import math
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps_client.arrays import split_tensors
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.parameter_server_pb2 import HelloReply
@@ -301,22 +299,6 @@ def test_parts_that_are_not_there_are_refused():
     for parts in ([], [3], [-1]):
         with pytest.raises(InvalidArgument, match="no part"):
             pytest.fail(f"{plan.of_parts(parts)} of {parts}")
-
-
-def test_blocks_are_joined_under_the_original_name():
-    model = cut_model(3, shape=(6, 12), shard_size=16)
-    whole = {name: np.arange(72, dtype=np.float32).reshape(6, 12) + i for i, name in enumerate(("up", "down"))}
-    whole["bias"] = np.arange(12, dtype=np.float32)
-    vectors = [[] for _ in range(model.num_groups)]
-    for t in model.tensors:
-        block = whole[t.name]
-        if t.whole_shape:
-            block = block[tuple(slice(o, o + n) for o, n in zip(t.offset, t.shape, strict=True))]
-        vectors[t.group].append(block.ravel())
-    joined = split_tensors(model, [np.concatenate(parts) for parts in vectors])
-    assert joined.keys() == whole.keys()
-    for name, values in whole.items():
-        np.testing.assert_array_equal(joined[name], values)
 
 
 def test_the_model_travels_with_its_blocks():

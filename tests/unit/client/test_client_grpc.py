@@ -114,6 +114,8 @@ def test_pushes_go_beside_an_exchange_on_a_call_of_their_own(server, channel):
         channel.close()
         with pytest.raises(LinkLost):
             asking.result(20)
+    with pytest.raises(LinkLost, match="the channel was closed"):
+        echo(channel, b"too late")
 
 
 def test_frames_are_made_when_there_is_room_for_them_while_replies_are_read(channel):
@@ -155,17 +157,6 @@ def test_a_round_that_lasts_too_long_is_a_loss(server, channel):
         echo(channel, b"hush", seconds=0.3)
     assert server.hushed.get(timeout=20).wait(20), "the server learns that its call is over"
     assert echo(channel, b"again", seconds=20.0) == [b"again"]
-
-
-def test_closing_the_channel_ends_a_round_under_way(server, channel):
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(echo, channel, b"hush")
-        server.hushed.get(timeout=20)
-        channel.close()
-        with pytest.raises(LinkLost):
-            asking.result(20)
-    with pytest.raises(LinkLost, match="the channel was closed"):
-        echo(channel, b"too late")
 
 
 def test_what_cannot_be_taken_ends_the_call(server, channel):

@@ -39,19 +39,6 @@ def test_past_its_deadline_a_wait_names_server_seconds_problem_and_setting():
             wait.pause("connection refused.")
 
 
-def test_lines_tell_what_is_waited_for_and_how_long_still(caplog):
-    wait = begin(RetryPolicy(9, "x", pause_first_seconds=0, report_first_seconds=0))
-
-    wait.pause("connection refused.")
-    wait.pause("connection refused")
-    wait.end()
-
-    waiting, there = (record.getMessage() for record in caplog.records)
-    assert "waiting for server 1 (host:7610): connection refused; for" in waiting
-    assert re.search(r"at most [1-9] s more", waiting)
-    assert re.fullmatch(r"server 1 \(host:7610\) is there after \d s", there)
-
-
 def test_closing_ends_a_pause_at_once():
     stop = threading.Event()
     stop.set()
