@@ -73,12 +73,12 @@ class Handshake:
         device: str = "",
         codecs: tuple[Codec, Codec] = (FLOAT32, FLOAT32),
         peers: Group = ALONE,
-        greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
+        on_hello: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
         """`partition`: the slices and placement, if this worker creates the run; None for an observer.
 
         `parts`: the parts of the model that the caller holds; () for all. `codecs`: of gradients and of parameters.
-        `greeted` is called with each reply to a worker's Hello, on any thread: now the server expects heartbeats.
+        `on_hello` is called with each reply to a worker's Hello, on any thread: now the server expects heartbeats.
         """
         self.launch = launch
         worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
@@ -96,7 +96,7 @@ class Handshake:
         self._optimizer = optimizer
         self._device = device
         self._codecs = codecs
-        self._greeted = greeted
+        self._on_hello = on_hello
         self._stop = threading.Event()
         self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
 
@@ -150,7 +150,7 @@ class Handshake:
         if reply.state == RUN_STATE_DRAINING:
             raise LinkLost("the server is shutting down")
         if request.role == ROLE_WORKER:
-            self._greeted(connection, reply)
+            self._on_hello(connection, reply)
         if self._is_worker and self.partition is not None:
             _check_codecs(connection, reply, self._codecs)
             _check_limits(connection, reply, self.partition, self._codecs)

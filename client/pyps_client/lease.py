@@ -49,17 +49,17 @@ class Lease:
         launch: Launch,
         peers: Group = ALONE,
         request: Callable[[], HeartbeatRequest],
-        heard: Callable[[Connection, HeartbeatReply, float], None],
+        on_reply: Callable[[Connection, HeartbeatReply, float], None],
     ) -> None:
         """`request` makes the next heartbeat.
 
-        `heard` gets a server's connection, its answer, and when the heartbeat was sent (time.monotonic).
+        `on_reply` gets a server's connection, its answer, and when the heartbeat was sent (time.monotonic).
         """
         self._sender = sender
         self._launch = launch
         self._peers = peers
         self._request = request
-        self._heard = heard
+        self._on_reply = on_reply
         self._lost = LostReplica()
         self.check = self._lost.check
         # A second thread that leaves waits for the first.
@@ -99,9 +99,9 @@ class Lease:
         self._hurried.set()
         for _, own in met:
             # A call under way may wait longer.
-            own.cut()
+            own.cancel()
 
-    def settle(self) -> None:
+    def disarm(self) -> None:
         """Do not end the process any more: it ends by itself."""
         self._lost.known.set()
         leave.watched.discard(self)
@@ -161,9 +161,9 @@ class Lease:
                     if own.renew(channel):
                         self._report_silence(connection, str(lost), began)
                     continue
-                connection.outage.heard(connection.name)
+                connection.outage.note_answer(connection.name)
                 is_shut_out = False
-                self._heard(connection, reply, began)
+                self._on_reply(connection, reply, began)
             except LinkLost as lost:
                 self._report_silence(connection, str(lost), began)
             except PypsError as error:
@@ -191,10 +191,10 @@ class Lease:
         if self._ended.is_set():
             return
         outage, name = connection.outage, connection.name
-        silent = time.monotonic() - outage.note(name, problem, at=began)
+        silent = time.monotonic() - outage.note_failure(name, problem, at=began)
         outage.log(name, first_seconds=SILENCE_SECONDS)
         if self._end_seconds is not None and silent >= self._end_seconds:
-            connection.cut(problem)
+            connection.cancel(problem)
 
 
 class LostReplica:

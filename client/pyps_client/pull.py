@@ -65,7 +65,7 @@ class Held:
         # Guarded by _lock.
         self._wanted: dict[int, int] = {}
 
-    def enter(self, epoch: int) -> None:
+    def enter_epoch(self, epoch: int) -> None:
         """Forget versions of another epoch: after a restore the server counts again from its checkpoint."""
         with self._lock:
             if epoch != self.epoch:
@@ -339,7 +339,7 @@ class IncomingPull:
 
     def _accept(self, reply: Parameters) -> None:
         if reply.epoch != self._held.epoch:
-            self._held.enter(reply.epoch)
+            self._held.enter_epoch(reply.epoch)
             # A heartbeat may have reported a later restore meanwhile.
             self.connection.epoch = max(self.connection.epoch, reply.epoch)
             self._waiting = set(self._held.shards)

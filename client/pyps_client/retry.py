@@ -74,7 +74,7 @@ class Wait:
         # The deadline counts from here: earlier failures of heartbeats are no wait.
         self._started = time.monotonic()
         self._outage = outage
-        self._loss = outage.enter(what, at=self._started)
+        self._loss = outage.begin_wait(what, at=self._started)
         self._ended = False
         self._pause_seconds = policy.pause_first_seconds
 
@@ -95,7 +95,7 @@ class Wait:
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
         """Sleep before the next try. Raises `error` past the deadline, RunFinished when stopped."""
         problem = problem.rstrip(".")
-        self._outage.note(self._what, problem, at=time.monotonic())
+        self._outage.note_failure(self._what, problem, at=time.monotonic())
         policy, left_seconds = self._policy, self.remaining_seconds
         if left_seconds <= 0:
             way_out = f"Raise {policy.setting} (PYPS_{policy.setting.upper()}) to wait longer."
@@ -113,12 +113,12 @@ class Wait:
 
     def end(self) -> None:
         self.give_up()
-        self._outage.heard(self._what)
+        self._outage.note_answer(self._what)
 
     def give_up(self) -> None:
         if not self._ended:
             self._ended = True
-            self._outage.leave(self._loss)
+            self._outage.end_wait(self._loss)
 
 
 @dataclass
@@ -143,25 +143,25 @@ class Outage:
         self._again_seconds = AGAIN_SECONDS
         self._logged_at = -math.inf
 
-    def note(self, name: str, problem: str, *, at: float) -> float:
+    def note_failure(self, name: str, problem: str, *, at: float) -> float:
         """Note a failed attempt, and return when the first one failed."""
         with self._lock:
             loss = self.lost.setdefault(name, Loss(at))
             loss.since, loss.problem = min(loss.since, at), problem.rstrip(".")
             return loss.since
 
-    def enter(self, name: str, *, at: float) -> Loss:
-        """Note a thread that waits since `at`: until it calls `leave`, no other thread's answer ends the loss."""
+    def begin_wait(self, name: str, *, at: float) -> Loss:
+        """Note a thread that waits since `at`: until it calls `end_wait`, no other thread's answer ends the loss."""
         with self._lock:
             loss = self.lost.setdefault(name, Loss(at))
             loss.num_waits += 1
             return loss
 
-    def leave(self, loss: Loss) -> None:
+    def end_wait(self, loss: Loss) -> None:
         with self._lock:
             loss.num_waits -= 1
 
-    def heard(self, name: str) -> None:
+    def note_answer(self, name: str) -> None:
         """Note an answer, and log when all servers that were logged as lost are back."""
         with self._lock:
             loss = self.lost.get(name)

@@ -83,7 +83,7 @@ class View:
         self._words = ("", "")
         self._lock = threading.Lock()
         # Guarded by _lock.
-        self._heard = self.state
+        self._latest = self.state
         # When a Hello, and when an answer to a step, last reported the terms (time.monotonic).
         self._greeted_at = self._answered_at = -math.inf
         # When a message other than a receipt last changed a setting that receipts carry.
@@ -91,11 +91,11 @@ class View:
         # The epoch and version of each shard's rate.
         self._rates_of: dict[int, tuple[int, int]] = {}
 
-    def greeted(self, server_index: int, reply: HelloReply) -> None:
+    def note_hello(self, server_index: int, reply: HelloReply) -> None:
         """Take over a server's reply to Hello."""
         with self._lock:
-            heard = self._heard
-            terms = heard.terms
+            latest = self._latest
+            terms = latest.terms
             if server_index == 0:
                 self._greeted_at = self._answered_at = self._changed_at = time.monotonic()
                 terms = terms._replace(**{name: getattr(reply, name) for name in Terms._fields})
@@ -106,24 +106,24 @@ class View:
                     self._rates_of[shard.shard_id] = at
                     rates[shard.shard_id] = shard.next_rate
             version = max((shard.version for shard in reply.shards), default=0)
-            self._hear(
-                heard._replace(
+            self._publish(
+                latest._replace(
                     terms=terms,
-                    finished=heard.finished or reply.state == RUN_STATE_FINISHED,
-                    global_step=max(heard.global_step, version),
-                    next_rates={**heard.next_rates, **rates},
+                    finished=latest.finished or reply.state == RUN_STATE_FINISHED,
+                    global_step=max(latest.global_step, version),
+                    next_rates={**latest.next_rates, **rates},
                 )
             )
 
-    def answered(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float, version: int = 0) -> int:
+    def note_receipts(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float, version: int = 0) -> int:
         """Take over one server's receipts of a push that was sent at `sent_at` (time.monotonic).
 
         Returns their newest epoch. `version`: the largest of the received parameters. Terms that other messages have
         changed since stay: receipts are read once all servers have answered.
         """
         with self._lock:
-            heard = self._heard
-            terms, finished, step, num_workers, rates, _ = heard
+            latest = self._latest
+            terms, finished, step, num_workers, rates, _ = latest
             step = max(step, version)
             changed: dict[int, float] = {}
             newest, refused = 0, False
@@ -151,19 +151,19 @@ class View:
                     terms = terms._replace(ask_to_proceed=asks, batch_size=batch_size)
             if changed:
                 rates = {**rates, **changed}
-            self._hear(RunState(terms, finished, step, num_workers, rates, heard.pull_agreed))
+            self._publish(RunState(terms, finished, step, num_workers, rates, latest.pull_agreed))
         if refused:
-            self._count(receipts)
+            self._count_refused(receipts)
         return newest
 
-    def reminded(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
+    def note_heartbeat(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
         """Take over the answer to a heartbeat that was sent at `asked_at` (time.monotonic).
 
         Terms that other messages have reported since stay: this one, on a connection of its own, may be older.
         """
         with self._lock:
-            heard = self._heard
-            terms = heard.terms
+            latest = self._latest
+            terms = latest.terms
             # Without a protocol it is of a server that does not know the worker, or holds no run.
             if server_index == 0 and reply.protocol and asked_at >= self._greeted_at:
                 terms = terms._replace(
@@ -174,25 +174,25 @@ class View:
                 )
                 if asked_at >= self._answered_at:
                     terms = self._changed(terms, reply.ask_to_proceed, reply.batch_size)
-                if terms == heard.terms:
-                    terms = heard.terms
+                if terms == latest.terms:
+                    terms = latest.terms
             is_over = reply.state == RUN_STATE_FINISHED or reply.command == HeartbeatReply.COMMAND_STOP
-            step = max(heard.global_step, reply.version)
-            self._hear(heard._replace(terms=terms, finished=heard.finished or is_over, global_step=step))
+            step = max(latest.global_step, reply.version)
+            self._publish(latest._replace(terms=terms, finished=latest.finished or is_over, global_step=step))
 
-    def granted(self, *, ask_to_proceed: bool) -> None:
+    def note_proceed(self, *, ask_to_proceed: bool) -> None:
         """Take over the answer to `proceed`, on all processes of a replica."""
         with self._lock:
             self._answered_at = time.monotonic()
-            terms = self._heard.terms
-            self._hear(self._heard._replace(terms=self._changed(terms, ask_to_proceed, terms.batch_size)))
+            terms = self._latest.terms
+            self._publish(self._latest._replace(terms=self._changed(terms, ask_to_proceed, terms.batch_size)))
             if self._peers.count > 1:
                 self.state = self.state._replace(terms=self.state.terms._replace(ask_to_proceed=ask_to_proceed))
 
-    def pulled(self, version: int) -> None:
+    def note_pull(self, version: int) -> None:
         """Note the largest version of a pull, which fulfils the replica's need of one."""
         with self._lock:
-            self._hear(self._heard._replace(global_step=max(self._heard.global_step, version)))
+            self._publish(self._latest._replace(global_step=max(self._latest.global_step, version)))
             if self.state.pull_agreed:
                 self.state = self.state._replace(pull_agreed=False)
 
@@ -200,11 +200,11 @@ class View:
         """Bring all processes of the replica to one state; all call this in the same order."""
         if self._peers.count == 1:
             return
-        heard, leads = self._heard, float(self._peers.index == 0)
-        protocol, staleness, *settings = heard.terms
+        latest, leads = self._latest, float(self._peers.index == 0)
+        protocol, staleness, *settings = latest.terms
         words = (protocol, staleness)
-        of_leader = [leads * float(number) for number in (heard.global_step, words != self._words, *settings)]
-        numbers = self._peers.all_reduce([float(heard.finished), float(pull_needed), *of_leader])
+        of_leader = [leads * float(number) for number in (latest.global_step, words != self._words, *settings)]
+        numbers = self._peers.all_reduce([float(latest.finished), float(pull_needed), *of_leader])
         finished, pull, step, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
         if reworded:
             # Sums carry numbers alone, and words rarely change.
@@ -218,14 +218,14 @@ class View:
                 pull_agreed=pull > 0,
             )
 
-    def _hear(self, heard: RunState) -> None:
-        self._heard = heard
+    def _publish(self, latest: RunState) -> None:
+        self._latest = latest
         if self._peers.count == 1:
-            self.state = heard
+            self.state = latest
         else:
-            self.state = self.state._replace(num_workers=heard.num_workers, next_rates=heard.next_rates)
+            self.state = self.state._replace(num_workers=latest.num_workers, next_rates=latest.next_rates)
 
-    def _count(self, receipts: Iterable[Receipt]) -> None:
+    def _count_refused(self, receipts: Iterable[Receipt]) -> None:
         """Count refused shards, and log the first one of each reason."""
         for receipt in receipts:
             if receipt.outcome != OUTCOME_REJECTED or receipt.reason in (REASON_EPOCH, REASON_FINISHED):

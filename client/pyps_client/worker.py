@@ -97,7 +97,7 @@ class Worker:
             device=device,
             codecs=(self._codec, self._pull_codec),
             peers=peers,
-            greeted=lambda connection, reply: self._lease.greeted(connection, reply),
+            on_hello=lambda connection, reply: self._lease.greeted(connection, reply),
         )
         self._guard = ForkGuard()
         self._servers = Servers(launch, rejoin=self._rejoin)
@@ -111,7 +111,9 @@ class Worker:
         self._receivers: list[Receiver] = []
         self._closing = threading.Event()
         self._joined = False
-        self._lease = Lease(self.sender, launch=launch, peers=peers, request=self._heartbeat, heard=self._heard)
+        self._lease = Lease(
+            self.sender, launch=launch, peers=peers, request=self._heartbeat, on_reply=self._note_heartbeat
+        )
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._scalars: dict[str, float] = {}
@@ -219,7 +221,7 @@ class Worker:
         receipts: list[Receipt] = []
         for push, answers in zip(pushes, self._servers.on_all(pushes), strict=True):
             connection = push.connection
-            epoch = self.view.answered(connection.index, answers, sent_at=sent_at, version=push.version)
+            epoch = self.view.note_receipts(connection.index, answers, sent_at=sent_at, version=push.version)
             if epoch > connection.epoch:
                 connection.epoch = epoch
             receipts += answers
@@ -252,7 +254,7 @@ class Worker:
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
         )
-        self.view.pulled(self._holdings.largest_version)
+        self.view.note_pull(self._holdings.largest_version)
         return changed
 
     def with_parameters(self, vectors: Vectors) -> LeaseCall:
@@ -294,7 +296,7 @@ class Worker:
             return
         question = LongPoll(self.launch.wait_seconds).proceed(self.sender, clock=self.clock)
         asks = led(self._peers, lambda: self._servers.on_first(question).ask_to_proceed)
-        self.view.granted(ask_to_proceed=asks)
+        self.view.note_proceed(ask_to_proceed=asks)
 
     def meet(self) -> None:
         """Bring a replica's processes to one state of the run, in a step without a push, which does the same."""
@@ -414,7 +416,7 @@ class Worker:
         if self._guard.in_child or self._closing.is_set():
             return
         self._closing.set()
-        self._lease.settle()
+        self._lease.disarm()
         leave.forget(self)
         self._servers.give_up()
         self._lease.leave(cause, message)
@@ -453,7 +455,7 @@ class Worker:
             raise InvalidArgument("The session is not connected: call connect() before pushing or pulling.")
 
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
-        self.view.greeted(connection.index, reply)
+        self.view.note_hello(connection.index, reply)
         self._sharing.greeted(connection, reply)
 
     def _heartbeat(self) -> HeartbeatRequest:
@@ -464,9 +466,9 @@ class Worker:
         with self._lock:
             return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
 
-    def _heard(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
+    def _note_heartbeat(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
         connection.epoch = max(connection.epoch, reply.epoch)
-        self.view.reminded(connection.index, reply, asked_at=asked_at)
+        self.view.note_heartbeat(connection.index, reply, asked_at=asked_at)
         if not reply.known:
             again = self._rejoin if self._joined else self._handshake.hello
             again(connection, connection.channel, HELLO_SECONDS)

@@ -247,7 +247,7 @@ def test_a_worker_waits_for_key_and_certificate(start_server: Start, made: Path,
             (folder / "worker.key").unlink()
         else:
             put_worker(made / "expired", folder)
-        connection.cut()
+        connection.cancel()
         pulled = aside.submit(client.pull)
         wait_until(
             lambda: pulled.done() or any(x.num_waits and problem in x.problem for x in list(lost.values())),

@@ -61,7 +61,7 @@ class Connection:
         self.lane: Transport | None = None
         self._launch = launch
         self._guard = ForkGuard()
-        self._cut_because = ""
+        self._cancel_reason = ""
         # Whether there was a channel before, and whether the server answered on it.
         self._had_channel = self._was_heard = False
         # The transport when it was closed.
@@ -149,9 +149,9 @@ class Connection:
         _close(self.lane, failed)
         return True
 
-    def cut(self, problem: str = "") -> None:
+    def cancel(self, problem: str = "") -> None:
         """Let all calls under way fail, for this reason; on any thread. The next call connects again."""
-        self._cut_because = problem
+        self._cancel_reason = problem
         with self._lock:
             channel = self._channel
             if channel is not None:
@@ -240,7 +240,7 @@ class Connection:
                         known = True
                         if stop.is_set():
                             raise RunFinished(f"The client was closed while it came back to {self.name}.")
-                    self._cut_because = ""
+                    self._cancel_reason = ""
                     result = operation(channel, stop)
                 except Busy as busy:
                     problem, progress = str(busy), busy.answered > 0
@@ -258,13 +258,13 @@ class Connection:
                     if wait is not None:
                         wait.end()
                     elif self.name in self.outage.lost:
-                        self.outage.heard(self.name)
+                        self.outage.note_answer(self.name)
                     return result
                 if wait is None:
                     wait = policy.begin(self.name, stop=stop, advice=ADVICE, outage=self.outage)
                 if progress:
                     wait.restart()
-                wait.pause(self._cut_because or problem)
+                wait.pause(self._cancel_reason or problem)
         finally:
             if wait is not None:
                 wait.give_up()
@@ -325,7 +325,7 @@ class Servers:
 
     def _cancel(self) -> None:
         for connection in self.connections:
-            connection.cut()
+            connection.cancel()
 
     def _settle(self) -> None:
         """Wait, for SETTLE_SECONDS, until no server uses shared memory, and open it again.

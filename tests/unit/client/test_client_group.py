@@ -32,9 +32,9 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
         leads = peers.index == 0
         leaders = {"protocol": "hardsync", "staleness": "none", "batch_size": 16, "clip_norm": 2.0}
         others = {"protocol": "async", "staleness": "divide", "batch_size": 8, "clip_norm": 0.0}
-        view.greeted(0, HelloReply(accumulate=3, **(leaders if leads else others)))  # type: ignore[arg-type]
+        view.note_hello(0, HelloReply(accumulate=3, **(leaders if leads else others)))  # type: ignore[arg-type]
         if not leads:
-            view.answered(1, [over], sent_at=0.0)
+            view.note_receipts(1, [over], sent_at=0.0)
         before = view.state.finished, view.state.terms.batch_size, view.state.global_step
         view.meet(pull_needed=not leads)
         terms = view.state.terms
@@ -53,6 +53,6 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
 
 def test_what_a_worker_of_one_process_hears_counts_at_once():
     view = View()
-    view.greeted(0, HelloReply(batch_size=16))
-    view.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)], sent_at=0.0)
+    view.note_hello(0, HelloReply(batch_size=16))
+    view.note_receipts(1, [Receipt(reason=REASON_FINISHED, version_after=4)], sent_at=0.0)
     assert (view.state.finished, view.state.terms.batch_size, view.state.global_step) == (True, 16, 4)

@@ -99,7 +99,7 @@ def held_at(version: int) -> Held:
 def test_versions_and_epochs_are_read_of_one_moment_though_another_thread_pulls():
     holdings = holdings_at(5)
     held = holdings.of_server[0]
-    restored = threading.Thread(target=held.enter, args=(1,))
+    restored = threading.Thread(target=held.enter_epoch, args=(1,))
 
     class Read(dict[int, int]):
         """Versions amid whose reading a server's restore becomes known."""
@@ -141,7 +141,7 @@ def test_nothing_is_wanted_of_an_epoch_that_is_over():
     held = held_at(3)
     held.want(0, 4, epoch=0)
 
-    held.enter(1)
+    held.enter_epoch(1)
     assert held.wanted == {}
     # A receipt of the epoch before, read late.
     held.want(0, 4, epoch=0)

@@ -18,10 +18,10 @@ def refusal(reason: Reason) -> Receipt:
 def test_refusals_are_counted_by_reason_and_the_first_of_each_is_logged(caplog):
     view = View()
 
-    view.answered(0, [refusal(REASON_STALE), refusal(REASON_STALE), Receipt(outcome=OUTCOME_APPLIED)], sent_at=0.0)
+    view.note_receipts(0, [refusal(REASON_STALE), refusal(REASON_STALE), Receipt(outcome=OUTCOME_APPLIED)], sent_at=0.0)
     # A restore and a finished run refuse every gradient.
     later = [refusal(reason) for reason in (REASON_DROPPED, REASON_STALE, REASON_EPOCH, REASON_FINISHED)]
-    view.answered(0, later, sent_at=0.0)
+    view.note_receipts(0, later, sent_at=0.0)
 
     assert view.refused == {"STALE": 3, "DROPPED": 1}
     assert len(caplog.messages) == 2

@@ -61,11 +61,11 @@ PATIENT = RetryPolicy(60, "loss_wait_seconds", pause_first_seconds=0, report_fir
 
 def test_an_outage_begins_with_the_first_failed_attempt_and_ends_with_an_answer():
     outage = Outage()
-    assert outage.note("server 0", "reset", at=5.0) == 5.0
-    assert outage.note("server 0", "refused", at=7.0) == 5.0
-    assert outage.note("server 0", "no answer", at=4.0) == 4.0, "an attempt made before, told of later"
-    outage.heard("server 0")
-    assert outage.note("server 0", "reset", at=9.0) == 9.0
+    assert outage.note_failure("server 0", "reset", at=5.0) == 5.0
+    assert outage.note_failure("server 0", "refused", at=7.0) == 5.0
+    assert outage.note_failure("server 0", "no answer", at=4.0) == 4.0, "an attempt made before, told of later"
+    outage.note_answer("server 0")
+    assert outage.note_failure("server 0", "reset", at=9.0) == 9.0
 
 
 def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog):
@@ -78,7 +78,7 @@ def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog):
         for _ in range(seconds):
             now += 1.0
             for name in names:
-                outage.note(name, "reset", at=now)
+                outage.note_failure(name, "reset", at=now)
                 outage.log(name, first_seconds=1.0, left_seconds=600 - now if waits else None)
             told.update((now, record.getMessage()) for record in caplog.records)
             caplog.clear()
@@ -91,18 +91,18 @@ def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog):
     # are not.
     told.clear()
     attempts(3, "abcd")
-    outage.heard("a")
+    outage.note_answer("a")
     attempts(20, "abcde")
     for name in "abc":
-        outage.heard(name)
+        outage.note_answer(name)
     assert list(told) == [102, 112], "the fifth not so soon after the fourth"
     assert told[102] == "waiting for a, b, c, d: reset; for 101 s so far, at most 498 s more"
     attempts(100, "de", waits=False)
     assert list(told) == [102, 112, 192]
     assert told[192] == "no word from d, e: reset; for 91 s so far"
     now += 7
-    outage.heard("d")
-    outage.heard("e")
+    outage.note_answer("d")
+    outage.note_answer("e")
     assert caplog.messages == ["a, b, c, d, e are there after 229 s"]
 
     # As if nothing had been.
@@ -142,7 +142,7 @@ def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(cap
     wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
     for _ in range(3):
         wait.pause("it has no memory to spare")
-        outage.heard("server 0")
+        outage.note_answer("server 0")
     assert len(caplog.messages) == 1
     wait.end()
     assert len(caplog.messages) == 2
@@ -151,13 +151,13 @@ def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(cap
     given_up = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
     given_up.pause("the connection was reset")
     given_up.give_up()
-    outage.heard("server 0")
+    outage.note_answer("server 0")
     assert caplog.messages[-1] == "server 0 is there after 0 s"
 
 
 def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog):
     outage = Outage()
-    outage.note("server 0", "no answer", at=time.monotonic() - 100)
+    outage.note_failure("server 0", "no answer", at=time.monotonic() - 100)
     wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
 
     wait.pause("connection refused")
@@ -169,11 +169,11 @@ def test_a_wait_counts_from_the_failure_and_has_its_deadline(caplog):
     ]
     assert len(seconds) == 2 and all(100 <= one < 130 for one in seconds)
     now = time.monotonic()
-    assert outage.note("server 0", "reset", at=now) == now, "the server is there"
+    assert outage.note_failure("server 0", "reset", at=now) == now, "the server is there"
     # And so does progress begin a new silence.
-    outage.note("server 0", "reset", at=now - 100)
+    outage.note_failure("server 0", "reset", at=now - 100)
     PATIENT.begin("server 0", stop=threading.Event(), outage=outage).restart()
-    assert outage.note("server 0", "reset", at=time.monotonic()) >= now
+    assert outage.note_failure("server 0", "reset", at=time.monotonic()) >= now
 
 
 def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch):
@@ -186,7 +186,7 @@ def test_heartbeats_take_a_new_channel_after_each_loss(monkeypatch):
 
     monkeypatch.setattr(Connection, "_dial", dialled)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",), transport="grpc")
-    beats = Lease(Sender(), launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
+    beats = Lease(Sender(), launch=launch, request=HeartbeatRequest, on_reply=lambda *answer: None)
     beats.greeted(Connection(0, launch=launch), HelloReply(heartbeat_seconds=0.01))
     try:
         wait_until(lambda: len(made) > 2, what="a channel after each loss")
@@ -198,7 +198,7 @@ def test_heartbeats_and_waits_agree(monkeypatch, caplog):
     monkeypatch.setattr(lease, "SILENCE_SECONDS", 1.0)
     launch = Launch(servers=(f"127.0.0.1:{server_port()}",))
     connection = Connection(0, launch=launch)
-    beats = Lease(Sender(), launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
+    beats = Lease(Sender(), launch=launch, request=HeartbeatRequest, on_reply=lambda *answer: None)
     beats.greeted(connection, HelloReply(heartbeat_seconds=0.05))
     try:
         wait_until(lambda: "no word from" in caplog.text, what="the heartbeat's line")

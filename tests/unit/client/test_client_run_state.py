@@ -16,13 +16,13 @@ def terms(view, *names):
 def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change():
     view = View()
 
-    view.greeted(0, HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
+    view.note_hello(0, HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
     assert terms(view, "protocol", "current_version_only", "ask_to_proceed") == ("hardsync", True, False)
 
-    view.answered(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=time.monotonic())
+    view.note_receipts(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=time.monotonic())
     assert terms(view, "ask_to_proceed", "batch_size", "protocol") == (True, 16, "hardsync")
 
-    view.reminded(
+    view.note_heartbeat(
         0,
         HeartbeatReply(protocol="asgd:accumulate=4", staleness="divide", accumulate=4, batch_size=8),
         asked_at=time.monotonic(),
@@ -34,54 +34,54 @@ def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_ma
 
 def test_a_heartbeat_that_tells_nothing_changes_nothing():
     view = View()
-    view.greeted(0, HelloReply(protocol="hardsync", current_version_only=True))
+    view.note_hello(0, HelloReply(protocol="hardsync", current_version_only=True))
 
-    view.reminded(0, HeartbeatReply(known=False), asked_at=time.monotonic())
+    view.note_heartbeat(0, HeartbeatReply(known=False), asked_at=time.monotonic())
 
     assert terms(view, "protocol", "current_version_only") == ("hardsync", True)
 
 
 def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_for():
     view = View()
-    view.greeted(0, HelloReply(protocol="async"))
+    view.note_hello(0, HelloReply(protocol="async"))
     late = HeartbeatReply(protocol="hardsync", accumulate=2, batch_size=8)
 
     asked_at = time.monotonic()
-    view.answered(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=asked_at)
-    view.reminded(0, late, asked_at=asked_at)
+    view.note_receipts(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=asked_at)
+    view.note_heartbeat(0, late, asked_at=asked_at)
     # What no receipt tells it does.
     assert terms(view, "protocol", "accumulate") == ("hardsync", 2)
     assert terms(view, "ask_to_proceed", "batch_size") == (True, 16)
 
-    view.greeted(0, HelloReply(protocol="ssp:clock_bound=2", batch_size=4))
-    view.granted(ask_to_proceed=True)
-    view.reminded(0, late, asked_at=asked_at)
+    view.note_hello(0, HelloReply(protocol="ssp:clock_bound=2", batch_size=4))
+    view.note_proceed(ask_to_proceed=True)
+    view.note_heartbeat(0, late, asked_at=asked_at)
     assert terms(view, "protocol", "accumulate", "batch_size") == ("ssp:clock_bound=2", 0, 4)
     assert view.state.terms.ask_to_proceed
 
-    view.reminded(0, late, asked_at=time.monotonic())
+    view.note_heartbeat(0, late, asked_at=time.monotonic())
     assert terms(view, "protocol", "ask_to_proceed") == ("hardsync", False)
 
 
 @pytest.mark.parametrize("other", ["greeted", "granted", "reminded"])
 def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was_sent(other):
     view = View()
-    view.greeted(0, HelloReply(protocol="async"))
+    view.note_hello(0, HelloReply(protocol="async"))
 
     sent_at = time.monotonic()
     if other == "greeted":
-        view.greeted(0, HelloReply(ask_to_proceed=True))
+        view.note_hello(0, HelloReply(ask_to_proceed=True))
     elif other == "granted":
-        view.granted(ask_to_proceed=True)
+        view.note_proceed(ask_to_proceed=True)
     else:
-        view.reminded(0, HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
-    view.answered(0, [Receipt(ask_to_proceed=False)], sent_at=sent_at)
+        view.note_heartbeat(0, HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
+    view.note_receipts(0, [Receipt(ask_to_proceed=False)], sent_at=sent_at)
     assert view.state.terms.ask_to_proceed
 
     # What only said the same leaves it to the receipt.
     sent_at = time.monotonic()
-    view.reminded(0, HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
-    view.answered(0, [Receipt(ask_to_proceed=False)], sent_at=sent_at)
+    view.note_heartbeat(0, HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
+    view.note_receipts(0, [Receipt(ask_to_proceed=False)], sent_at=sent_at)
     assert not view.state.terms.ask_to_proceed
 
 
@@ -90,7 +90,7 @@ def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs():
 
     def receipt(epoch: int, version: int, rate: float) -> None:
         late = Receipt(shard_id=0, epoch=epoch, version_after=version, next_rate=rate)
-        view.answered(0, [late], sent_at=time.monotonic())
+        view.note_receipts(0, [late], sent_at=time.monotonic())
 
     receipt(0, 5, 0.5)
     receipt(0, 4, 0.4)
@@ -99,11 +99,11 @@ def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs():
     assert view.state.next_rates == {0: 0.25}, "set while the version stayed"
 
     restored = HelloReply(epoch=1, shards=[ShardVersion(shard_id=0, version=3, next_rate=0.3)])
-    view.greeted(0, restored)
+    view.note_hello(0, restored)
     receipt(0, 6, 0.6)
     assert view.state.next_rates == {0: 0.3}
     receipt(1, 4, 0.1)
-    view.greeted(0, restored)
+    view.note_hello(0, restored)
     assert view.state.next_rates == {0: 0.1}
 
 
