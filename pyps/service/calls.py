@@ -19,21 +19,21 @@ from pyps.service.serializations import Answer
 from pyps_wire import local_pb2 as local
 from pyps_wire.errors import InvalidArgument, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
 
-# An answer that its caller does not take for so long ends its call: the second while more than half of what may be in
-# flight is held, so that callers that read nothing do not hold it. Either is longer than a large message takes.
+# An answer that its caller does not take for this time ends its call; the second time is for while more than half of
+# the bytes in flight are held, which callers that read nothing must not keep. A large message takes less.
 WRITE_SECONDS = 120.0
 CROWDED_WRITE_SECONDS = 20.0
-# The one message of a call, and the parts of one push, come within so long of each other.
+# How long a call waits for its only message, or for the next part of a push.
 READ_SECONDS = 60.0
-# A message that has not come for so long may have come in part, and its sender may never send the rest.
+# A message that has not come after this time may have come in part, and its sender may never send the rest.
 LATE_SECONDS = 5.0
-# Messages that may be late at once, however few the workers: observers and commands call too.
+# How many messages may be late, even with few workers: observers and commands call too.
 LATE_MIN = 16
-# A longer message counts among the bytes in flight.
+# Longer messages are part of the bytes in flight.
 SHORT_BYTES = 64 * 2**10
-# The message of a call that needs no token is short, and comes at once.
+# How long a call that needs no token waits for its message, which is short.
 OPEN_READ_SECONDS = 5.0
-# Between the first failure of a call whose caller has gone and its end.
+# How long a call whose caller has gone waits for gRPC to cancel it.
 GONE_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -80,18 +80,17 @@ class Awaited:
         self._ended.discard(task)
 
     def require_wanted(self, task: asyncio.Task[Any]) -> None:
-        """Raise LimitExceeded where a task was cancelled since too many messages are late."""
+        """Raise LimitExceeded if the task was cancelled because too many messages are late."""
         if task not in self._ended:
             return
         task.uncancel()
-        if self._at_once:
-            raise LimitExceeded(
-                f"more than {self._late_max} calls that need no token waited for their messages, this one the "
-                "longest: call again, and send the message at once"
-            ) from None
+        which, advice = (
+            ("that need no token waited for their messages", "and send the message at once")
+            if self._at_once
+            else (f"had waited for their messages for over {LATE_SECONDS:g} s", "or raise --max-workers")
+        )
         raise LimitExceeded(
-            f"more than {self._late_max} calls had waited for their messages for over {LATE_SECONDS:g} s, this one "
-            "the longest: call again, or raise --max-workers"
+            f"more than {self._late_max} calls {which}, this one the longest: call again, {advice}"
         ) from None
 
     def _look(self) -> None:
@@ -144,10 +143,7 @@ class Call:
             self._awaited.end(task)
 
     async def receive(self, *, under_way: bool = False) -> bytes | None:
-        """Return the next message, None after the last.
-
-        A caller that does not go on for long with what it has begun (`under_way`) loses its call.
-        """
+        """Return the next message, None after the last; WaitTimedOut if the rest of what is `under_way` is late."""
         try:
             async with asyncio.timeout(READ_SECONDS if under_way else None):
                 message = await self.read()
@@ -162,13 +158,13 @@ class Call:
             yield message
 
     async def write(self, message: Any) -> None:
-        """Send an answer, or a message as gRPC takes it. WaitTimedOut where the caller does not take it."""
+        """Send an answer, or a message as gRPC takes it; WaitTimedOut if the caller does not take it."""
         self._writer, self._since = asyncio.current_task(), self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(CROWDED_WRITE_SECONDS, self._look)
         try:
             if not self._has_begun:
-                # Apart from the first message: gRPC could not abort a call of which it sends both at once.
+                # Before the first message: gRPC could not abort a call whose headers and message it sends together.
                 self._has_begun = True
                 await self._context.send_initial_metadata(())
             await self._context.write(message.whole if isinstance(message, Answer) else message)
@@ -194,7 +190,7 @@ class Call:
         waited_seconds = self._loop.time() - self._since
         seconds_max = write_seconds(self._budget)
         if waited_seconds < seconds_max:
-            # It may become crowded meanwhile.
+            # The budget may become crowded meanwhile.
             left_seconds = min(seconds_max - waited_seconds, CROWDED_WRITE_SECONDS)
             self._timer = self._loop.call_later(left_seconds, self._look)
         else:

@@ -113,7 +113,7 @@ class Conversation:
     def take(self, request: Request) -> Awaitable[object] | None:
         """Work on a request and answer it; await what this returns before taking the next.
 
-        Raises LimitExceeded where its bytes have no room; nothing is done then.
+        Raises LimitExceeded, with nothing done, if its bytes have no room.
         """
         if (
             self.under_way
@@ -136,7 +136,7 @@ class Conversation:
     def answer(self, request: Request, send: Callable[[Any], None]) -> None:
         """Work on a request and send its answers, on a thread that may wait, while no other request is under way.
 
-        Raises LimitExceeded where its bytes have no room; nothing is done then.
+        Raises as `take`.
         """
         more_bytes = request.held_bytes - request.bytes_held
         self.account.hold(more_bytes)

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=Message)
 
 # A caller's descriptions of itself are shortened to this length.
 TEXT_LENGTH_MAX = 200
-# The longest message that lists no tensors, shards or leases, with its names and a heartbeat's scalars.
+# The longest message that lists no tensors, shards or leases: names and a heartbeat's scalars need most.
 SMALL_BYTES_MAX = 256 * 2**10
 # The longest entry of a list by shards or extents: two or three numbers.
 ENTRY_BYTES_MAX = 40
@@ -37,7 +37,7 @@ ENTRY_BYTES_MAX = 40
 LEASE_BYTES_MAX = 11
 # Tensors, groups and parts of a model.
 TENSORS_MAX = 131_072
-# The fields of a message that names a model, those of its tensors and groups and the numbers in lists included.
+# The fields of a message with a model, including those of its tensors and groups and the numbers in lists.
 FIELDS_MAX = 16 * TENSORS_MAX
 _FEW = {"tensors", "groups", "hyperparameters", "parts", "codecs", "shard_lengths", "placement"}
 
@@ -57,7 +57,7 @@ def _names(kind: Any) -> Iterator[str]:
             yield from _names(field.message_type)
 
 
-# The fields that are counted in messages that name a model, and their names.
+# The fields that are counted in messages with a model, and their names.
 _MODEL_BEARING: dict[type[Message], tuple[dict[int, Any], tuple[str, ...]]] = {
     kind: (_tree(kind.DESCRIPTOR), tuple(_names(kind.DESCRIPTOR)))
     for kind in (wire.HelloRequest, wire.InitializeRequest)
@@ -65,10 +65,10 @@ _MODEL_BEARING: dict[type[Message], tuple[dict[int, Any], tuple[str, ...]]] = {
 
 
 def parse(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> M:
-    """Read a message without tensors; MalformedFrame when the bytes are no such message.
+    """Read a message without tensors; MalformedFrame if the bytes are no such message.
 
-    One that is longer than it can have reason to be is refused unread: a list of millions would hold up the event loop,
-    and take a hundred times its bytes. One that names a model may be long, and is refused for what it lists.
+    A message longer than it needs to be is refused unread: a list of millions would hold up the event loop, and take a
+    hundred times its bytes. A message with a model may be long, and is refused for the lengths of its lists.
     """
     if kind in _MODEL_BEARING:
         _require_few(kind, message)
@@ -99,7 +99,7 @@ def _require_few(kind: type[Message], message: bytes) -> None:
 
 
 def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> tuple[M, memoryview]:
-    """Read a message with a payload: its fields, of at most so many bytes, and the payload in place."""
+    """Return the fields of a message, which are at most `bytes_max` long, and its payload in place."""
     try:
         header, offset, length = _kernels.split_frame(message, PAYLOAD_FIELD)
     except ValueError as error:
@@ -112,7 +112,7 @@ def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_M
 def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Greeting:
     """Return Hello's request as a value; `known` is the run's model, which most callers send."""
     observer = request.role == common.ROLE_OBSERVER
-    # A caller of another protocol version is refused before the rest is read: it may have another meaning.
+    # A caller of another protocol version is refused unread: its other fields may have another meaning.
     readable = request.protocol_version == PROTOCOL_VERSION
     model = None
     if readable and request.HasField("model"):
@@ -171,9 +171,9 @@ SPARE_BYTES = 4096
 def plan_from(
     request: wire.PushRequest, payload: memoryview, reply: Reply | None = None, *, epoch: int = 0
 ) -> PushPlan:
-    """Return a push to a shard of that epoch, whose payload lies in the received bytes."""
+    """Return a push to a shard of that epoch, with its payload in the received bytes."""
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
-        # A gradient may wait long, and only its payload is counted: the rest of the message must not stay with it.
+        # A gradient may wait for long, and only its payload is counted: it must not keep the rest of the message.
         payload = memoryview(bytes(payload))
     # A payload without numbers needs no codec.
     codec = FLOAT32 if request.kind == common.PAYLOAD_KIND_NOTHING else CODECS.get(request.codec)
@@ -191,10 +191,7 @@ def plan_of(
     epoch: int,
     memory: SharedMemory | None = None,
 ) -> PushPlan:
-    """Return a push whose gradient lies in `payload`, with the version of the parameters that the worker holds.
-
-    `memory` is the worker's, where gradient and reply lie there.
-    """
+    """Return a push whose gradient lies in `payload`. `memory` is the worker's, if gradient and reply lie there."""
     extents: tuple[Extent, ...] = ()
     if request.extents:
         require_few_extents(len(request.extents))
@@ -220,7 +217,7 @@ def plan_of(
         request.gradient_norm,
         memory is not None and not nothing,
     )
-    # A version of another epoch means nothing here: everything is newer.
+    # Everything is newer than a version of another epoch.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch
     return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory, sender.secret)
 
@@ -231,19 +228,19 @@ def codec_from(number: int) -> Codec:
 
 
 def answer_of(pushed: Pushed, run: Run, *, epoch: int, codec: Codec, answer: wire.ExchangeReply) -> wire.ExchangeReply:
-    """Fill in the answer to a part of an exchange; newer parameters lie in their place already."""
+    """Fill in the answer to a part of an exchange, except for the parameters."""
     receipt, version, _ = pushed
     receipt_of(receipt, run, answer.receipt)
     if version is not None:
-        # The shard's: a receipt that is given again may be of an earlier epoch.
+        # The shard's epoch: a duplicate's receipt may be of an earlier one.
         answer.version, answer.epoch, answer.codec = version, epoch, codec  # type: ignore[assignment]
     return answer
 
 
 def receipt_of(receipt: Receipt, run: Run | None, message: common.Receipt | None = None) -> common.Receipt:
-    """Return a receipt as a message: to its worker, with what the run requests of workers from now on.
+    """Return a receipt as a message; with a run, also what it requests of its worker from now on.
 
-    Written into `message`, which is empty, where there is one: part of a greater one, it need not be copied there.
+    An empty `message`, such as a field of a larger one, is filled instead of a new one.
     """
     message = common.Receipt() if message is None else message
     message.shard_id = receipt.shard_id
@@ -284,10 +281,7 @@ _PUSHED_KINDS = (0, PayloadKind.GRADIENT, PayloadKind.DELTA, PayloadKind.BUFFER)
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
-    """Return a worker's optimizer, checked and completed; None when it names no rule.
-
-    A rule without any group's settings means its defaults for every group.
-    """
+    """Return a worker's optimizer, checked and completed; None if it names no rule. Settings have defaults."""
     if not message.rule:
         return None
     groups = tuple(dict(group.hyperparameters) for group in message.groups)

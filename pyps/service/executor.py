@@ -31,10 +31,7 @@ class KernelExecutor:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kernel")
 
     def is_little(self, num_parameters: int) -> bool:
-        """Return whether work on that many parameters may be done on the event loop.
-
-        The number includes gradients that wait at a shard: the work may have to make their update, or wait for it.
-        """
+        """Return whether work on that many parameters, gradients that wait included, may run on the event loop."""
         return num_parameters < self.inline_parameters_max
 
     async def compute(self, num_parameters: int, work: Callable[[], T]) -> T:
@@ -57,8 +54,7 @@ class KernelExecutor:
     async def run_stages(self, *stages: Sequence[Job], on_end: Job) -> None:
         """Run jobs in stages and raise the first error; a stage begins when all jobs of the one before are done.
 
-        When this is cancelled, no further job begins. `on_end` is called, from any thread, once no job runs and none
-        will begin.
+        When cancelled, no further job begins. Once no job runs and none will, `on_end` is called, on any thread.
         """
         loop = asyncio.get_running_loop()
         ended = loop.create_future()

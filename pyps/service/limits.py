@@ -145,8 +145,7 @@ class Account:
     def hold(self, num_bytes: int) -> None:
         """Count `num_bytes` until they are released.
 
-        Raises LimitExceeded if the budget or the caller's share has no room for them now, InvalidArgument if it never
-        has.
+        Raises LimitExceeded if there is no room in the budget or the caller's share now, InvalidArgument if never.
         """
         self.budget.take(num_bytes, self)
 

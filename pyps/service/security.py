@@ -34,17 +34,17 @@ class Access:
             (Role.WORKER, config.token_file),
             (Role.OPERATOR, config.operator_token_file),
         )
-        # The least first: a token that is in two files gives no more.
+        # The least first: a token in two files gives the lesser role.
         self._tokens = [(role, Token(path)) for role, path in files if path is not None]
         self.certified = config.tls_client_ca is not None
-        # Without a token or certificate of their own, operators are callers on the server's machine.
+        # Operators without a token or certificate of their own are callers on the server's machine.
         self._own_machine = config.operator_token_file is None and (bool(self._tokens) or not self.certified)
         self._host = config.host
 
     def admit(self, call: str, authorization: str | bytes | None, *, peer: str, subject: str) -> Role:
         """Return the role of a caller, by its header `authorization`, gRPC's name of it and its certificate's subject.
 
-        NotAuthenticated where it shows no token of this server, NotAllowed where it may not make the call.
+        NotAuthenticated if it shows no token of this server, NotAllowed if it may not make the call.
         """
         if needed_for(call) is Role.ANYBODY:
             return Role.ANYBODY
@@ -61,10 +61,7 @@ class Access:
         return role
 
     def require(self, role: Role, call: str, why: str = "") -> None:
-        """Raise NotAllowed for a call, named as in the table, that this role may not make. On any thread.
-
-        `why` says where the role comes from.
-        """
+        """Raise NotAllowed for a call that this role may not make; `why` says where the role comes from."""
         needed = needed_for(call)
         if role >= needed:
             return
@@ -84,7 +81,7 @@ class Access:
 
     def _by_token(self, authorization: str | bytes | None, call: str) -> Role:
         if not authorization:
-            # The roles that may make the call; workers are operators where these have no token of their own.
+            # The roles that may make the call; workers are operators if these have no token of their own.
             enough = [role for role, _ in self._tokens if role >= needed_for(call)] or [Role.WORKER]
             named = " or ".join(f"{variable_name(_field_of(role))} (as {role.word})" for role in enough)
             raise NotAuthenticated(
@@ -102,7 +99,7 @@ class Access:
 
 
 def _place_of(host: str) -> str:
-    """Say how to call from the machine of a server on `host`, as `is_own_machine` sees it."""
+    """Return how to call from the machine of a server on `host`, by the rule of `is_own_machine`."""
     ip = _address(host)
     if ip is None:
         return "give the server an address as --host in place of a name, and run it there by that"
@@ -189,7 +186,7 @@ def is_loopback_host(host: str) -> bool:
 def is_own_machine(peer: str, *, host: str) -> bool:
     """Return whether gRPC's name of a peer ("ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234") is on a server's machine.
 
-    That is loopback, and the server's own address where `host` is one: it may listen on no other.
+    That is loopback, and the server's own address if `host` is one: it may listen on no other.
     """
     kind, _, address = urllib.parse.unquote(peer).partition(":")
     if kind == "unix":

@@ -148,8 +148,7 @@ class Server:
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
         """Serve until a signal or the end of the job, then drain, save and return the exit status.
 
-        `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
-        once the server answers.
+        `signals=False` leaves SIGTERM and SIGINT alone; `on_ready` gets the addresses once the server answers.
         """
         control = hosting.control_port(self._host.access, budget=self._budget)
         collector = RunCollector(self._host, transports=self._transports)
@@ -158,7 +157,7 @@ class Server:
         self._resume()
         self._add_inspector(control.server, addresses)
         services = self._services(addresses)
-        await self._set_health(_Health.SERVING)
+        self._set_health(_Health.SERVING)
         if signals:
             self._handle_signals()
         for transport in self._transports:
@@ -189,8 +188,8 @@ class Server:
             PARAMETER_SERVER: ParameterServer(
                 self._host, control_address=addresses.control, transports=self._transports
             ),
-            WORK_QUEUE: WorkQueueService(self._run, work=self._work),
-            VECTOR_MACHINE: VectorMachineService(self._run, work=self._work, budget=self._budget),
+            WORK_QUEUE: WorkQueueService(self._host),
+            VECTOR_MACHINE: VectorMachineService(self._host),
         }
 
     def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
@@ -371,7 +370,7 @@ class Server:
         late = threading.Timer(max(self._config.drain_seconds, 0.1), self._end_late)
         late.daemon = True
         late.start()
-        await self._set_health(_Health.NOT_SERVING)
+        self._set_health(_Health.NOT_SERVING)
         self._run.drain()
         calls_end_at = began + _CALLS_SHARE * self._config.drain_seconds
         await self._calls_end(calls_end_at)
@@ -408,7 +407,7 @@ class Server:
                 transport.let_go()
             await asyncio.sleep(0.01)
 
-    async def _set_health(self, status: int) -> None:
+    def _set_health(self, status: int) -> None:
         # For both ports and the whole server, so that a probe needs one port only.
         self._host.health.set(status, "", PARAMETER_SERVER, INSPECTOR)
 

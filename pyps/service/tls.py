@@ -17,7 +17,7 @@ from pyps.service.security import stamp_of
 # In quotes: only the type stubs know of it.
 Configuration: TypeAlias = "grpc.ServerCertificateConfiguration"
 
-# Keys that gRPC takes: of RSA, so long at least, and P-256 and P-384 as OpenSSL names them.
+# Keys that gRPC takes: RSA of this length or more, P-256 and P-384, which have these names in OpenSSL.
 _RSA_BITS_MIN = 2048
 _CURVES = ("secp256r1", "secp384r1")
 
@@ -30,12 +30,13 @@ class Tls:
     def __init__(self, *, cert: Path, key: Path, client_ca: Path | None):
         """With a `client_ca` each caller must show a certificate that it signed. ConfigError for unusable files."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._files = [path for path in (cert, key, client_ca) if path is not None]
         self._lock = threading.Lock()
         # Guarded by _lock.
-        self._stamp = self._stamped()
-        # When the newest certificate becomes valid, where that is yet to come.
+        self._stamp = stamp_of(*self._files)
+        # When the newest certificate becomes valid, if that is yet to come.
         self._good_from: datetime | None = None
-        self._context, self._configuration = self._load()
+        self._loaded = self._load()
         if problem := self._out_of_date():
             log.warning("no caller will trust this server", reason=problem)
 
@@ -64,31 +65,28 @@ class Tls:
 
     def _newest(self) -> tuple[ssl.SSLContext, Configuration]:
         with self._lock:
-            stamp = self._stamped()
+            stamp = stamp_of(*self._files)
             if stamp != self._stamp or (self._good_from is not None and self._good_from <= datetime.now(UTC)):
                 self._stamp, self._good_from = stamp, None
                 try:
-                    newer = self._load()
+                    loaded = self._load()
                     if problem := self._out_of_date():
                         raise ConfigError(problem)
-                    self._context, self._configuration = newer
+                    self._loaded = loaded
                     log.info("the certificates have changed and are in force", file=self._cert)
                 except ConfigError as error:
                     log.warning("the certificates stay as they were", reason=error)
-            return self._context, self._configuration
-
-    def _stamped(self) -> object:
-        return stamp_of(self._cert, self._key, *([self._client_ca] if self._client_ca else []))
+            return self._loaded
 
     def _out_of_date(self) -> str:
-        """Return what is wrong with the certificate's dates now; empty where nothing is."""
-        # cryptography is for servers with certificates alone.
+        """Return what is wrong with the certificate's dates now; empty if nothing is."""
+        # Only servers with certificates need cryptography.
         from cryptography import x509
 
         try:
             certificate = x509.load_pem_x509_certificate(self._cert.read_bytes())
         except (OSError, ValueError):
-            # Changed since it was loaded, or OpenSSL is less strict.
+            # It has changed since it was loaded, or OpenSSL is less strict.
             return ""
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         now = datetime.now(UTC)
@@ -102,7 +100,6 @@ class Tls:
 
     def _require_known_key(self, pem: bytes) -> None:
         """Raise ConfigError for a certificate whose key gRPC does not take; Python's ssl takes more."""
-        # cryptography is for servers with certificates alone.
         from cryptography import x509
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -133,7 +130,7 @@ class Tls:
         field, path = "tls_cert", self._cert
         client_ca = None
         try:
-            # Checks that the key is the certificate's, as gRPC does not.
+            # Checks that the key is the certificate's, which gRPC does not.
             context.load_cert_chain(self._cert, self._key, password="")
             pair = self._key.read_bytes(), self._cert.read_bytes()
             self._require_known_key(pair[1])

@@ -48,7 +48,7 @@ class Transport(ABC):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return its lines of the server's start block, once it has started."""
+        """Return the transport's lines of the server's start block, once it has started."""
         return {}
 
     @property
@@ -69,16 +69,16 @@ class Transport(ABC):
         """
 
     def let_go(self) -> None:  # noqa: B027
-        """Stop waiting for messages that have begun and do not go on: the server ends."""
+        """Stop waiting for the rest of messages that do not go on, since the server ends."""
 
     @abstractmethod
     async def stop(self, seconds: float) -> None:
-        """Accept no more callers, wait so long for requests under way, then end the rest."""
+        """Accept no more callers, wait at most `seconds` for requests under way, then end the rest."""
 
     async def offer(self, greeting: Greeting) -> wire.HelloReply:
         """Return the fields of Hello's reply that offer this transport.
 
-        ServerUnavailable where an earlier request of the worker goes on: it has nothing under way when it says Hello.
+        ServerUnavailable while an earlier request of the worker goes on.
         """
         return wire.HelloReply()
 

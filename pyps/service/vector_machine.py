@@ -15,18 +15,17 @@ from pyps.core.vectors.machine import Answer, Job, Plan, VectorMachine, in_seque
 from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Program
 from pyps.core.vectors.stages import StagePart
 from pyps.run.handshake import SECRET_BYTES_MIN, RunState, check_secret
-from pyps.run.run import Run
 from pyps.service.calls import Call
 from pyps.service.convert import parse, parse_frame
-from pyps.service.executor import KernelExecutor
-from pyps.service.limits import ByteBudget, check_message_bytes
+from pyps.service.limits import check_message_bytes
+from pyps.service.transport import Host
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable
 
-# A restored server does not know of the coordinators that came after its checkpoint, in the same epoch of the run: they
-# are fewer than this.
+# More than the coordinators that may attach in one epoch of the run: a restored server does not know of those that came
+# after its checkpoint.
 LIVES_PER_EPOCH = 1000
 LIVES_END = 2**62
 # The largest message of a program within its bounds.
@@ -38,11 +37,11 @@ log = logs.get("pyps.service")
 class VectorMachineService:
     """The calls of pyps.v1.VectorMachine."""
 
-    def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget):
-        self._run = run
-        self._work = work
-        self._budget = budget
-        # A thread of its own: a program may have to wait until a checkpoint is written.
+    def __init__(self, host: Host):
+        self._run = host.run
+        self._work = host.work
+        self._budget = host.budget
+        # A program may have to wait until a checkpoint is written.
         self._coordinating = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
 
     async def Attach(self, message: bytes, context: Call) -> bytes:
@@ -130,7 +129,7 @@ class VectorMachineService:
         return wire.StageReply().SerializeToString()
 
     def _coordinated(self, sender: Sender) -> VectorMachine:
-        """Return the machine to a caller that names this run."""
+        """Return the machine; refuse a caller that does not name this run."""
         self._run.shards_to_pull(sender.run_id, "", 0, observer=True, shard_ids=())
         return self._machine()
 

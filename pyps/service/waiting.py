@@ -47,7 +47,7 @@ class LongPoll:
             self._loop.call_soon_threadsafe(self._woken.set)
 
     def look(self) -> None:
-        """Call this before checking the condition: a later `wake` ends the wait."""
+        """Call this before checking the condition, so that a later `wake` ends the wait."""
         self._woken.clear()
 
     async def wait(self) -> None:
@@ -72,19 +72,16 @@ class VersionWait:
     def __init__(
         self, run: Run, work: KernelExecutor, request: wire.PullRequest, sender: Sender, *, observer: bool = False
     ):
-        """Refuse more shards than there are, an unknown worker, and shards that it may not read.
-
-        It renews a worker's lease.
-        """
+        """Renew a worker's lease; refuse too many shards, an unknown worker, and shards that it may not read."""
         self._run = run
         self._shards = run.content.shards
         if self._shards and len(request.wants) > len(self._shards):
             raise InvalidArgument(
                 f"a pull names {len(request.wants)} shards, and this server holds {len(self._shards)}: name each once"
             )
-        # The worker whose lease it renews and whose figures count it; empty for an observer.
+        # Empty for an observer.
         self.worker_id = "" if observer else sender.worker_id
-        # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
+        # Everything is newer than versions of another epoch, and none of those is worth waiting for.
         wants = request.wants if request.epoch == run.content.epoch else ()
         self.min_versions = {want.shard_id: want.min_version for want in wants}
         self.held_versions = {want.shard_id: want.held_version for want in wants}
@@ -96,10 +93,10 @@ class VersionWait:
             observer=observer,
             shard_ids=dict.fromkeys([want.shard_id for want in request.wants]),
         )
-        # The shards still to be sent, and of those the ones that may be ready, which other threads add.
+        # The shards still to be sent, and the ids of those that may be ready, which other threads add.
         self._waiting = {shard.shard_id: shard for shard in self.shards}
         self._arrived: deque[int] = deque()
-        # Of the shards whose locks are needed.
+        # Of the shards that are not ready.
         self._num_parameters = 0
         self._cancels: list[Callable[[], bool]] = []
         self._over = False
@@ -132,7 +129,7 @@ class VersionWait:
         try:
             await self._work.compute(self._num_parameters, register)
         except BaseException:
-            # The call was cancelled while a thread was at it, or has yet to begin.
+            # The call was cancelled: a thread may still register, or has yet to begin.
             await self.__aexit__()
             raise
         return self
@@ -157,10 +154,10 @@ class VersionWait:
         """Return the next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
         while self._waiting:
             self._parking.look()
-            # Shards of a run that was reset are finished too, but no answer.
+            # Before the finished shards: those of a run that was reset are finished too.
             if self._run.content.shards is not self._shards:
                 raise NotInitialized("the run was reset while the pull waited")
-            # Not all that wait are scanned: each shard wakes the call once, and there may be hundreds.
+            # Each shard wakes the call once, so the hundreds that wait are not scanned.
             while self._arrived:
                 if (shard := self._waiting.pop(self._arrived.popleft(), None)) is not None:
                     return shard
@@ -179,7 +176,7 @@ class VersionWait:
 
     def is_ready(self, shard: Store) -> bool:
         """Return whether a shard has nothing to wait for."""
-        # A finished shard never gets a newer version: what it has is the answer.
+        # A finished shard never gets a newer version.
         if shard.version >= self.min_versions.get(shard.shard_id, 0) or shard.finished:
             return True
         return self._run.state == RunState.FINISHED

@@ -12,6 +12,7 @@ from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor
+from pyps.service.transport import Host
 from pyps.service.waiting import LongPoll, names_in_words
 from pyps.work import DataSpec, WorkQueue, lease_reply
 from pyps_wire import work_pb2 as wire
@@ -30,9 +31,9 @@ Ask: TypeAlias = Callable[[], wire.LeaseReply]
 class WorkQueueService:
     """The calls of pyps.v1.WorkQueue."""
 
-    def __init__(self, run: Run, *, work: KernelExecutor):
-        self._run = run
-        self._work = work
+    def __init__(self, host: Host):
+        self._run = host.run
+        self._work = host.work
 
     async def Open(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.OpenWorkRequest, message)
@@ -156,7 +157,7 @@ async def lease_portion(
 ) -> wire.LeaseReply:
     """Return the queue's answer to a worker that wants a portion, after at most the request's wait.
 
-    `within` calls the queue, again after each wait, for example under a lock that it holds for other work too.
+    `within` calls the queue after each wait, for example under a lock that it holds for other work too.
     """
     _require_few(len(request.held))
     sender, worker_id = request.sender, request.sender.worker_id

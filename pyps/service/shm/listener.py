@@ -91,10 +91,7 @@ class SharedMemory(Listener):
         return wire.HelloReply(local=wire.LocalTransport(address=self._address, ticket=ticket))
 
     async def wait_unused(self, worker_id: str) -> None:
-        """Wait until no request of a worker's closed connections can touch its memory any more.
-
-        ServerUnavailable where a request goes on for too long: the worker has to try again.
-        """
+        """Wait until no request of a worker's closed connections can touch its memory; ServerUnavailable if late."""
         memories = [memory for owner, memory in self._leaving if owner == worker_id and not memory.unused.done()]
         if not memories:
             return

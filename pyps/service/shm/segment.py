@@ -55,10 +55,7 @@ class Segment(SharedMemory):
     """
 
     def __init__(self, descriptor: int, *, num_bytes: int, hand_over: Callable[[Callable[[], None]], None]):
-        """Map a descriptor's memory; the descriptor may be closed then. `hand_over` runs long work on a thread.
-
-        InvalidArgument where the memory is not sealed as required.
-        """
+        """Map a sealed memfd, else InvalidArgument; it may be closed then. `hand_over` runs long work on a thread."""
         require_sealed(descriptor, num_bytes=num_bytes)
         try:
             self._memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
