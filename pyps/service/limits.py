@@ -44,21 +44,17 @@ class ByteBudget:
         self.bytes_max = bytes_max
         self._run = run
         self._lock = Lock()
-        # Guarded by _lock.
-        self._bytes = 0
+        # Changed under _lock.
+        self.bytes_held = 0
         self._bytes_by_caller: Counter[str] = Counter()
         # The reserves, for these shards and this roster.
         self._reserves = _Reserves(0, {}, 0)
         self._reserved_for: tuple[object, object] = None, None
 
     @property
-    def bytes_held(self) -> int:
-        return self._bytes
-
-    @property
     def is_crowded(self) -> bool:
         """Return whether more than half is held."""
-        return 2 * self._bytes > self.bytes_max
+        return 2 * self.bytes_held > self.bytes_max
 
     def account(self, caller: str = "") -> Account:
         """Return an account for one call; all observers are one caller, without a name."""
@@ -72,7 +68,7 @@ class ByteBudget:
                 "the most: raise its --max-in-flight-bytes, or make shards smaller (shard_size)"
             )
         with self._lock:
-            if num_bytes and 2 * (self._bytes + num_bytes) > self.bytes_max:
+            if num_bytes and 2 * (self.bytes_held + num_bytes) > self.bytes_max:
                 self._require_share(num_bytes, account)
             self._count(num_bytes, account)
 
@@ -84,7 +80,7 @@ class ByteBudget:
         """Refuse bytes that would leave the others less than their reserve."""
         caller, by_caller = account.caller, self._bytes_by_caller
         reserve, ranks, num_vacant = self._present_reserves()
-        held, free = by_caller[caller], self.bytes_max - self._bytes
+        held, free = by_caller[caller], self.bytes_max - self.bytes_held
         rank = ranks.get(caller, len(ranks))
         has_reserve = rank < len(ranks) and held + num_bytes <= reserve
         # A caller that takes of its own reserve must leave the reserves of earlier callers, any other caller all.
@@ -125,7 +121,7 @@ class ByteBudget:
         return self._reserves
 
     def _count(self, num_bytes: int, account: Account) -> None:
-        self._bytes += num_bytes
+        self.bytes_held += num_bytes
         account.num_bytes += num_bytes
         self._bytes_by_caller[account.caller] += num_bytes
         if not self._bytes_by_caller[account.caller]:

@@ -18,11 +18,11 @@ from pyps_wire.errors import NotAllowed, ServerUnavailable
 AUTO, OFF = "auto", "off"
 TICKET_BYTES = 16
 TICKET_SECONDS = 30.0
-# Of one worker: several of its threads may say Hello at once, and each shows its own.
+# Of each worker: several of its threads may say Hello at the same time, and each shows its own ticket.
 TICKETS_KEPT = 4
-# How often connections are checked: those whose worker is gone or holds the server up are closed.
+# How often connections are checked, to close those whose worker is gone or holds the server up.
 CHECK_SECONDS = 1.0
-# Workers whose last transport this was are compared with those that the run still lists, where they are more.
+# Where more workers are noted as users of a transport, those that the run no longer lists are dropped.
 USED_KEPT = 256
 
 log = logs.get("pyps.service")
@@ -32,11 +32,11 @@ class Tickets:
     """Tickets of one use, for a short time, of one life of a worker. For the event loop."""
 
     def __init__(self) -> None:
-        # By worker: its incarnation, the ticket, and until when it holds; the newest last.
+        # By worker: its incarnation, the ticket, and the ticket's last moment; the newest last.
         self._issued: dict[str, list[tuple[int, bytes, float]]] = {}
 
     def issue(self, worker_id: str, incarnation: int) -> bytes:
-        """Return a new ticket. Of many the worker's oldest ends."""
+        """Return a new ticket. If a worker has too many, its oldest ends."""
         now, ticket = time.monotonic(), secrets.token_bytes(TICKET_BYTES)
         self._issued = {name: issued for name, issued in self._issued.items() if issued and issued[-1][2] > now}
         kept = self._issued.get(worker_id, [])[1 - TICKETS_KEPT :]
@@ -44,7 +44,7 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, worker_id: str, incarnation: int) -> None:
-        """Use a ticket up; NotAllowed for any other than one that this life of the worker was given."""
+        """Use a ticket up; NotAllowed unless it was issued to this life of the worker."""
         issued = self._issued.get(worker_id, [])
         for index, (issued_to, known, until) in enumerate(issued):
             if hmac.compare_digest(ticket, known) and issued_to == incarnation and time.monotonic() < until:
@@ -59,7 +59,7 @@ class Tickets:
 class Caller(ABC):
     """A connection at a listening socket."""
 
-    # The caller's address, as far as it is known.
+    # The caller's address, if it is known.
     peer = ""
 
     @property
@@ -69,7 +69,7 @@ class Caller(ABC):
 
     @abstractmethod
     def is_overdue(self, now: float) -> bool:
-        """Return whether the caller holds the server up for longer than it may, by `time.monotonic`."""
+        """Return whether the caller has held the server up for too long, by `time.monotonic`."""
 
     @property
     def is_gone(self) -> bool:
@@ -87,7 +87,7 @@ class Caller(ABC):
 
     @abstractmethod
     async def finish(self, seconds: float) -> None:
-        """Take no more requests, and wait at most so long for the answers to those under way."""
+        """Take no more requests, and wait at most `seconds` for the answers to those under way."""
 
 
 class Listener(Transport):
@@ -95,7 +95,7 @@ class Listener(Transport):
 
     # The socket's name in logs.
     place: str
-    # Of callers that have not shown a ticket so many may be connected; one more ends the oldest of them.
+    # How many callers without a ticket may be connected; one more ends the oldest of them.
     unauthenticated_max: int
 
     def __init__(self, host: Host):
@@ -106,15 +106,13 @@ class Listener(Transport):
         self._callers: dict[Caller, None] = {}
         # Workers whose last transport this was, with the incarnation that used it. Read from any thread.
         self._used: dict[str, int] = {}
-        # Whether no callers are accepted for the moment.
-        self._paused = False
         # Logged once a check.
         self._warnings = logs.Crowd(log)
         self._checking: asyncio.Task[None] | None = None
 
     @abstractmethod
     def _connect(self, end: socket.socket) -> Caller:
-        """Begin a connection. NotAllowed, or RuntimeError, where it may not be."""
+        """Begin a connection. NotAllowed or RuntimeError if that cannot be."""
 
     def used_by(self, worker_id: str, incarnation: int) -> bool:
         return self._used.get(worker_id) == incarnation
@@ -140,7 +138,7 @@ class Listener(Transport):
         return [caller for caller in self._callers if caller.worker is not None and caller.worker[0] == worker_id]
 
     def _note_hello(self, worker_id: str) -> None:
-        """Note that a worker without a connection goes by another transport, unless it connects again."""
+        """Note that a worker without a connection uses another transport now, unless it connects again."""
         if not self._connected(worker_id):
             self._used.pop(worker_id, None)
         if len(self._used) > USED_KEPT:
@@ -173,10 +171,9 @@ class Listener(Transport):
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # No descriptors are left, most likely: the next check tries again.
+            # No descriptors are left, most likely: none is accepted until the next check.
             log.warning(f"a caller at {self.place} could not be accepted", reason=error.strerror)
             asyncio.get_running_loop().remove_reader(self._socket)
-            self._paused = True
             return
         try:
             caller = self._connect(end)
@@ -214,9 +211,7 @@ class Listener(Transport):
                 elif caller.is_gone or (caller.idle and self._is_forgotten(caller)):
                     caller.shut()
             self._warnings.tell()
-            if self._paused:
-                self._paused = False
-                self._listen()
+            self._listen()
 
     def _is_forgotten(self, caller: Caller) -> bool:
         if caller.worker is None:
@@ -231,7 +226,7 @@ class Listener(Transport):
 
 
 def peer_of(end: socket.socket) -> str:
-    """Return the address of a caller at a port; empty where it has gone again."""
+    """Return the address of a caller at a port; empty if it has gone again."""
     try:
         return str(end.getpeername()[0])
     except OSError:

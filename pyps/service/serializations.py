@@ -124,13 +124,9 @@ class Serializations:
         self._lock = Lock()
         # Guarded by _lock. The newest last.
         self._frames: OrderedDict[tuple[Store, Codec], _Kept] = OrderedDict()
-        self._bytes = 0
+        self.bytes_held = 0
         # Held while a frame is made; taken before the shard's own.
         self._making: dict[tuple[Store, Codec], Lock] = {}
-
-    @property
-    def bytes_held(self) -> int:
-        return self._bytes
 
     def take(self, wanted: Wanted, *, worker_id: str) -> ReplyFrame | None:
         """Return the shard's message, None if the caller's version is as new; record a worker's pull."""
@@ -171,11 +167,11 @@ class Serializations:
         with self._lock:
             self._drop(wanted.shard, wanted.codec)
             self._frames[wanted.shard, wanted.codec] = kept
-            self._bytes += kept.num_bytes
-            while self._bytes > bytes_max:
+            self.bytes_held += kept.num_bytes
+            while self.bytes_held > bytes_max:
                 self._drop(*next(iter(self._frames)))
 
     def _drop(self, shard: Store, codec: Codec) -> None:
         kept = self._frames.pop((shard, codec), None)
         if kept is not None:
-            self._bytes -= kept.num_bytes
+            self.bytes_held -= kept.num_bytes

@@ -42,6 +42,8 @@ class Transport(ABC):
 
     # As settings and reports name it.
     name: ClassVar[str]
+    # How much of workers' memory this process maps.
+    shared_bytes = 0
 
     def __init__(self, host: Host):
         self._host = host
@@ -50,11 +52,6 @@ class Transport(ABC):
     def facts(self) -> Mapping[str, str]:
         """Return the transport's lines of the server's start block, once it has started."""
         return {}
-
-    @property
-    def shared_bytes(self) -> int:
-        """Return how much of workers' memory this process maps."""
-        return 0
 
     def bind(self) -> str:
         """Bind and return the address at which the server is called, before the run is restored; empty for none."""

@@ -51,15 +51,10 @@ class SharedMemory(Listener):
         self._address = ""
         # The memory of closed connections in which threads still work, with its worker.
         self._leaving: list[tuple[str, Segment]] = []
-        self._shared_bytes = 0
 
     @property
     def facts(self) -> Mapping[str, str]:
         return {"shared memory": f"at {self._address}" if self._address else "not offered"}
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._shared_bytes
 
     async def start(self, services: Mapping[str, object], address: str) -> None:
         where, name = self._host.config.local_socket, f"pyps-{secrets.token_hex(8)}"
@@ -162,7 +157,7 @@ class SharedMemory(Listener):
 
     def _count(self) -> None:
         attachments = (caller.attachment for caller in self._callers if isinstance(caller, Connection))
-        self._shared_bytes = sum(each.memory.num_bytes for each in attachments if each is not None)
+        self.shared_bytes = sum(each.memory.num_bytes for each in attachments if each is not None)
 
 
 def _path_in(folder: Path, name: str) -> str:
