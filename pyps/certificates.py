@@ -10,17 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pyps.roles import Role, role_in
@@ -43,9 +38,8 @@ Signed: TypeAlias = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
 @dataclass(frozen=True)
 class Certificate:
-    """The facts of a certificate."""
+    """What a certificate says; its role is "CA", "server", or a caller's."""
 
-    # "CA", "server", or a caller's role.
     role: str
     names: tuple[str, ...]
     since: datetime
@@ -56,18 +50,18 @@ class Authority:
     """Signs certificates with `ca.key` in its folder; ends that trust `ca.crt` trust them."""
 
     def __init__(self, folder: Path, *, create: bool = False):
-        """Read the authority; make it if it is missing and `create` is set, else raise InvalidArgument."""
+        """Read the authority. If it is missing, make one if `create` is set, else raise InvalidArgument."""
         self._folder = folder
         self._unwritten: dict[str, Signed] = {}
         if create and not (folder / "ca.crt").exists():
             key = ec.generate_private_key(ec.SECP256R1())
             name = _named("pyps CA")
             until = datetime.now(UTC) + timedelta(days=AUTHORITY_DAYS)
-            begun = _begun(name, key.public_key(), issuer=name, until=until)
+            builder = _builder(name, key.public_key(), issuer=name, until=until)
             usage = dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
-            begun = begun.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            begun = begun.add_extension(x509.KeyUsage(**usage), critical=True)
-            self._key, self._certificate = key, begun.sign(key, SHA256())
+            builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+            self._key, self._certificate = key, builder.sign(key, SHA256())
             # Written with the first certificate: a refusal leaves no file.
             self._unwritten = {"ca": (key, self._certificate)}
             return
@@ -122,19 +116,19 @@ class Authority:
             )
         until = min(now + timedelta(days=days), end)
         key = ec.generate_private_key(ec.SECP256R1())
-        begun = _begun(subject, key.public_key(), issuer=self._certificate.subject, until=until)
-        begun = begun.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        begun = begun.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        builder = _builder(subject, key.public_key(), issuer=self._certificate.subject, until=until)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        begun = begun.add_extension(signer, critical=False)
+        builder = builder.add_extension(signer, critical=False)
         if hosts:
-            begun = begun.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
-        self._write({**self._unwritten, stem: (key, begun.sign(self._key, SHA256()))})
+            builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        self._write({**self._unwritten, stem: (key, builder.sign(self._key, SHA256()))})
         self._unwritten = {}
         return self._folder / f"{stem}.crt"
 
     def _write(self, made: Mapping[str, Signed]) -> None:
-        """Write both files of each, readable for their owner alone; InvalidArgument if one exists."""
+        """Write the certificate and the key of each, for their owner alone; InvalidArgument if a file exists."""
         contents: dict[Path, bytes] = {}
         for stem, (key, certificate) in made.items():
             private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -154,19 +148,16 @@ class Authority:
 
 
 def describe(path: Path) -> Certificate:
-    """Return the facts of the certificate in a file; InvalidArgument if there is none."""
+    """Return what the certificate in a file says; InvalidArgument if there is none."""
     found = _read(path)
     names = [attribute.value for attribute in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     role = role_in(found.subject.rfc4514_string()).word
-    kinds = {type(extension.value): extension.value for extension in found.extensions}
-    constraints, usage = kinds.get(x509.BasicConstraints), kinds.get(x509.ExtendedKeyUsage)
-    if isinstance(constraints, x509.BasicConstraints) and constraints.ca:
+    kinds: dict[type, Any] = {type(extension.value): extension.value for extension in found.extensions}
+    if (constraints := kinds.get(x509.BasicConstraints)) and constraints.ca:
         role = "CA"
-    elif isinstance(usage, x509.ExtendedKeyUsage) and ExtendedKeyUsageOID.SERVER_AUTH in usage:
+    elif ExtendedKeyUsageOID.SERVER_AUTH in kinds.get(x509.ExtendedKeyUsage, ()):
         role = "server"
-    hosts = kinds.get(x509.SubjectAlternativeName)
-    if isinstance(hosts, x509.SubjectAlternativeName):
-        names = [str(name.value) for name in hosts]
+    names = [name.value for name in kinds.get(x509.SubjectAlternativeName, ())] or names
     since, until = found.not_valid_before_utc, found.not_valid_after_utc
     return Certificate(role, tuple(dict.fromkeys(map(str, names))), since, until)
 
@@ -177,7 +168,7 @@ _USAGES = (
 )
 
 
-def _begun(
+def _builder(
     subject: x509.Name, key: ec.EllipticCurvePublicKey, *, issuer: x509.Name, until: datetime
 ) -> x509.CertificateBuilder:
     return (

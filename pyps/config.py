@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 from pyps.core import protocols, schedule, spec, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
-from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
@@ -28,26 +27,10 @@ from pyps_wire.errors import InvalidArgument, PypsError
 ENVIRONMENT_PREFIX = "PYPS_"
 # Read by workers, commands and kernels; a server that inherits them must not warn of them.
 OTHER_VARIABLES = (
-    "PYPS_CONTROL",
-    "PYPS_GRADIENT_CODEC",
-    "PYPS_ISA",
-    "PYPS_LOSS_WAIT_SECONDS",
-    "PYPS_PARAMETER_CODEC",
-    "PYPS_PARTS",
-    "PYPS_PROCESS_HOOKS",
-    "PYPS_SERVERS",
-    "PYPS_SHARD_SIZE",
-    "PYPS_START_WAIT_SECONDS",
-    "PYPS_TLS_CA",
-    "PYPS_TOKEN",
-    "PYPS_TRACEBACK",
-    "PYPS_TRANSPORT",
-    "PYPS_USE_PROXY",
-    "PYPS_WAIT_SECONDS",
-    "PYPS_WORKER_COUNT",
-    "PYPS_WORKER_ID",
-    "PYPS_WORKER_INDEX",
-    "PYPS_WORKER_KEY",
+    *("PYPS_SERVERS", "PYPS_CONTROL", "PYPS_WORKER_ID", "PYPS_WORKER_INDEX", "PYPS_WORKER_COUNT", "PYPS_WORKER_KEY"),
+    *("PYPS_PARTS", "PYPS_SHARD_SIZE", "PYPS_TRANSPORT", "PYPS_GRADIENT_CODEC", "PYPS_PARAMETER_CODEC", "PYPS_ISA"),
+    *("PYPS_WAIT_SECONDS", "PYPS_START_WAIT_SECONDS", "PYPS_LOSS_WAIT_SECONDS", "PYPS_PROCESS_HOOKS"),
+    *("PYPS_TOKEN", "PYPS_TLS_CA", "PYPS_USE_PROXY", "PYPS_TRACEBACK"),
 )
 # Set by Kubernetes for each service of a namespace whose name begins with "pyps".
 _OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")
@@ -66,8 +49,8 @@ def setting(
     choices: tuple[str, ...] = (),
 ) -> Any:
     """Return a field of the configuration."""
-    bounds = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
-    return dataclasses.field(default=default, metadata=bounds)
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -273,7 +256,7 @@ def resolve(
     Raises:
         ConfigError: A value cannot be used.
     """
-    table = _read_toml(toml_path) if toml_path is not None else {}
+    table = _read_toml(toml_path) if toml_path else {}
     for name in unknown_variables(environment):
         warn(f"{name} in the environment is no setting and is ignored; `pyps serve --help` lists the variables")
     values: dict[str, Any] = {}
@@ -287,10 +270,9 @@ def resolve(
             raw, origin = _from_environment(environment, variable, warn), f"{variable} in the environment"
         if raw is None and field.name in table:
             raw, origin = table[field.name], f"{field.name} in {toml_path}"
-        if raw is None:
-            continue
-        values[field.name] = _parse(raw, types_of[field.name], field, origin)
-        origins[field.name] = origin
+        if raw is not None:
+            values[field.name] = _parse(raw, types_of[field.name], field, origin)
+            origins[field.name] = origin
     config = ServerConfig(**values)
     object.__setattr__(config, "given", frozenset(values))
     _check_together(config, origins)
@@ -300,7 +282,7 @@ def resolve(
 def _from_environment(environment: Mapping[str, str], variable: str, warn: Callable[[str], None]) -> str | None:
     value = environment.get(variable)
     if value is not None and _is_kubernetes(value):
-        # Kubernetes sets <SERVICE>_PORT for each service of a namespace: one named "pyps" sets PYPS_PORT.
+        # For a service named "pyps" Kubernetes sets PYPS_PORT.
         warn(f"{variable}={value} is ignored: Kubernetes sets it for a service of that name")
         return None
     return value or None
@@ -308,8 +290,7 @@ def _from_environment(environment: Mapping[str, str], variable: str, warn: Calla
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield the names of PYPS_ variables that nothing reads."""
-    settings = [variable_name(field.name) for field in dataclasses.fields(ServerConfig)]
-    known = [*settings, *OTHER_VARIABLES]
+    known = [*(variable_name(field.name) for field in dataclasses.fields(ServerConfig)), *OTHER_VARIABLES]
     for name, value in environment.items():
         foreign = not name.startswith(ENVIRONMENT_PREFIX) or _OF_KUBERNETES.fullmatch(name)
         if not (foreign or name in known or not value or _is_kubernetes(value)):
@@ -328,27 +309,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
     known = [field.name for field in dataclasses.fields(ServerConfig)]
-    for name in table:
-        if name not in known:
-            raise ConfigError(f"{path} sets {name}, which is no setting; the settings are {', '.join(known)}")
+    if unknown := [name for name in table if name not in known]:
+        raise ConfigError(f"{path} sets {unknown[0]}, which is no setting; the settings are {', '.join(known)}")
     return table
 
 
 def _parse(raw: Any, kind: Any, field: dataclasses.Field[Any], origin: str) -> Any:
     """Return `raw` as a value of the field's type; refuse one out of bounds."""
-    optional = isinstance(kind, types.UnionType)
-    kind = typing.get_args(kind)[0] if optional else kind
-    expected, parse = _KINDS[kind]
+    expected, parse = _KINDS[typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind]
     try:
         value = parse(raw)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{origin} is {raw!r}, but must be {expected}") from None
-    minimum, maximum = field.metadata["minimum"], field.metadata["maximum"]
+    minimum, maximum, choices = (field.metadata[name] for name in ("minimum", "maximum", "choices"))
     # Written so that NaN fails too.
     if (minimum is not None and not value >= minimum) or (maximum is not None and not value <= maximum):
         bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
         raise ConfigError(f"{origin} is {raw}, but must be {bounds}")
-    choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ConfigError(f"{origin} is {raw!r}, but must be one of {', '.join(choices)}")
     return value
@@ -396,13 +373,6 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         )
 
 
-def _bool(raw: Any) -> bool:
-    word = str(raw).lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError
-    return word in _TRUE
-
-
 def _of(raw: Any, *kinds: type) -> Any:
     """Return a value of one of these types: Python would convert other values of a TOML file too."""
     if type(raw) not in kinds:
@@ -410,33 +380,19 @@ def _of(raw: Any, *kinds: type) -> Any:
     return raw
 
 
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Of each type what is expected, and a parser that raises ValueError or TypeError.
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+# For each type the expected value in words, and a parser that raises ValueError, TypeError or KeyError.
 _KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
-    bool: ("true or false", _bool),
+    bool: ("true or false", lambda raw: _BOOLEANS[str(raw).lower()]),
     int: ("a whole number", lambda raw: int(_of(raw, str, int))),
     float: ("a number", lambda raw: float(_of(raw, str, int, float))),
     str: ("a text", lambda raw: _of(raw, str)),
     Path: ("a path", lambda raw: Path(_of(raw, str)).expanduser()),
 }
-# Parsers of texts with their own grammar, which raise InvalidArgument or ValueError.
-_PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
-    "lane_port": lambda config: _check_lane_port(config.lane_port),
-    "stop_after": lambda config: config.stop_condition,
-    "exit_when": lambda config: config.exit_condition,
-    "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
-    "protocol": lambda config: _check_protocol(protocols.parse(config.protocol), config),
-    "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), protocols.parse(config.protocol)),
-    "staleness": lambda config: config.staleness == "auto" or staleness.parse(config.staleness),
-    "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
-    "bounds": lambda config: _check_bounds(config),
-    "batch_growth": lambda config: (
-        config.batch_growth and BatchGrowth.parse(config.batch_growth, epoch_examples=config.epoch_examples)
-    ),
-}
 
 
-def _check_lane_port(port: str) -> None:
+def _check_lane_port(config: ServerConfig) -> None:
+    port = config.lane_port
     if port not in ("auto", "off") and not (port.isdecimal() and int(port) <= 65535):
         raise InvalidArgument(f"it is {port!r}; expected auto, off, or a port from 0 to 65535")
 
@@ -447,6 +403,24 @@ def _check_bounds(config: ServerConfig) -> None:
         bounds.require_settings(RuleSettings.parse(config.optimizer))
 
 
-def _check_protocol(protocol: Aggregation, config: ServerConfig) -> None:
+def _check_protocol(config: ServerConfig) -> None:
+    protocol = protocols.parse(config.protocol)
     if config.expected_workers:
         protocol.check(config.expected_workers)
+
+
+# Parsers of texts with their own grammar, which raise InvalidArgument or ValueError.
+_PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
+    "lane_port": _check_lane_port,
+    "stop_after": lambda config: config.stop_condition,
+    "exit_when": lambda config: config.exit_condition,
+    "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
+    "protocol": _check_protocol,
+    "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), protocols.parse(config.protocol)),
+    "staleness": lambda config: config.staleness == "auto" or staleness.parse(config.staleness),
+    "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
+    "bounds": _check_bounds,
+    "batch_growth": lambda config: (
+        config.batch_growth and BatchGrowth.parse(config.batch_growth, epoch_examples=config.epoch_examples)
+    ),
+}

@@ -38,16 +38,16 @@ get = Log
 
 
 class Crowd:
-    """Warnings of events that may come by the thousands: a line for all of a kind. For any thread."""
+    """Counts warnings of frequent events, and logs one line for each kind. Any thread may use it."""
 
     def __init__(self, log: Log):
         self._log = log
         self._lock = threading.Lock()
-        # Guarded by _lock. By event, its count and the newest fields.
+        # Guarded by _lock. For each event its count and newest fields.
         self._noted: dict[str, tuple[int, dict[str, object]]] = {}
 
     def note(self, event: str, /, **fields: object) -> bool:
-        """Count an event; return whether it is the first since the last lines."""
+        """Count an event; return whether it is the first since the last call of `tell`."""
         with self._lock:
             is_first = not self._noted
             count, _ = self._noted.get(event, (0, {}))
@@ -55,7 +55,7 @@ class Crowd:
         return is_first
 
     def tell(self) -> None:
-        """Write a line for each kind of event since the last lines."""
+        """Write a line for each kind of event since the last call."""
         with self._lock:
             noted, self._noted = self._noted, {}
         for event, (count, fields) in noted.items():
@@ -78,7 +78,7 @@ class TextFormatter(logging.Formatter):
         words = [_time(record), f"{record.levelname:<7}", _one_line(record.getMessage())]
         words += [f"{name}={_text(value)}" for name, value in _fields(record).items()]
         line = " ".join(words)
-        # A traceback means a bug, and alone has several lines.
+        # Only a traceback, which means a bug, takes several lines.
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -10,7 +10,7 @@ from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK
 
 
 class Role(IntEnum):
-    """The role of a caller. Each includes the roles before it."""
+    """The role of a caller. Each role includes the earlier ones."""
 
     ANYBODY = 0
     OBSERVER = 1
@@ -19,7 +19,7 @@ class Role(IntEnum):
 
     @property
     def word(self) -> str:
-        """The name in settings, messages and certificates."""
+        """The role's name in settings, messages and certificates."""
         return self.name.lower()
 
 
@@ -28,64 +28,39 @@ HELLO_AS_WORKER = "Hello as a worker"
 PULL_AS_WORKER = "Pull as a worker"
 METRICS = "the page of metrics"
 
+
+def _calls(service: str, role: Role, *methods: str) -> dict[str, Role]:
+    return {f"/{service}/{method}": role for method in methods}
+
+
 _OF_ALL_PORTS = {
     # Orchestrators probe health without a token, and learn only that the server is alive.
-    "/grpc.health.v1.Health/Check": Role.ANYBODY,
-    "/grpc.health.v1.Health/List": Role.ANYBODY,
-    "/grpc.health.v1.Health/Watch": Role.ANYBODY,
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Role.OBSERVER,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Role.OBSERVER,
+    **_calls("grpc.health.v1.Health", Role.ANYBODY, "Check", "List", "Watch"),
+    **_calls("grpc.reflection.v1.ServerReflection", Role.OBSERVER, "ServerReflectionInfo"),
+    **_calls("grpc.reflection.v1alpha.ServerReflection", Role.OBSERVER, "ServerReflectionInfo"),
 }
+_SOCKETS = ("GetTopChannels", "GetServers", "GetServer", "GetServerSockets", "GetChannel", "GetSubchannel", "GetSocket")
 # By the names of ports in a server's start block.
 PORTS: Mapping[str, Mapping[str, Role]] = {
     "data": {
         **_OF_ALL_PORTS,
-        f"/{PARAMETER_SERVER}/Hello": Role.OBSERVER,
+        **_calls(PARAMETER_SERVER, Role.OBSERVER, "Hello", "Pull"),
+        **_calls(PARAMETER_SERVER, Role.WORKER, "Initialize", "Push", "Exchange", "Proceed", "Heartbeat", "Leave"),
         HELLO_AS_WORKER: Role.WORKER,
-        f"/{PARAMETER_SERVER}/Initialize": Role.WORKER,
-        f"/{PARAMETER_SERVER}/Push": Role.WORKER,
-        f"/{PARAMETER_SERVER}/Pull": Role.OBSERVER,
         PULL_AS_WORKER: Role.WORKER,
-        f"/{PARAMETER_SERVER}/Exchange": Role.WORKER,
-        f"/{PARAMETER_SERVER}/Proceed": Role.WORKER,
-        f"/{PARAMETER_SERVER}/Heartbeat": Role.WORKER,
-        f"/{PARAMETER_SERVER}/Leave": Role.WORKER,
-        f"/{WORK_QUEUE}/Open": Role.WORKER,
-        f"/{WORK_QUEUE}/Lease": Role.WORKER,
-        f"/{WORK_QUEUE}/Claim": Role.WORKER,
-        f"/{WORK_QUEUE}/Deliver": Role.WORKER,
-        f"/{WORK_QUEUE}/BeginPass": Role.WORKER,
-        f"/{WORK_QUEUE}/AwaitPass": Role.WORKER,
-        f"/{WORK_QUEUE}/EndWork": Role.WORKER,
-        f"/{VECTOR_MACHINE}/Attach": Role.WORKER,
-        f"/{VECTOR_MACHINE}/Execute": Role.WORKER,
-        f"/{VECTOR_MACHINE}/Stage": Role.WORKER,
+        **_calls(WORK_QUEUE, Role.WORKER, "Open", "Lease", "Claim", "Deliver"),
+        **_calls(WORK_QUEUE, Role.WORKER, "BeginPass", "AwaitPass", "EndWork"),
+        **_calls(VECTOR_MACHINE, Role.WORKER, "Attach", "Execute", "Stage"),
     },
     "control": {
         **_OF_ALL_PORTS,
-        f"/{INSPECTOR}/GetStatus": Role.OBSERVER,
-        f"/{INSPECTOR}/ListShards": Role.OBSERVER,
-        f"/{INSPECTOR}/ListWorkers": Role.OBSERVER,
-        f"/{INSPECTOR}/ListTensors": Role.OBSERVER,
-        f"/{INSPECTOR}/GetStaleness": Role.OBSERVER,
-        f"/{INSPECTOR}/ListReceipts": Role.OBSERVER,
-        f"/{INSPECTOR}/ListEvents": Role.OBSERVER,
-        f"/{INSPECTOR}/GetWork": Role.OBSERVER,
-        f"/{INSPECTOR}/GetMemory": Role.OBSERVER,
-        f"/{INSPECTOR}/Configure": Role.OPERATOR,
-        f"/{INSPECTOR}/SaveCheckpoint": Role.OPERATOR,
-        f"/{INSPECTOR}/Reset": Role.OPERATOR,
-        f"/{INSPECTOR}/Stop": Role.OPERATOR,
-        "/grpc.channelz.v1.Channelz/GetTopChannels": Role.OBSERVER,
-        "/grpc.channelz.v1.Channelz/GetServers": Role.OBSERVER,
-        "/grpc.channelz.v1.Channelz/GetServer": Role.OBSERVER,
-        "/grpc.channelz.v1.Channelz/GetServerSockets": Role.OBSERVER,
-        "/grpc.channelz.v1.Channelz/GetChannel": Role.OBSERVER,
-        "/grpc.channelz.v1.Channelz/GetSubchannel": Role.OBSERVER,
-        "/grpc.channelz.v1.Channelz/GetSocket": Role.OBSERVER,
+        **_calls(INSPECTOR, Role.OBSERVER, "GetStatus", "GetStaleness", "GetWork", "GetMemory"),
+        **_calls(INSPECTOR, Role.OBSERVER, "ListShards", "ListWorkers", "ListTensors", "ListReceipts", "ListEvents"),
+        **_calls(INSPECTOR, Role.OPERATOR, "Configure", "SaveCheckpoint", "Reset", "Stop"),
+        **_calls("grpc.channelz.v1.Channelz", Role.OBSERVER, *_SOCKETS),
     },
     "metrics": {METRICS: Role.OBSERVER},
-    # By a ticket, which only Hello as a worker returns: the row of that call holds for both.
+    # Both need a ticket, which only Hello as a worker returns.
     "lane": {},
     "shared memory": {},
 }
@@ -100,8 +75,8 @@ def needed_for(call: str) -> Role:
 def role_in(subject: str) -> Role:
     """Return the role that a certificate's subject, in the text form of RFC 2253, names as a unit (OU).
 
-    Without one it is the worker's; of several the least.
+    Without a unit the role is the worker's; with several it is the least of them.
     """
-    # A comma in a value is escaped, and must not end the value.
+    # A comma in a value is escaped, and does not end the value.
     units = re.findall(r"(?:^|[,+])OU=(\w+)(?=[,+]|$)", re.sub(r"\\.", "?", subject))
     return min((role for role in Role if role and role.word in units), default=Role.WORKER)

@@ -67,7 +67,7 @@ def show(
 def check(servers: DataServers = "127.0.0.1:7610") -> None:
     """Connect to servers by TLS, and say what is wrong with the certificates of either end.
 
-    Takes those that PYPS_TLS_CA, PYPS_TLS_CERT and PYPS_TLS_KEY name. Exits with 1 where something is wrong.
+    Uses the files that PYPS_TLS_CA, PYPS_TLS_CERT and PYPS_TLS_KEY name. Exits with 1 if something is wrong.
     """
     own = Credentials.from_environment()
     problems = {address: problem_of(address, own) for address in resolved(servers, port=DATA_PORT)}
@@ -79,13 +79,13 @@ def check(servers: DataServers = "127.0.0.1:7610") -> None:
 def _show(path: Path) -> None:
     from pyps.certificates import describe
 
-    said = describe(path)
-    now = datetime.now(UTC)
-    days = (said.until - now).days
-    left = f"{days} days left" if days >= 0 else "EXPIRED"
-    if now < said.since:
-        left = f"NOT VALID before {said.since:%Y-%m-%d %H:%M} UTC"
-    typer.echo(f"{path}: {said.role}, {', '.join(said.names)}, until {said.until:%Y-%m-%d} ({left})")
+    certificate, now = describe(path), datetime.now(UTC)
+    days = (certificate.until - now).days
+    validity = f"{days} days left" if days >= 0 else "EXPIRED"
+    if now < certificate.since:
+        validity = f"NOT VALID before {certificate.since:%Y-%m-%d %H:%M} UTC"
+    names = ", ".join(certificate.names)
+    typer.echo(f"{path}: {certificate.role}, {names}, until {certificate.until:%Y-%m-%d} ({validity})")
 
 
 def problem_of(address: str, credentials: Credentials) -> str:
@@ -132,7 +132,7 @@ _KEYS = "gRPC takes RSA, P-256 and P-384"
 
 
 def _refused(credentials: Credentials) -> str:
-    """Return what a server may dislike about the caller's certificate: it does not say."""
+    """Return likely reasons why a server refuses the caller's certificate: the server names none."""
     if not credentials.tls_cert:
         return "it wants a certificate: set PYPS_TLS_CERT and PYPS_TLS_KEY to what `pyps certs worker` made"
     from pyps.certificates import describe
