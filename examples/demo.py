@@ -160,7 +160,8 @@ class Demo:
             except JobError as error:
                 return self._fail(str(error))
             for server in self._job.addresses:
-                self._controls.append(connections.enter_context(Control(server.control, token=inherited_token())))
+                control = Control(server.control, token=inherited_token(), timeout_seconds=CALL_SECONDS)
+                self._controls.append(connections.enter_context(control))
             self._say(
                 f"{workers} on {servers}: {self._mode}.\n"
                 f"Look inside: pyps status --servers {','.join(one.control for one in self._job.addresses)}\n"
@@ -203,7 +204,7 @@ class Demo:
         return sum(known[0].state == "finished" for known in answers.workers.values())
 
     def _call(self, method: str, request: Any) -> list[Any]:
-        return [control.call(method, request, timeout_seconds=CALL_SECONDS) for control in self._controls]
+        return [control.call(method, request) for control in self._controls]
 
     def _show(self, answers: Answers) -> None:
         """Show a live table on a terminal, a line now and then elsewhere."""

@@ -69,26 +69,27 @@ def change_token(context: typer.Context, file: Path | None) -> Path | None:
 class Control:
     """A connection to a server's control port, which the server's data port leads to too."""
 
-    def __init__(self, address: str, *, token: str):
+    def __init__(self, address: str, *, token: str, timeout_seconds: float = TIMEOUT_SECONDS):
         self.address = address
+        self._timeout_seconds = timeout_seconds
         self._credentials = Credentials.from_environment(token)
         self._metadata = metadata_of(self._credentials)
         self._channel = _open(address, self._credentials)
 
-    def call(self, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
+    def call(self, method: str, request: Any) -> Any:
         """Call the Inspector service; raise PypsError with the server's message."""
         try:
-            return self._call(INSPECTOR, method, request, timeout_seconds)
+            return self._call(INSPECTOR, method, request)
         except ProtocolMismatch:
             self.address = _same_host(self.address, self.hello().control_address)
             self._channel.close()
             self._channel = _open(self.address, self._credentials)
-        return self._call(INSPECTOR, method, request, timeout_seconds)
+        return self._call(INSPECTOR, method, request)
 
     def hello(self) -> HelloReply:
         """Return an observer's Hello; raise ProtocolMismatch if the address is no data port."""
         request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=f"pyps {__version__}", role=ROLE_OBSERVER)
-        reply: HelloReply = self._call(PARAMETER_SERVER, "Hello", request, TIMEOUT_SECONDS)
+        reply: HelloReply = self._call(PARAMETER_SERVER, "Hello", request)
         return reply
 
     def data_address(self) -> str:
@@ -98,23 +99,23 @@ class Control:
             return _same_host(self.address, self.call("GetStatus", pb.GetStatusRequest()).data_address)
         return self.address
 
-    def leave_for(self, worker: pb.WorkerInfo, run_id: str, *, key: str, timeout_seconds: float) -> None:
+    def leave_for(self, worker: pb.WorkerInfo, run_id: str, *, key: str) -> None:
         """Send Leave for a worker with that key whose process has ended."""
         sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation, secret=key.encode())
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
         channel = _open(self.data_address(), self._credentials)
         try:
-            stub_of(PARAMETER_SERVER, channel).Leave(request, timeout=timeout_seconds, metadata=self._metadata)
+            stub_of(PARAMETER_SERVER, channel).Leave(request, timeout=self._timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._readable(error) from None
         finally:
             channel.close()
 
-    def _call(self, service: str, method: str, request: Any, timeout_seconds: float) -> Any:
+    def _call(self, service: str, method: str, request: Any) -> Any:
+        call = getattr(stub_of(service, self._channel), method)
+        timeout = SAVE_TIMEOUT_SECONDS if method == "SaveCheckpoint" else self._timeout_seconds
         try:
-            return getattr(stub_of(service, self._channel), method)(
-                request, timeout=timeout_seconds, metadata=self._metadata
-            )
+            return call(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._readable(error) from None
 
@@ -157,12 +158,9 @@ def inherited_token() -> str:
     return read_token(Path(file) if file else None)
 
 
-def change_each(
-    servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
-) -> list[tuple[str, Any]]:
+def change_each(servers: str, token_file: Path | None, method: str, request: Any) -> list[tuple[str, Any]]:
     """Make a change on every server if all would accept it; else print each refusal and exit with 1."""
-    addresses, token = resolved(servers), read_token(token_file)
-    replies, refusals = change_all(addresses, token, method, request, timeout_seconds=timeout_seconds)
+    replies, refusals = change_all(resolved(servers), read_token(token_file), method, request)
     if refusals:
         done = f"was done on {', '.join(address for address, _ in replies)} only" if replies else "was done nowhere"
         fail("\npyps: ".join([*map(str, refusals), f"{method} {done}"]))
@@ -170,7 +168,7 @@ def change_each(
 
 
 def change_all(
-    addresses: Sequence[str], token: str, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
+    addresses: Sequence[str], token: str, method: str, request: Any
 ) -> tuple[list[tuple[str, Any]], list[PypsError]]:
     """Make a change on every server, unless one refuses to validate it; return replies and refusals."""
     check = type(request)()
@@ -179,11 +177,11 @@ def change_all(
     _, refusals = call_all(addresses, token, method, check)
     if refusals:
         return [], refusals
-    return call_all(addresses, token, method, request, timeout_seconds=timeout_seconds)
+    return call_all(addresses, token, method, request)
 
 
 def call_all(
-    addresses: Sequence[str], token: str, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
+    addresses: Sequence[str], token: str, method: str, request: Any
 ) -> tuple[list[tuple[str, Any]], list[PypsError]]:
     """Make the same call on every server; return the replies by control address, and the refusals."""
     replies: list[tuple[str, Any]] = []
@@ -191,7 +189,7 @@ def call_all(
     for address in addresses:
         with Control(address, token=token) as control:
             try:
-                reply = control.call(method, request, timeout_seconds=timeout_seconds)
+                reply = control.call(method, request)
                 replies.append((control.address, reply))
             except PypsError as error:
                 refusals.append(error)
@@ -304,9 +302,7 @@ def save(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = No
 
     Works on the servers' own machine, or with an operator's token.
     """
-    request = pb.SaveCheckpointRequest()
-    replies = change_each(servers, token_file, "SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
-    for address, reply in replies:
+    for address, reply in change_each(servers, token_file, "SaveCheckpoint", pb.SaveCheckpointRequest()):
         typer.echo(f"{address} wrote {reply.path}: {reply.bytes:,} bytes in {reply.seconds:.2f} s.")
 
 

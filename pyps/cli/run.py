@@ -270,18 +270,17 @@ class Expectations:
     def _lower(self, worker_id: str, address: str, key: str) -> bool | None:
         """Return True where the server expects one fewer now, False where the worker joined, None without an answer."""
         try:
-            with Control(address, token=self._token) as control:
-                known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=_CALL_SECONDS)
+            with Control(address, token=self._token, timeout_seconds=_CALL_SECONDS) as control:
+                known = control.call("ListWorkers", pb.ListWorkersRequest())
                 if own := [worker for worker in known.workers if worker_id == (worker.replica or worker.worker_id)]:
-                    run_id = control.call("GetStatus", pb.GetStatusRequest(), timeout_seconds=_CALL_SECONDS).run_id
+                    run_id = control.call("GetStatus", pb.GetStatusRequest()).run_id
                     for worker in own:
                         if worker.state == "alive":
-                            control.leave_for(worker, run_id, key=key, timeout_seconds=_CALL_SECONDS)
+                            control.leave_for(worker, run_id, key=key)
                     return False
                 self._never_came[address] += 1
                 expected = max(0, self._expected_workers - self._never_came[address])
-                request = pb.ConfigureRequest(expected_workers=expected)
-                control.call("Configure", request, timeout_seconds=_CALL_SECONDS)
+                control.call("Configure", pb.ConfigureRequest(expected_workers=expected))
         except PypsError:
             return None
         return True

@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import psutil
@@ -31,16 +33,7 @@ from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.contract import INSPECTOR
 from pyps_wire.work_pb2 import WorkProgress
-from support import (
-    ROOT,
-    ServerProcess,
-    ServerThread,
-    child_environment,
-    replace_file,
-    server_port,
-    shell,
-    status_of,
-)
+from support import ROOT, child_environment, replace_file, server_port, shell, status_of, wait_until
 from wire_worker import WireWorker
 
 
@@ -72,8 +65,8 @@ def watch(app: Top, story: Callable[[Pilot[None]], Awaitable[None]], size: tuple
     asyncio.run(run())
 
 
-def top(*servers: ServerThread | ServerProcess, token_file: Path | None = None, read_only: bool = False) -> Top:
-    return Top([server.control for server in servers], token_file, read_only=read_only, interval_seconds=0.2)
+def view(*addresses: str, token_file: Path | None = None, read_only: bool = False) -> Top:
+    return Top(addresses, token_file, read_only=read_only, interval_seconds=0.2)
 
 
 def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server, tmp_path):
@@ -116,7 +109,7 @@ def test_it_shows_workers_who_waits_for_whom_and_every_tab_by_keys(start_server,
             await pilot.press("space")
             await see(pilot, "steps/s", gone="paused")
 
-        watch(top(*servers), story)
+        watch(view(*(server.control for server in servers)), story)
         waiting.result(30)
 
 
@@ -144,17 +137,10 @@ def test_keys_change_protocol_and_rate_of_all_servers_once_it_is_said_twice(star
             await see(pilot, "rate 0.125")
             assert {status_of(server).protocol for server in servers} == {"hardsync"}
 
-        watch(top(*servers), story)
-        partly = top(servers[0])
-
-        async def second_story(pilot: Pilot[None]) -> None:
-            await see(pilot, "protocol")
-            await pilot.press("p")
-            await see(pilot, "nothing is set: server 1 of 2 was not named")
-            await pilot.press("3")
-            await see(pilot, "\n server 1 of 2 was not named: name all with --servers")
-
-        watch(partly, second_story)
+        watch(view(*(server.control for server in servers)), story)
+        watch(view(servers[0].control), sees("protocol", key="p", then="nothing is set: server 1 of 2 was not named"))
+        hint = "\n server 1 of 2 was not named: name all with --servers"
+        watch(view(servers[0].control), sees("protocol", key="3", then=hint))
 
 
 def test_without_the_operators_role_it_only_reads_and_says_so(start_server, tmp_path):
@@ -164,42 +150,20 @@ def test_without_the_operators_role_it_only_reads_and_says_so(start_server, tmp_
     flags = [f"--{'' if role == 'worker' else f'{role}-'}token-file={file}" for role, file in files.items()]
     server = start_server(*flags)
 
-    async def story(pilot: Pilot[None]) -> None:
-        await see(pilot, "read-only", "no run yet", gone="protocol")
-        await pilot.press("p", "r", "w")
-        await see(pilot, "Configure is for the role operator, and this caller's is observer")
-
-    watch(top(server, token_file=files["observer"]), story)
-
-    async def told(pilot: Pilot[None]) -> None:
-        await see(pilot, "read-only", "no run yet")
-        await pilot.press("w")
-        await see(pilot, "it was started with --read-only")
-
-    watch(top(server, token_file=files["operator"], read_only=True), told)
-
-    async def allowed(pilot: Pilot[None]) -> None:
-        await see(pilot, "no run yet", "protocol", gone="read-only")
-        await pilot.press("r")
-        await see(pilot, "nothing is set: there is no run yet")
-
-    watch(top(server, token_file=files["operator"]), allowed)
-
-    async def refused(pilot: Pilot[None]) -> None:
-        await see(pilot, "1 of 1 servers do not answer")
-        await pilot.press("3")
-        await see(pilot, "this server wants a token")
-
-    watch(top(server), refused)
+    reason = "Configure is for the role operator, and this caller's is observer"
+    observer = sees("read-only", "no run yet", gone="protocol", key="p r w", then=reason)
+    watch(view(server.control, token_file=files["observer"]), observer)
+    reader = sees("read-only", "no run yet", key="w", then="it was started with --read-only")
+    watch(view(server.control, token_file=files["operator"], read_only=True), reader)
+    allowed = sees("no run yet", "protocol", gone="read-only", key="r", then="nothing is set: there is no run yet")
+    watch(view(server.control, token_file=files["operator"]), allowed)
+    refused = sees("1 of 1 servers do not answer", key="3", then="this server wants a token")
+    watch(view(server.control), refused)
 
 
 def test_a_narrow_terminal_shows_every_key(start_server):
-    server = start_server()
-
-    async def story(pilot: Pilot[None]) -> None:
-        await see(pilot, "1-5 tabs", "s sort", "S reverse", "space pause", "p protocol", "r rate", "q quit")
-
-    watch(top(server), story, size=(46, 24))
+    keys = ("1-5 tabs", "s sort", "S reverse", "space pause", "p protocol", "r rate", "q quit")
+    watch(view(start_server().control), sees(*keys), size=(46, 24))
 
 
 def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server):
@@ -221,7 +185,7 @@ def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_
         await pilot.press("5")
         await see(pilot, "answers again")
 
-    watch(top(*servers), story)
+    watch(view(*(server.control for server in servers)), story)
 
 
 def test_a_server_that_moved_is_found_again(start_server, tmp_path):
@@ -237,92 +201,74 @@ def test_a_server_that_moved_is_found_again(start_server, tmp_path):
         replace_file(servers, second.control)
         await see(pilot, "after", gone="do not answer")
 
-    watch(Top(parse_servers(f"file:{servers}"), None, interval_seconds=0.2), story)
-
-
-class OddServer:
-    """Tells of a run with one worker what it was made to tell."""
-
-    def __init__(self, *, events: Sequence[pb.Event] = (), worker: pb.WorkerInfo | None = None, **status: Any) -> None:
-        self.status = pb.Status(**{"num_servers": 1, "uptime_seconds": 1.0, **status})
-        self.workers, self.events = [worker or pb.WorkerInfo(worker_id="worker-0", state="alive")], events
-
-    def GetStatus(self, request: Any, context: Any) -> pb.Status:
-        return self.status
-
-    def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersReply:
-        return pb.ListWorkersReply(workers=self.workers)
-
-    def ListEvents(self, request: Any, context: Any) -> pb.ListEventsReply:
-        return pb.ListEventsReply(events=self.events)
-
-    def GetWork(self, request: Any, context: Any) -> WorkProgress:
-        return WorkProgress()
-
-    def GetStaleness(self, request: Any, context: Any) -> pb.StalenessHistogram:
-        return pb.StalenessHistogram()
-
-    def GetMemory(self, request: Any, context: Any) -> pb.Memory:
-        return pb.Memory()
-
-    def Configure(self, request: Any, context: Any) -> pb.ConfigureReply:
-        return pb.ConfigureReply()
+    watch(view(*parse_servers(f"file:{servers}")), story)
 
 
 @contextlib.contextmanager
-def serving(odd: OddServer) -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    server.add_generic_rpc_handlers((handlers_of(INSPECTOR, odd),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None)
+def serving(
+    *workers: pb.WorkerInfo, events: Sequence[pb.Event] = (), count: int = 1, **status: object
+) -> Iterator[list[str]]:
+    """Start so many servers with these answers; give their addresses."""
+    replies = {
+        "GetStatus": pb.Status(**{"num_servers": 1, "uptime_seconds": 1.0, **status}),
+        "ListWorkers": pb.ListWorkersReply(workers=workers or [pb.WorkerInfo(worker_id="worker-0", state="alive")]),
+        "ListEvents": pb.ListEventsReply(events=events),
+        "GetWork": WorkProgress(),
+        "GetStaleness": pb.StalenessHistogram(),
+        "GetMemory": pb.Memory(),
+        "Configure": pb.ConfigureReply(),
+    }
+    calls = {name: lambda request, context, reply=reply: reply for name, reply in replies.items()}
+    addresses = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            server = grpc.server(ThreadPoolExecutor(2))
+            server.add_generic_rpc_handlers((handlers_of(INSPECTOR, SimpleNamespace(**calls)),))
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            server.start()
+            stack.callback(server.stop, None)
+        yield addresses
+
+
+def sees(*words: str, gone: str = "", key: str = "", then: str = "") -> Callable[[Pilot[None]], Awaitable[None]]:
+    """Return a story: these words are seen; a key is pressed, and other words are seen."""
+
+    async def story(pilot: Pilot[None]) -> None:
+        await see(pilot, *words, gone=gone)
+        if key:
+            await pilot.press(*key.split())
+            await see(pilot, then)
+
+    return story
 
 
 def test_what_cannot_be_shown_is_the_line_of_who_told_it(start_server):
     good = start_server("--run-id=of-the-good-one")
-    for odd in (
-        OddServer(state=99),
-        OddServer(uptime_seconds=float("inf")),
-        OddServer(events=[pb.Event(number=1, age_seconds=1e300)]),
-    ):
-
-        async def story(pilot: Pilot[None]) -> None:
-            await see(pilot, "of-the-good-one", "1 of 2 servers do not answer")
-            await pilot.press("3")
-            await see(pilot, "cannot be shown")
-
-        with serving(odd) as address:
-            watch(Top([address, good.control], None, interval_seconds=0.2), story)
-
-    async def together(pilot: Pilot[None]) -> None:
-        await see(pilot, "the servers' answers cannot be shown together")
+    refused = sees("of-the-good-one", "1 of 2 servers do not answer", key="3", then="cannot be shown")
+    far_future = [pb.Event(number=1, age_seconds=1e300)]
+    for odd in ({"state": 99}, {"uptime_seconds": float("inf")}, {"events": far_future}):
+        with serving(**odd) as addresses:
+            watch(view(*addresses, good.control), refused)
 
     worker = pb.WorkerInfo(worker_id="worker-0", tally=pb.Tally(pushes_applied=2**64 - 1))
-    with serving(OddServer(worker=worker)) as first, serving(OddServer(worker=worker)) as second:
-        watch(Top([first, second], None, interval_seconds=0.2), together)
+    with serving(worker, count=2) as addresses:
+        watch(view(*addresses), sees("the servers' answers cannot be shown together"))
 
-    async def without_rates(pilot: Pilot[None]) -> None:
-        await see(pilot, "worker-0", "rate", gone="read-only")
-        await pilot.press("r")
-        await see(pilot, "all as it is)")
 
-    with serving(OddServer()) as address:
-        watch(Top([address], None, interval_seconds=0.2), without_rates)
+def test_a_dialog_shows_no_rate_and_no_control_characters_of_a_server():
+    with serving() as addresses:
+        watch(view(*addresses), sees("worker-0", "rate", gone="read-only", key="r", then="all as it is)"))
 
-    async def of_no_protocol(pilot: Pilot[None]) -> None:
-        await see(pilot, "worker-0", "protocol", gone="read-only")
-        await pilot.press("p")
-        await see(pilot, "all as it is)")
+    async def story(pilot: Pilot[None]) -> None:
+        await sees("worker-0", "protocol", gone="read-only", key="p", then="all as it is)")(pilot)
         assert pilot.app.screen.query_one(Input).value == "async?]0;mine?"
 
-    with serving(OddServer(protocol="async\x1b]0;mine\x07")) as address:
-        watch(Top([address], None, interval_seconds=0.2), of_no_protocol)
+    with serving(protocol="async\x1b]0;mine\x07") as addresses:
+        watch(view(*addresses), story)
 
 
 def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are():
-    odd = OddServer()
-    odd.workers = [pb.WorkerInfo(worker_id=f"worker-{index:04}", clock=index) for index in range(500)]
+    workers = [pb.WorkerInfo(worker_id=f"worker-{index:04}", clock=index) for index in range(500)]
 
     async def story(pilot: Pilot[None]) -> None:
         await see(pilot, "worker-0000")
@@ -332,8 +278,8 @@ def test_of_many_workers_the_first_are_shown_and_how_many_more_there_are():
         await pilot.press("1", "end")
         await see(pilot, "worker-0300", "300 more: s and S say which come first", gone="worker-0299")
 
-    with serving(odd) as address:
-        watch(Top([address], None, interval_seconds=0.2), story)
+    with serving(*workers) as addresses:
+        watch(view(*addresses), story)
 
 
 def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_process):
@@ -344,47 +290,29 @@ def test_asking_a_server_costs_it_less_than_a_hundredth_of_a_core(start_server_p
         worker.push(worker.push_request(1.0))
         worker.channel.close()
     process = psutil.Process(server.pid)
-    pauses: set[float | None] = set()
+    closed, running = mock.Mock(wraps=Event()), mock.Mock(wraps=Event())
+    running.set()
+    answers = SimpleQueue[Any]()
 
-    class Closed(Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            pauses.add(timeout)
-            return super().wait(timeout)
+    def cost_of(rounds: int) -> float:
+        before = process.cpu_times()
+        assert not any(isinstance(answers.get(timeout=30), str) for _ in range(rounds))
+        after = process.cpu_times()
+        return float(after.user + after.system - before.user - before.system) / rounds
 
-    class Going(Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            held.set()
-            return super().wait(timeout)
-
-    heard, closed, held, go_on = SimpleQueue[Any](), Closed(), Event(), Going()
-    go_on.set()
-
-    def used() -> float:
-        times = process.cpu_times()
-        return float(times.user + times.system)
-
-    def rounds(count: int) -> None:
-        for _ in range(count):
-            assert not isinstance(heard.get(timeout=30)[1], str)
-
-    settings = {"interval_seconds": 0.0, "running": go_on, "closed": closed}
-    tell = (server.control, None, lambda *each: heard.put(each))
-    Thread(target=poll, args=tell, kwargs=settings, daemon=True).start()
-    rounds(5)
-    costs = []
-    for _ in range(5):
-        before = used()
-        rounds(20)
-        costs.append((used() - before) / 20)
-    go_on.clear()
-    held.clear()
-    assert held.wait(30), "it asks on while it is to hold everything still"
+    settings = {"interval_seconds": 0.0, "running": running, "closed": closed}
+    report = (server.control, None, lambda address, answer: answers.put(answer))
+    Thread(target=poll, args=report, kwargs=settings, daemon=True).start()
+    cost_of(5)
+    # It calls once a second. Other programs of this machine make some rounds more expensive.
+    assert min(cost_of(20) for _ in range(5)) < 0.01
+    pauses = running.wait.call_count
+    running.clear()
+    wait_until(lambda: running.wait.call_count > pauses, what="a pause")
     closed.set()
-    go_on.set()
-    # It asks once a second. What runs beside the tests makes some rounds dearer.
-    assert min(costs) < 0.01
-    # More workers cost more, and it asks less often.
-    assert pauses == {len(workers) / 256}
+    running.set()
+    # More workers cost more, so it calls less often.
+    assert {call.args for call in closed.wait.call_args_list} == {(len(workers) / 256,)}
 
 
 def test_what_is_missing_or_makes_no_sense_is_one_sentence(monkeypatch):

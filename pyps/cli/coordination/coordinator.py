@@ -12,7 +12,7 @@ from threading import Event
 
 import typer
 
-from pyps.cli.control import SAVE_TIMEOUT_SECONDS, Control
+from pyps.cli.control import Control
 from pyps.cli.coordination.link import Link, ServerRestarted, Traffic
 from pyps.cli.coordination.settings import CoordinationSettings
 from pyps.core.vectors.program import Instruction, Operation, combine_answers
@@ -114,8 +114,7 @@ class Coordinator:
             try:
                 # Either port of a server leads to the other.
                 with Control(self._link.address(server), token=self._link.launch.token) as control:
-                    request = inspector.SaveCheckpointRequest()
-                    control.call("SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
+                    control.call("SaveCheckpoint", inspector.SaveCheckpointRequest())
             except PypsError as error:
                 # For example, it accepts the call only from its own machine, and saves in its own time.
                 if not self._save_failed:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from pyps.cli import status
 from pyps.cli.control import Control, change_all, in_force, settled
@@ -56,7 +56,8 @@ def poll(
     while not closed.is_set():
         try:
             # A new connection after each failure: gRPC would wait ever longer, and the server may have moved.
-            with Control(address_of(address, port=CONTROL_PORT), token=read_token(token_file)) as control:
+            place, token = address_of(address, port=CONTROL_PORT), read_token(token_file)
+            with Control(place, token=token, timeout_seconds=CALL_SECONDS) as control:
                 refusal = _refusal_of(control)
                 while not closed.is_set():
                     answer = _answer(control, address, refusal, after=newest)
@@ -73,10 +74,10 @@ def poll(
 
 
 def configure(addresses: Sequence[str], token_file: Path | None, request: pb.ConfigureRequest) -> str:
-    """Change every server once all would accept it; return a line for each reply and each refusal."""
+    """Change every server if all would accept it; return a line for each reply and each refusal."""
     try:
-        found = [address_of(address, port=CONTROL_PORT) for address in addresses]
-        replies, refusals = change_all(found, read_token(token_file), "Configure", request)
+        places = [address_of(address, port=CONTROL_PORT) for address in addresses]
+        replies, refusals = change_all(places, read_token(token_file), "Configure", request)
     except PypsError as error:
         replies, refusals = [], [error]
     lines = [f"not changed: {refusal}" for refusal in refusals]
@@ -87,30 +88,26 @@ def configure(addresses: Sequence[str], token_file: Path | None, request: pb.Con
 
 
 def _answer(control: Control, address: str, refusal: str, *, after: int) -> Answer:
-    def call(method: str, request: Any) -> Any:
-        return control.call(method, request, timeout_seconds=CALL_SECONDS)
-
     return Answer(
         address,
-        call("GetStatus", pb.GetStatusRequest()),
-        call("ListWorkers", pb.ListWorkersRequest()).workers,
+        control.call("GetStatus", pb.GetStatusRequest()),
+        control.call("ListWorkers", pb.ListWorkersRequest()).workers,
         (),
-        call("ListEvents", pb.ListEventsRequest(after=after)).events,
-        call("GetWork", work_wire.GetWorkRequest()),
-        call("GetStaleness", pb.GetStalenessRequest()),
-        call("GetMemory", pb.GetMemoryRequest()),
+        control.call("ListEvents", pb.ListEventsRequest(after=after)).events,
+        control.call("GetWork", work_wire.GetWorkRequest()),
+        control.call("GetStaleness", pb.GetStalenessRequest()),
+        control.call("GetMemory", pb.GetMemoryRequest()),
         refusal,
     )
 
 
 def _refusal_of(control: Control) -> str:
-    """Return why this caller is no operator; an empty change is a bad request of an operator's."""
+    """Return why this caller is no operator, "" if it is: from an operator an empty change is only invalid."""
     try:
-        control.call("Configure", pb.ConfigureRequest(), timeout_seconds=CALL_SECONDS)
+        with suppress(InvalidArgument):
+            control.call("Configure", pb.ConfigureRequest())
     except (NotAllowed, NotAuthenticated) as error:
         return str(error)
-    except InvalidArgument:
-        return ""
     return ""
 
 
@@ -138,14 +135,14 @@ class Point:
 
 @dataclass
 class Server:
-    """One server: its last answer or error, rates since the answer before, and gradients not yet in a point."""
+    """One server: its last answer or error, rates since the previous answer, and gradients not yet in a point."""
 
     address: str
     answer: Answer | None = None
     error: str = ""
     silent_since: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)
-    # Steps a second by worker.
+    # Steps a second of each worker.
     paces: dict[str, float] = field(default_factory=dict)
     bands: Counter[int] = field(default_factory=Counter)
 
@@ -166,7 +163,7 @@ class Server:
 
 
 class History:
-    """The answers of all servers of a run over time, for one thread."""
+    """The answers of all servers of a run over time. Used by one thread."""
 
     def __init__(self, addresses: Sequence[str]):
         self.servers = {address: Server(address) for address in addresses}
@@ -178,12 +175,12 @@ class History:
     def take(self, address: str, answer: Answer | str) -> None:
         server, now = self.servers[address], time.time()
         if isinstance(answer, str):
-            happened = [] if server.error else [(now, f"no answer: {answer}")]
+            events = [] if server.error else [(now, f"no answer: {answer}")]
         else:
-            happened = [(now, "answers again")] if server.error else []
-            happened += [(now - event.age_seconds, event.message) for event in answer.events]
+            events = [(now, "answers again")] if server.error else []
+            events += [(now - event.age_seconds, event.message) for event in answer.events]
         server.take(answer)
-        self.events.extend((at, address, words) for at, words in happened)
+        self.events.extend((at, address, words) for at, words in events)
 
     def tick(self) -> None:
         """End an interval, and append its point."""
@@ -211,7 +208,7 @@ class History:
         return [server for server in self.servers.values() if server.error]
 
     def pace(self, worker_id: str) -> float:
-        """Return the steps of a worker a second, by the server that counts the most."""
+        """Return the steps a second of a worker, from the server that counted the most."""
         return max(server.paces.get(worker_id, 0.0) for server in self.servers.values())
 
 
