@@ -107,11 +107,11 @@ def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server, tmp_pa
         assert words in shell("status", "--servers", servers, status=2)
     assert nobody in shell("export", str(tmp_path / "f"), "--servers", nobody, "--wait-seconds", "0.5", status=1)
     with futures.ThreadPoolExecutor(1) as executor:
-        stranger = grpc.server(executor)
-        port = stranger.add_insecure_port("127.0.0.1:0")
-        stranger.start()
+        other_server = grpc.server(executor)
+        port = other_server.add_insecure_port("127.0.0.1:0")
+        other_server.start()
         output = shell("status", "--servers", f"127.0.0.1:{port}", status=1)
-        stranger.stop(None)
+        other_server.stop(None)
     assert f"127.0.0.1:{port} speaks gRPC but is no port of a pyps server" in output
 
 
@@ -129,7 +129,7 @@ def test_either_port_of_a_server_does_for_every_command(start_server, tmp_path):
     assert shell("stop", "--servers", addresses(servers)).count("has finished its run") == 2
 
 
-def test_a_token_is_asked_for_and_taken(start_server, tmp_path):
+def test_status_needs_the_token_of_its_servers(start_server, tmp_path):
     token = tmp_path / "token"
     token.write_text("correct horse\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
@@ -152,16 +152,10 @@ def test_export_gives_plain_pytorch_the_tensors_under_their_names(start_server, 
     shell("export", str(whole), "--checkpoint", str(tmp_path))
     for file in (live, saved, whole):
         tensors = load_file(file)
-        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-            name: array.shape for name, array in expected.items()
-        }
+        assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
             assert tensor.dtype is torch.float32
-            np.testing.assert_array_equal(tensor.numpy(), expected[name])
-
-    half = shell("export", str(tmp_path / "half"), *folders[:2], status=1)
-    assert "missing here: those of server 1. Give --checkpoint once for each server" in half
-    assert not (tmp_path / "half").exists()
+            np.testing.assert_array_equal(tensor.numpy(), expected[name], strict=True)
 
 
 def test_export_eval_save_and_replay_say_what_they_need(start_server, tmp_path):
@@ -196,7 +190,7 @@ def test_stop_and_reset_end_and_forget_a_run(start_server):
     assert {inspect(server.control, "GetStatus").state for server in servers} == {common.RUN_STATE_EMPTY}
 
 
-def test_status_tells_how_each_worker_talks_to_its_servers(start_server):
+def test_status_shows_the_transport_of_each_worker(start_server):
     servers = [start_server(), start_server("--local-socket", "off")]
     with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
         assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
@@ -207,15 +201,15 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server):
         shared = [inspect(server.control, "GetMemory").shared_bytes for server in servers]
     # Gradients and parameters of the whole model: the segment is one for all servers.
     assert shared[0] >= 2 * 4 * 2048 and shared[1] == 0
-    told = [{worker["workerId"]: worker["transport"] for worker in answer["workers"]} for answer in answers]
-    assert told == [{"near": near, "far": "grpc"} for near in ("shm", "grpc")]
+    shown = [{worker["workerId"]: worker["transport"] for worker in answer["workers"]} for answer in answers]
+    assert shown == [{"near": near, "far": "grpc"} for near in ("shm", "grpc")]
     for name in ("shm", "grpc"):
         assert f'pyps_workers_by_transport{{transport="{name}"}} 1.0' in counted
     rows = {line.split()[1]: line for line in table.splitlines() if " alive" in line and "workers" not in line}
     assert "grpc, shm" in rows["near"]
     assert "shm" not in rows["far"] and "grpc" in rows["far"]
     wait_until(lambda: not inspect(servers[0].control, "GetMemory").shared_bytes, what="the end of its memory")
-    assert transports(servers[0]) == told[0], "those who left, as they were"
+    assert transports(servers[0]) == shown[0], "of workers that left, their last"
     with session(servers, "near", transport="grpc"):
         assert transports(servers[0])["near"] == "grpc", "its next life"
 
@@ -245,8 +239,8 @@ def test_set_changes_all_servers_named_and_says_what_is_in_force(start_server):
     assert shown.count("softsync:n=1, none, adagrad") == 2
     assert "step:every=10,factor=0.5" in shown and "0.01" in shown
     assert shown.count("settings changed") == 2
-    told = json.loads(shell("status", "--json", "--events", "1000", "--servers", controls(servers)))
-    for server in told["servers"]:
+    answer = json.loads(shell("status", "--json", "--events", "1000", "--servers", controls(servers)))
+    for server in answer["servers"]:
         assert [event["kind"] for event in server["events"]].count("configured") == 1
         assert server["status"]["learningRates"][0]["base"] == 0.01
     assert shell("status", "--events", "0", "--servers", controls(servers)).count("settings changed") == 0
@@ -288,18 +282,14 @@ def test_a_command_that_one_server_refuses_changes_none(start_server, tmp_path):
     with make_client(addresses(servers), run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
 
+        def state() -> tuple[object, ...]:
+            status = inspect(servers[0].control, "GetStatus")
+            return status.state, status.learning_rates, inspect(servers[0].control, "ListEvents").events[-1].number
+
         def refused(*command: str) -> str:
-            before = (
-                inspect(servers[0].control, "GetStatus"),
-                inspect(servers[0].control, "ListEvents").events[-1].number,
-            )
+            before = state()
             output = shell(*command, "--servers", controls(servers), status=1)
-            after = (
-                inspect(servers[0].control, "GetStatus"),
-                inspect(servers[0].control, "ListEvents").events[-1].number,
-            )
-            assert before[1] == after[1]
-            assert (before[0].state, before[0].learning_rates) == (after[0].state, after[0].learning_rates)
+            assert state() == before
             assert servers[1].control in output and servers[0].control not in output
             return output
 
@@ -326,14 +316,14 @@ def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refuse
     assert "the run has finished: nothing in it can be set any more" in shell(*change, status=1)
 
 
-def test_status_tells_whom_a_round_waits_for_and_set_what_became_of_those_that_waited(start_server):
+def test_status_shows_whom_a_round_waits_for_and_set_what_became_of_waiting_gradients(start_server):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data, "quick") as quick, WireWorker(server.data, "slow") as slow:
         quick.join()
         quick.push(quick.push_request(1.0))
         alone = shell("status", "--servers", server.control)
         slow.join()
-        # Both count from here on.
+        # Both are active in the round from here on.
         slow.push(slow.push_request(1.0))
         quick.push(quick.push_request(1.0, base_version=1))
         shown = shell("status", "--servers", server.control)
@@ -344,7 +334,7 @@ def test_status_tells_whom_a_round_waits_for_and_set_what_became_of_those_that_w
     assert "async, staleness divide, learning rate 1; 1 gradient that waited became 1 update." in output
 
 
-def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go(start_server):
+def test_status_shows_rare_events_among_those_of_many_workers(start_server):
     server = start_server()
     with WireWorker(server.data) as worker:
         worker.join()

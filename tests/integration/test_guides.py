@@ -1,4 +1,4 @@
-"""The commands of the guides, in the order in which their pages show them, by which a stranger would go."""
+"""The commands of the guides, run in the order in which their pages show them."""
 
 import contextlib
 import re

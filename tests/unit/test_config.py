@@ -45,7 +45,7 @@ def test_flag_wins_over_environment_over_toml_over_default(toml):
     assert (config.port, config.control_port, config.metrics_port, config.max_workers) == (21, 12, 3, 256)
 
 
-def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
+def test_every_field_can_be_set_by_flag_by_environment_and_by_toml(toml):
     texts = {
         "token_file": "/token",
         "observer_token_file": "/observers",
@@ -80,13 +80,10 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
             text = str(field.default + 10)
         else:
             text = texts[field.name]
-        needs = {"resume": "checkpoint_dir", "log_gradients": "update_log", "start_together": "expected_workers"}
-        needs |= dict.fromkeys(("observer_token_file", "operator_token_file"), "token_file")
-        needed = needs.get(field.name)
-        if field.name.startswith("tls_"):
-            others = {name: texts[name] for name in ("tls_cert", "tls_key") if name != field.name}
-        else:
-            others = {needed: texts[needed]} if needed else {}
+        needs = {"resume": ["checkpoint_dir"], "log_gradients": ["update_log"], "start_together": ["expected_workers"]}
+        needs |= {"observer_token_file": ["token_file"], "operator_token_file": ["token_file"]}
+        needs |= {"tls_cert": ["tls_key"], "tls_key": ["tls_cert"], "tls_client_ca": ["tls_cert", "tls_key"]}
+        others = {name: texts[name] for name in needs.get(field.name, ())}
         by_flag = made({field.name: text, **others})
         by_environment = made(others, {f"PYPS_{field.name.upper()}": text})
         bare = isinstance(field.default, int | float)
@@ -109,7 +106,7 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
     assert in_one_line.count("[default: ") == len(dataclasses.fields(ServerConfig))
 
 
-def test_a_mode_named_after_a_source_takes_gradients_in_full_unless_told_otherwise():
+def test_a_mode_named_after_a_source_takes_gradients_in_full_unless_a_policy_is_given():
     brought = {
         **dict.fromkeys(("downpour", "asynchronous", "asgd", "asgd:mutex=shard", "ssp:s=3", " Downpour "), "none"),
         **dict.fromkeys(("async", "softsync:n=4", "4-softsync", "hardsync", "serial"), "divide"),
@@ -127,12 +124,9 @@ BAD_VALUES = [
     ({}, {"PYPS_INSECURE": "perhaps"}, ["PYPS_INSECURE", "'perhaps'", "true or false"]),
     ({"lease_seconds": "nan"}, {}, ["--lease-seconds", "nan", "at least"]),
     ({"max_workers": "0"}, {}, ["--max-workers", "0", "from 1 to 100000"]),
-    ({"checkpoint_keep": "0"}, {}, ["--checkpoint-keep", "0", "at least 1"]),
-    ({"max_message_bytes": "9999999999"}, {}, ["--max-message-bytes", "9999999999", "from 65536 to"]),
     ({"log_format": "xml"}, {}, ["--log-format", "'xml'", "text, json"]),
     ({"stop_after": "updates=-1"}, {}, ["--stop-after", "'updates=-1'", "updates=N"]),
     ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
-    ({"stop_after": "updates=5", "protocol": "sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
     ({"stop_after": "updates=5", "protocol": " Sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
     ({"exit_when": "done"}, {}, ["--exit-when", "'done'", "never, gone, finished", "idle=SECONDS"]),
     *(
@@ -146,23 +140,18 @@ BAD_VALUES = [
     ({"port": "7611"}, {}, ["7611", "differ"]),
     ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
     ({}, {"PYPS_STALENESS": "nonsense"}, ["PYPS_STALENESS", "'nonsense'", "divide", "polynomial"]),
-    ({"staleness": "drop:spred=1"}, {}, ["--staleness", "'spred=1'", "spread="]),
     ({"protocol": "nonsense"}, {}, ["--protocol", "'nonsense'", "async", "hardsync", "softsync"]),
-    ({"protocol": "softsync:n=0"}, {}, ["--protocol", "softsync", "n is 0"]),
-    ({"protocol": "ssp"}, {}, ["--protocol", "ssp", "s=3"]),
     (
         {"protocol": "backup:b=4", "expected_workers": "4"},
         {},
         ["--protocol", "backup:b=4", "waits for none of 4 workers"],
     ),
     ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
-    ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
-    ({"protocol": "sandblaster", "warmup": "updates=5"}, {}, ["--warmup", "sandblaster", "nobody pushes"]),
-    ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
     ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "--epoch-examples"]),
     ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "--epoch-examples"]),
     ({"protocol": "hardsync", "warmup": "updates=5,release_every=3"}, {}, ["--warmup", "release_every", "hardsync"]),
     ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
+    ({"protocol": "sandblaster", "warmup": "updates=5"}, {}, ["--warmup", "sandblaster", "nobody pushes"]),
     ({"bounds": "rate=1"}, {}, ["--bounds", "'rate=1'", "learning_rate_max="]),
     ({"bounds": "momentum_max=nan"}, {}, ["--bounds", "momentum_max is nan", "at least 0"]),
     ({"bounds": "learning_rate_max=1,learning_rate_min=2"}, {}, ["--bounds", "learning_rate_min is 2"]),
@@ -193,14 +182,21 @@ def test_a_bad_file_is_refused_with_its_name(toml):
             assert word in str(caught.value), text
 
 
-def test_kubernetes_values_are_ignored_with_a_warning():
+@pytest.mark.parametrize(
+    ("variable", "value", "warning"),
+    [
+        ("PYPS_PORT", "tcp://10.0.0.1:7610", "PYPS_PORT=tcp://10.0.0.1:7610 is ignored"),
+        ("PYPS_STALENES", "none", "PYPS_STALENES in the environment is no setting and is ignored"),
+    ],
+)
+def test_a_value_of_kubernetes_and_an_unknown_variable_are_ignored_with_a_warning(variable, value, warning):
     warnings: list[str] = []
-    assert made({}, {"PYPS_PORT": "tcp://10.0.0.1:7610"}, warnings=warnings).port == 7610
+    assert made({}, {variable: value, "STALENES": "none"}, warnings=warnings) == ServerConfig()
     [line] = warnings
-    assert "PYPS_PORT=tcp://10.0.0.1:7610 is ignored" in line
+    assert line.startswith(warning)
 
 
-def test_an_empty_variable_counts_as_unset():
+def test_an_empty_variable_is_unset():
     assert made({}, {"PYPS_PORT": "", "PYPS_TOKEN_FILE": ""}) == ServerConfig()
 
 
@@ -223,16 +219,9 @@ def test_other_variables_of_pyps_are_left_alone():
 def test_every_variable_of_a_worker_is_known():
     of_both = {"PYPS_RUN_ID", "PYPS_TOKEN", "PYPS_TLS_CERT", "PYPS_TLS_KEY", "PYPS_TOKEN_FILE"}
     assert {f"PYPS_{name.upper()}" for name in Launch._names()} - of_both < set(OTHER_VARIABLES)
-    told = worker_environment({}, index=0, count=1, data_addresses=["a:1"], control_addresses=["a:2"], run_id="r")
-    of_pyps = {name for name in told if name.startswith("PYPS_")}
+    variables = worker_environment({}, index=0, count=1, data_addresses=["a:1"], control_addresses=["a:2"], run_id="r")
+    of_pyps = {name for name in variables if name.startswith("PYPS_")}
     assert of_pyps - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)
-
-
-def test_an_unknown_variable_is_logged():
-    warnings: list[str] = []
-    assert made({}, {"PYPS_STALENES": "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
-    [line] = warnings
-    assert line.startswith("PYPS_STALENES in the environment is no setting and is ignored")
 
 
 def test_behaviour_is_made_of_all_its_settings():

@@ -34,11 +34,11 @@ Programs = Callable[[int, int, int], str]
 
 
 class World:
-    """Replicas whose processes run given programs; `next_end` hands one end on, as a job does."""
+    """Replicas whose processes run given programs; `next_end` reports one end to them, as a job does."""
 
     def __init__(self, settings: JobSettings, programs: Programs, *, never_joined: tuple[str, ...] = ()) -> None:
         self.said: list[str] = []
-        self.asked: list[str] = []
+        self.expected_fewer: list[str] = []
         self.ready: list[str] = []
         self._settings = settings
         self._programs = programs
@@ -81,7 +81,7 @@ class World:
         return children
 
     def _expect_fewer(self, name: str) -> bool:
-        self.asked.append(name)
+        self.expected_fewer.append(name)
         return name in self._never_joined
 
 
@@ -140,33 +140,30 @@ def test_the_others_get_time_to_see_it_for_themselves(world):
     assert one.next_end().returncode == signal.SIGWINCH, "no SIGTERM came before it"
 
 
-def test_a_process_that_waits_for_nobody_is_ended_by_sigterm(world):
-    one = world(lambda index, rank, life: [WAITS, FAILS][rank], num_parts=2, replica_end_seconds=0.0)
-    one.wait_until_ready("replica-0.0")
-    assert one.next_end().name == "replica-0.1"
-
-    one.replicas.check_deadlines()
-
-    assert one.next_end().returncode == -signal.SIGTERM
-    assert len(one.said) == 1, "its end is no failure of its own"
-
-
-def test_a_process_that_ignores_sigterm_is_killed_and_named(world):
-    one = world(
-        lambda index, rank, life: [STUBBORN, FAILS][rank], num_parts=2, replica_end_seconds=0.0, worker_stop_seconds=0.0
-    )
+@pytest.mark.parametrize(
+    ("program", "number", "said"),
+    [
+        (WAITS, signal.SIGTERM, []),
+        (STUBBORN, signal.SIGKILL, ["replica-0.0 did not end within 0 s and is killed."]),
+    ],
+)
+def test_a_process_that_outlives_a_failure_is_ended_by_sigterm_and_then_sigkill(world, program, number, said):
+    seconds = {"replica_end_seconds": 0.0, "worker_stop_seconds": 0.0}
+    one = world(lambda index, rank, life: [program, FAILS][rank], num_parts=2, **seconds)
     one.wait_until_ready("replica-0.0")
     one.next_end()
 
     one.replicas.check_deadlines()
-    assert one.replicas.children[0].running
-    one.replicas.check_deadlines()
+    if program == STUBBORN:
+        assert one.replicas.children[0].running
+        one.replicas.check_deadlines()
 
-    assert one.next_end().returncode == -signal.SIGKILL
-    assert one.said[1:] == ["replica-0.0 did not end within 0 s and is killed."]
+    assert one.next_end().returncode == -number
+    # The process's end is no failure of its own.
+    assert one.said[1:] == said
 
 
-def test_one_that_finished_long_before_the_others_is_told_of_once(world):
+def test_a_process_that_finished_long_before_the_others_is_announced_once(world):
     one = world(lambda index, rank, life: [WAITS, FINISHES][rank], num_parts=2, replica_early_seconds=0.0)
     one.replicas.check_deadlines()
     assert one.said == []
@@ -178,12 +175,10 @@ def test_one_that_finished_long_before_the_others_is_told_of_once(world):
     assert one.replicas.children[0].running, "it may have something left to do"
 
 
-@pytest.mark.parametrize("early_seconds", [0.0, 600.0])
-def test_processes_that_finish_together_are_told_of_as_one(world, early_seconds):
-    one = world(lambda index, rank, life: FINISHES, num_parts=2, replica_early_seconds=early_seconds)
+def test_processes_that_finish_together_are_announced_as_one(world):
+    one = world(lambda index, rank, life: FINISHES, num_parts=2, replica_early_seconds=600.0)
     one.next_end()
-    if early_seconds:
-        one.replicas.check_deadlines()
+    one.replicas.check_deadlines()
     one.next_end()
 
     one.replicas.check_deadlines()
@@ -224,14 +219,14 @@ def test_each_worker_is_started_again_so_often_and_no_more(world):
     ]
 
 
-def test_nothing_is_started_again_where_there_is_no_run_to_come_back_to(world):
+def test_nothing_is_started_again_without_a_run_to_join(world):
     one = world(lambda index, rank, life: FAILS, restarts_max=2)
     one.next_end(may_restart=False)
 
     assert one.replicas.over
 
 
-def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good(world):
+def test_servers_expect_one_worker_fewer_when_a_replica_has_ended_for_good(world):
     one = world(
         lambda index, rank, life: FAILS if index == 0 else WAITS,
         num_workers=2,
@@ -240,11 +235,11 @@ def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good
         never_joined=("replica-0",),
     )
     one.next_end(), one.next_end()
-    assert not one.asked, "it comes back"
+    assert not one.expected_fewer, "it comes back"
 
     one.next_end(), one.next_end()
 
-    assert one.asked == ["replica-0"]
+    assert one.expected_fewer == ["replica-0"]
     assert one.said[-1] == "replica-0 never joined: the servers expect it no more."
 
 

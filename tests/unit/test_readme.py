@@ -24,6 +24,7 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / 
 FIRST_TRY, WORKER = re.findall(r"^```python\n(.*?)^```", PAGES["quickstart"], re.M | re.S)
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGE = PAGES["model-parallel"]
+MEASURED = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))
 
 
 def shown_in(*texts: str) -> str:
@@ -110,11 +111,12 @@ def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no
     shown = set()
     for cell, *others in table_of("--protocol", PAGES["protocols"]):
         names = codes_in(cell)
-        name = names[0].split(":")[0]
         # "`strict_bsp=true` with s = 0".
-        beside = [f"{key}={value}," for key, value in re.findall(r"with (\w) = (\d)", others[-1])]
+        name = (
+            names[0].split(":")[0] + ":" + "".join(f"{k}={v}," for k, v in re.findall(r"with (\w) = (\d)", others[-1]))
+        )
         settings = [text.replace("=K", "=4") for text in codes_in(others[-1]) if "=" in text]
-        for text in [*names, *(f"{name}:{''.join(beside)}{setting}" for setting in settings)]:
+        for text in [*names, *(name + setting for setting in settings)]:
             make_run(protocol=text)
             shown.add(protocols.parse(text).name)
     assert shown == set(PROTOCOLS)
@@ -141,16 +143,13 @@ def test_a_server_has_every_optimizer_of_the_table_with_its_settings_and_no_othe
 
 
 def test_a_server_takes_every_further_choice_as_it_is_written():
-    texts = (
-        re.sub(r"^```.*?^```", "", PAGES[name], flags=re.M | re.S) for name in ("schedules", "protocols", "change")
-    )
-    of_schedules, *others = map(codes_in, texts)
+    pages = ("schedules", "protocols", "change")
+    of_schedules, *others = (codes_in(re.sub(r"^```.*?^```", "", PAGES[name], flags=re.M | re.S)) for name in pages)
     codes = [*of_schedules, *itertools.chain(*others)]
     flags = [shlex.split(text) for text in codes if re.match(r"--[a-z-]+ [^A-Z]+$", text)]
-    schedules = [["--schedule", *shlex.split(text)] for text in of_schedules if re.match(r"'?\w+:\S+=", text)]
-    told = {flag for flag, _ in [*flags, *schedules]}
-    assert told >= {"--warmup", "--schedule", "--batch-growth", "--clip-norm", "--bounds"}
-    for flag, value in [*flags, *schedules]:
+    flags += [["--schedule", *shlex.split(text)] for text in of_schedules if re.match(r"'?\w+:\S+=", text)]
+    assert {flag for flag, _ in flags} >= {"--warmup", "--schedule", "--batch-growth", "--clip-norm", "--bounds"}
+    for flag, value in flags:
         make_run(**parse_flags(["--epoch-examples", "1437", flag, value]))
 
 
@@ -190,16 +189,10 @@ def test_every_make_target_and_every_linked_file_exists():
             assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_the_calls_shown_are_the_services_own():
+def test_the_calls_and_answers_shown_are_those_of_the_service():
     methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
-
     shown = set(re.findall(r"pyps\.v1\.Inspector/(\w+)", PAGES["watch"]))
-
     assert {"GetStatus", "ListWorkers"} <= shown <= set(methods)
-
-
-def test_the_answers_shown_are_messages_of_the_service():
-    methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
 
     answers = re.findall(r"pyps\.v1\.Inspector/(\w+)\n(\{.*?^\})", PAGES["watch"], re.M | re.S)
 
@@ -210,7 +203,7 @@ def test_the_answers_shown_are_messages_of_the_service():
 
 
 def test_the_rounds_a_second_of_the_readme_are_those_measured():
-    measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["rounds"]["rows"]
+    measured = MEASURED["rounds"]["rows"]
 
     def rounds_of(subject: str) -> float:
         rows = [row for row in measured if (row["subject"], row["size"], row["workers"]) == (subject, "big", 1)]
@@ -224,7 +217,7 @@ def test_the_rounds_a_second_of_the_readme_are_those_measured():
 
 
 def test_the_samples_a_second_of_the_readme_are_those_measured():
-    measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["training"]["rows"]
+    measured = MEASURED["training"]["rows"]
 
     def cells(subject: str, *, slowed: float = 1.0, rate: str = "10gbit") -> list[str]:
         """Return samples a second and seconds to the loss."""
@@ -260,11 +253,8 @@ def test_what_the_page_on_model_parallelism_shows_is_there():
             assert len(words) < 4 or " ".join(words) in spoken, words
 
 
-def test_the_page_on_architecture_can_be_read_in_one_sitting():
+def test_pages_have_lines_of_160_characters_and_architecture_4000_words_at_most():
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split()) <= 4000
-
-
-def test_no_line_of_a_page_is_longer_than_160_characters():
     long = [
         f"{page.name}:{number}"
         for page in [*DOCUMENTS, *(ROOT / folder / "README.md" for folder in ("benchmarks", "tests"))]
