@@ -112,11 +112,9 @@ def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no
     for cell, *others in table_of("--protocol", PAGES["protocols"]):
         names = codes_in(cell)
         # "`strict_bsp=true` with s = 0".
-        name = (
-            names[0].split(":")[0] + ":" + "".join(f"{k}={v}," for k, v in re.findall(r"with (\w) = (\d)", others[-1]))
-        )
+        needed = "".join(f"{key}={value}," for key, value in re.findall(r"with (\w) = (\d)", others[-1]))
         settings = [text.replace("=K", "=4") for text in codes_in(others[-1]) if "=" in text]
-        for text in [*names, *(name + setting for setting in settings)]:
+        for text in [*names, *(f"{names[0].split(':')[0]}:{needed}{setting}" for setting in settings)]:
             make_run(protocol=text)
             shown.add(protocols.parse(text).name)
     assert shown == set(PROTOCOLS)

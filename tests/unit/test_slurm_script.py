@@ -77,9 +77,9 @@ def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.Complete
 
 
 def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path):
-    name = "it's %j a\\b; touch PWNED; '$(touch PWNED)"
+    name = "-it's %j a\\b; touch PWNED; '$(touch PWNED)"
     tell = """. "${PYPS_TLS_CA%/*}/environment" && echo "$PYPS_TLS_CA" """
-    done = run(tmp_path, "--folder", name, "--", "bash", "-c", tell)
+    done = run(tmp_path, "--folder", f"./{name}", "--", "bash", "-c", tell)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{tmp_path}/{name}/job-7.0/ca.crt" in done.stdout.splitlines()
     [look] = re.findall("^Look inside: (.*) && pyps status$", done.stdout, re.M)
