@@ -267,7 +267,11 @@ def resolve(
         raw: Any = flags.get(field.name)
         origin = f"the flag {flag_name(field.name)}"
         if raw is None:
-            raw, origin = _from_environment(environment, variable, warn), f"{variable} in the environment"
+            raw, origin = environment.get(variable) or None, f"{variable} in the environment"
+            if raw and _is_kubernetes(raw):
+                # For a service named "pyps" Kubernetes sets PYPS_PORT.
+                warn(f"{variable}={raw} is ignored: Kubernetes sets it for a service of that name")
+                raw = None
         if raw is None and field.name in table:
             raw, origin = table[field.name], f"{field.name} in {toml_path}"
         if raw is not None:
@@ -277,15 +281,6 @@ def resolve(
     object.__setattr__(config, "given", frozenset(values))
     _check_together(config, origins)
     return config
-
-
-def _from_environment(environment: Mapping[str, str], variable: str, warn: Callable[[str], None]) -> str | None:
-    value = environment.get(variable)
-    if value is not None and _is_kubernetes(value):
-        # For a service named "pyps" Kubernetes sets PYPS_PORT.
-        warn(f"{variable}={value} is ignored: Kubernetes sets it for a service of that name")
-        return None
-    return value or None
 
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:

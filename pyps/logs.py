@@ -12,7 +12,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 from functools import partialmethod
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 Format = Literal["text", "json"]
 
@@ -75,8 +75,10 @@ class TextFormatter(logging.Formatter):
     """Formats `2026-01-31T12:00:00.123Z INFO    checkpoint written path=/data/checkpoint-01 seconds=0.2`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [_time(record), f"{record.levelname:<7}", _one_line(record.getMessage())]
-        words += [f"{name}={_text(value)}" for name, value in _fields(record).items()]
+        # A line break in a caller's text must not begin another line.
+        event = "".join(character if character.isprintable() else " " for character in record.getMessage())
+        words = [_time(record), f"{record.levelname:<7}", event]
+        words += [f"{name}={_text(value)}" for name, value in getattr(record, "fields", {}).items()]
         line = " ".join(words)
         # Only a traceback, which means a bug, takes several lines.
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
@@ -92,14 +94,10 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
-        entry.update({name: value for name, value in _fields(record).items() if name not in entry})
+        entry.update({name: value for name, value in getattr(record, "fields", {}).items() if name not in entry})
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    return getattr(record, "fields", {})
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -114,8 +112,3 @@ def _text(value: object) -> str:
     text = str(value)
     plain = text and text.isprintable() and not any(character in ' "=' for character in text)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def _one_line(text: str) -> str:
-    # Text from a caller must not start a line of its own.
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -45,8 +45,6 @@ logger = logging.getLogger("pyps.ray")
 PLACE_SECONDS, LOG_SECONDS = 1800.0, 10.0
 # How long the job waits for workers whose nodes are gone, once all others have finished.
 LOST_SECONDS = 60.0
-# The job's own certificates end with it.
-CERTIFICATE_DAYS = 365
 # Settings that the job makes itself, or has an argument for.
 _NO_SETTINGS = {
     *("host", "port", "control_port", "metrics_port", "ready_file"),
@@ -201,9 +199,9 @@ class Job:
         plan = self._plan
         self._place()
         guard = self._guard()
+        restarts = -1 if plan.config.checkpoint_dir else 0
+        bounds = {"max_restarts": restarts, "max_task_retries": -1, "max_concurrency": 3}
         for index in range(plan.num_servers):
-            restarts = -1 if plan.config.checkpoint_dir else 0
-            bounds = {"max_restarts": restarts, "max_task_retries": -1, "max_concurrency": 3}
             self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard))
         served = [_get(server.address.remote()) for server in self._servers]
         for index in range(plan.num_servers):
@@ -354,7 +352,7 @@ def _signed(host: str, **authority: bytes) -> dict[str, bytes]:
         folder = Path(name)
         for file, content in authority.items():
             (folder / file).write_bytes(content)
-        Authority(folder, create=not authority).make_server([host], days=CERTIFICATE_DAYS)
+        Authority(folder, create=not authority).make_server([host], days=365)
         return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 

@@ -117,7 +117,7 @@ def problem_of(address: str, credentials: Credentials) -> str:
         return f"no server answers: {error.strerror or error}"
 
 
-# By OpenSSL's verify codes: what is wrong with a server's certificate.
+# What is wrong with a server's certificate, by OpenSSL's verify codes.
 _OTHER_NAME = (
     "its certificate is not for {host}: name it as the certificate does, or make one (`pyps certs init --host {host}`)"
 )

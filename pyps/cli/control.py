@@ -59,13 +59,6 @@ OperatorTokenFile = Annotated[
 ]
 
 
-def change_token(context: typer.Context, file: Path | None) -> Path | None:
-    """Return the operators' token file, unless the command line names another."""
-    source = context.get_parameter_source("token_file")
-    operators = os.environ.get(_OPERATORS)
-    return Path(operators) if operators and source is not None and source.name == "ENVIRONMENT" else file
-
-
 class Control:
     """A connection to a server's control port, which the server's data port leads to too."""
 
@@ -252,23 +245,18 @@ def configure(
         expected_workers=expected_workers,
     )
     if not partial:
-        require_all(servers, token_file)
+        replies, refusals = call_all(resolved(servers), read_token(token_file), "GetStatus", pb.GetStatusRequest())
+        if refusals:
+            fail("\npyps: ".join(map(str, refusals)))
+        statuses = [status for _, status in replies]
+        if hint := not_named(statuses):
+            total = max(status.num_servers for status in statuses)
+            fail(f"nothing was set, as the run has {total} servers: {hint}, or set it on those named with --partial")
     expecting = "" if expected_workers is None else f", {expected_workers or 'no'} workers expected"
     for address, reply in change_each(servers, token_file, "Configure", request):
         typer.echo(f"{address}: {in_force(reply)}{expecting}{settled(reply)}.")
         for warning in reply.warnings:
             typer.echo(f"{address} warns: {warning}")
-
-
-def require_all(servers: str, token_file: Path | None) -> None:
-    """Exit with 1 if a server of the run is not named or does not answer."""
-    replies, refusals = call_all(resolved(servers), read_token(token_file), "GetStatus", pb.GetStatusRequest())
-    if refusals:
-        fail("\npyps: ".join(map(str, refusals)))
-    statuses = [status for _, status in replies]
-    if hint := not_named(statuses):
-        total = max(status.num_servers for status in statuses)
-        fail(f"nothing was set, as the run has {total} servers: {hint}, or set it on those named with --partial")
 
 
 def in_force(reply: Any) -> str:

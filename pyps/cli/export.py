@@ -69,11 +69,17 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     # A job's folder has server-0, server-1...
     sources = [one for folder in folders for one in sorted(filter(Path.is_dir, folder.glob("server-*"))) or [folder]]
     checkpoints = [_open(source) for source in sources]
-    model, plan = checkpoints[0].header.model, checkpoints[0].header.partition
+    first = checkpoints[0]
+    model, plan = first.header.model, first.header.partition
     vectors = [np.zeros(size, np.float32) for size in model.group_sizes]
     missing = {shard.shard_id for shard in plan.shards}
     for checkpoint in checkpoints:
-        _require_same_run(checkpoint, checkpoints[0])
+        mine, other = checkpoint.header, first.header
+        if (mine.run_id, mine.partition) != (other.run_id, other.partition):
+            raise ModelMismatch(
+                f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
+                f"{other.run_id!r} on {other.num_servers}, or their shards are others: name checkpoints of one run"
+            )
         for shard_id, values in checkpoint.parameters():
             shard = plan.shard(shard_id)
             vectors[shard.group][shard.offset : shard.offset + shard.length] = values
@@ -87,15 +93,6 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
             "Give --checkpoint once for each server"
         )
     return split_tensors(model, vectors)
-
-
-def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
-    mine, other = checkpoint.header, first.header
-    if (mine.run_id, mine.partition) != (other.run_id, other.partition):
-        raise ModelMismatch(
-            f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
-            f"{other.run_id!r} on {other.num_servers}, or their shards are others: name checkpoints of one run"
-        )
 
 
 def _open(folder: Path) -> Checkpoint:

@@ -76,7 +76,6 @@ class CommandGroup(TyperGroup):
 app = App(
     name="pyps",
     cls=CommandGroup,
-    help="A parameter server for PyTorch: train one model on many unequal workers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

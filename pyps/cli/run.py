@@ -121,18 +121,12 @@ def run_locally(
 ) -> NoReturn:
     """Check everything, run the job on this machine, and exit with its status.
 
-    Args:
-        settings: The job, without the settings of its servers.
-        server_settings: Settings of every server by their names.
-        config: A TOML file with more settings of the servers.
-        expected_workers: How many workers the servers wait for.
-        stay: Keep serving after the workers' end, until a signal.
-        verbose: Print all lines of the servers.
+    `settings` is the job without the settings of its servers, which are in `server_settings` and in the file `config`.
     """
     server_settings = {**server_settings, "expected_workers": str(expected_workers)}
-    num_servers = settings.num_servers
-    resolved = check_job(server_settings, config, num_servers=num_servers, num_workers=settings.num_workers)
-    kept = Kept(resolved.checkpoint_dir, num_servers)
+    sizes = {"num_servers": settings.num_servers, "num_workers": settings.num_workers}
+    resolved = check_job(server_settings, config, **sizes)
+    kept = Kept(resolved.checkpoint_dir, settings.num_servers)
     nothing_to_resume = resolved.resume and not kept.check_servers()
     settings = replace(
         settings,
@@ -195,7 +189,7 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, hint: str) 
 
 @dataclass(frozen=True)
 class Kept:
-    """The job's folder for checkpoints, which has one for each server; None if none are written."""
+    """The job's folder for checkpoints, with a folder for each server; None if none are written."""
 
     folder: Path | None
     num_servers: int
@@ -250,19 +244,19 @@ class Kept:
 
 
 class Expectations:
-    """How many workers each server expects, lowered for workers that ended for good and never joined."""
+    """Lowers the number of workers that servers expect, for each worker that ended for good and never joined."""
 
     def __init__(self, expected_workers: int):
         self._expected_workers = expected_workers
         self._token = inherited_token()
-        # Workers that never joined, by control address.
-        self._never_came: Counter[str] = Counter()
+        # For each control address, the number of workers that never joined.
+        self._never_joined: Counter[str] = Counter()
 
     def lower(self, worker_id: str, addresses: Sequence[str], *, key: str) -> bool:
         """Make servers that the worker never joined expect one fewer; return whether it joined none of them.
 
-        Other servers get its Leave, so that they need not wait for its lease. A worker under another name than the
-        job's seems never to have joined: a first round may then begin without one. A replica is one worker.
+        Other servers get the worker's Leave, and so need not wait for its lease. A worker that joined under another
+        name than the job's seems never to have joined: a first round may then begin without it.
         """
         lowered = {self._lower(worker_id, address, key) for address in addresses}
         return True in lowered and False not in lowered
@@ -278,8 +272,8 @@ class Expectations:
                         if worker.state == "alive":
                             control.leave_for(worker, run_id, key=key)
                     return False
-                self._never_came[address] += 1
-                expected = max(0, self._expected_workers - self._never_came[address])
+                self._never_joined[address] += 1
+                expected = max(0, self._expected_workers - self._never_joined[address])
                 control.call("Configure", pb.ConfigureRequest(expected_workers=expected))
         except PypsError:
             return None

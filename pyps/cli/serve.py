@@ -8,7 +8,7 @@ import logging
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,23 +28,10 @@ _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's `**settings` by a flag for each of these settings, or for all."""
-    return partial(with_flags, added=_parameters(names))
+    """Replace a command's `**settings` by a flag for each of these settings, or for all.
 
-
-def with_flags(command: Callable[..., None], added: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """Replace a command's `**` parameter by these parameters, but for those that it declares itself."""
-    own = inspect.signature(command, eval_str=True)
-    parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    parameters += [one for one in added if one.name not in own.parameters]
-    # typer reads a command's flags from there.
-    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    return command
-
-
-def _parameters(names: Collection[str]) -> list[inspect.Parameter]:
-    """Return a flag for each field, as text, which the configuration checks."""
+    A flag's value is text, which the configuration checks.
+    """
     parameters = []
     kinds = typing.get_type_hints(ServerConfig)
     for field in dataclasses.fields(ServerConfig):
@@ -58,10 +45,20 @@ def _parameters(names: Collection[str]) -> list[inspect.Parameter]:
         else:
             metavar = "|".join(field.metadata["choices"]) or _METAVARS[kind]
             option = Annotated[str | None, typer.Option(flag, help=_help(field), metavar=metavar)]
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        )
-    return parameters
+        keyword = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        parameters.append(keyword)
+    return partial(with_flags, added=parameters)
+
+
+def with_flags(command: Callable[..., None], added: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Replace a command's `**` parameter by these parameters, but for those that it declares itself."""
+    own = inspect.signature(command, eval_str=True)
+    parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    parameters += [one for one in added if one.name not in own.parameters]
+    # typer reads a command's flags from there.
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -29,7 +29,6 @@ _OWN = {
 _OWN_OF_SERVERS = _OWN | dict.fromkeys(
     ("--nodes", "-N", "--ntasks-per-node"), "--servers says how many there are, each on a node"
 )
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @with_settings(*OF_A_JOB, "checkpoint_seconds")
@@ -68,7 +67,7 @@ def slurm(
     checkpoints in the folder. A job that Slurm requeues continues from them, a new one with --resume.
     """
     folder = folder or Path("runs", run_id)
-    if not _RUN_ID.fullmatch(run_id):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", run_id):
         raise ConfigError(f"--run-id is {run_id!r}; expected letters, digits, . _ and -, as it names the job too")
     check_job({**settings, "expected_workers": str(workers)}, config, num_servers=servers, num_workers=workers)
     for_all = _lines("--sbatch", sbatch, refused=_OWN)
@@ -88,9 +87,9 @@ def slurm(
     if only_print:
         typer.echo(script, nl=False)
         return
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"--folder is {folder}, but {there} is a file: name another")
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--folder is {folder}, but {nearest} is a file: name another")
     kept = Kept(folder, servers)
     if resume:
         if not kept.check_servers():
@@ -98,7 +97,16 @@ def slurm(
             typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint a new run begins.", err=True)
     elif kept.newest():
         raise ConfigError(f"{folder} holds a run already: continue it with --resume, or name another --folder")
-    raise typer.Exit(_submit(script))
+    # Jobs inherit the PATH.
+    environment = os.environ | own_path(os.environ)
+    try:
+        # It prints the job's number.
+        status = subprocess.run(["sbatch"], input=script, text=True, env=environment, check=False).returncode
+    except FileNotFoundError:
+        raise ConfigError(
+            "sbatch is not on the PATH: submit on a machine of the cluster, or take the script by --print"
+        ) from None
+    raise typer.Exit(status)
 
 
 def _lines(flag: str, given: Sequence[str] | None, *, refused: Mapping[str, str]) -> str:
@@ -115,18 +123,6 @@ def _lines(flag: str, given: Sequence[str] | None, *, refused: Mapping[str, str]
             if name in refused:
                 raise ConfigError(f"{flag} is {text!r}, but {refused[name]}: leave out {name}")
     return "".join(f"#SBATCH {text}\n" for text in given or ())
-
-
-def _submit(script: str) -> int:
-    """Submit the script by sbatch, which prints the job's number; return its exit status."""
-    # Jobs inherit the PATH.
-    environment = os.environ | own_path(os.environ)
-    try:
-        return subprocess.run(["sbatch"], input=script, text=True, env=environment, check=False).returncode
-    except FileNotFoundError:
-        raise ConfigError(
-            "sbatch is not on the PATH: submit on a machine of the cluster, or take the script by --print"
-        ) from None
 
 
 # The choices at the top of deploy/slurm/train.sbatch; the rest is the same in all scripts.

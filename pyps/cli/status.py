@@ -86,26 +86,20 @@ def status(
                     errors[address] = str(error)
             if watch:
                 Console().clear()
-            _print(answers, errors, as_json=as_json, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
+            if as_json:
+                failed = [{"address": address, "error": message} for address, message in errors.items()]
+                typer.echo(json.dumps({"servers": [*(answer.to_json() for answer in answers), *failed]}, indent=2))
+            elif answers:
+                _show(answers, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
+                if not errors and (hint := not_named([answer.status for answer in answers])):
+                    typer.echo(hint)
+            for message in errors.values():
+                typer.echo(f"pyps: {message}", err=True)
             if not watch:
                 raise typer.Exit(1 if errors else 0)
             time.sleep(WATCH_SECONDS)
     except KeyboardInterrupt:
         raise typer.Exit(0 if watch else INTERRUPTED) from None
-
-
-def _print(
-    answers: Sequence[Answer], errors: dict[str, str], *, as_json: bool, wide: bool, shards_shown: int | None
-) -> None:
-    if as_json:
-        failed = [{"address": address, "error": message} for address, message in errors.items()]
-        typer.echo(json.dumps({"servers": [*(answer.to_json() for answer in answers), *failed]}, indent=2))
-    elif answers:
-        _show(answers, wide=wide, shards_shown=shards_shown)
-        if not errors and (hint := not_named([answer.status for answer in answers])):
-            typer.echo(hint)
-    for message in errors.values():
-        typer.echo(f"pyps: {message}", err=True)
 
 
 def _query(address: str, token: str, *, num_events: int, checksums: bool) -> Answer:
@@ -156,8 +150,7 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
 def lines(answers: Sequence[Answer]) -> Iterable[str]:
     """Yield the lines below the tables: events, waits, warnings."""
     for answer in answers:
-        for event in answer.events:
-            yield f"{answer.address} {in_seconds(event.age_seconds)} ago: {event.message}"
+        yield from (f"{answer.address} {in_seconds(one.age_seconds)} ago: {one.message}" for one in answer.events)
     for answer in answers:
         if late := sorted({name for shard in answer.shards for name in shard.waiting_for}):
             yield f"{answer.address} its round waits for the gradients of {_names(late)}"
@@ -255,10 +248,10 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
 
 
 def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -> Table:
-    found = [(answer.address, shard) for answer in answers for shard in answer.shards]
-    in_parts = any(shard.part for _, shard in found)
+    all_shards = [(answer.address, shard) for answer in answers for shard in answer.shards]
+    in_parts = any(shard.part for _, shard in all_shards)
     rows = []
-    for address, shard in found[:shown]:
+    for address, shard in all_shards[:shown]:
         row: dict[str, object] = {
             "server": address,
             "shard": shard.shard_id,
@@ -273,7 +266,7 @@ def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -
             row |= {"CRC-32": shard.checksum} if shard.checksum else {}
             row |= {"taken": taken(shard.tally), "step lost": f"{shard.tally.step_lost:.1%}"}
         rows.append(row)
-    hidden = len(found) - len(rows)
+    hidden = len(all_shards) - len(rows)
     return _table("shards", rows, left=("server",), caption=f"{hidden} more: --all shows them" if hidden else None)
 
 
@@ -292,7 +285,7 @@ def _add(table: Table, *cells: object) -> None:
 
 
 def workers_of(answers: Sequence[Answer]) -> dict[str, list[pb.WorkerInfo]]:
-    """Return each worker's entries by name, from the server that heard from it last first."""
+    """Return each worker's entries by name; the first is of the server that heard from the worker last."""
     known = defaultdict(list)
     for worker in (worker for answer in answers for worker in answer.workers):
         known[worker.worker_id].append(worker)

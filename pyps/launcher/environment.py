@@ -97,17 +97,9 @@ def worker_environment(
     gpus: Sequence[str] = (),
     group: Group | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a worker, or of one of its processes where there is a group.
+    """Return the environment of worker `index` of `count`, or of one of its processes if there is a group.
 
-    Args:
-        inherited: The launcher's own environment.
-        index: The worker's number.
-        count: The number of workers.
-        data_addresses, control_addresses: The servers' addresses.
-        run_id: The run to join.
-        key: The worker's secret, the same for all of its lives.
-        gpus: The machine's GPUs, which are given to the processes in turn.
-        group: The place of the process in its worker.
+    `key` is the worker's secret, the same in all of its lives; `gpus` are given to the processes in turn.
     """
     environment = dict(inherited)
     num_parts = group.size if group else 1
@@ -121,9 +113,9 @@ def worker_environment(
         "PYPS_WORKER_KEY": key,
     }
     if group:
-        environment["PYPS_PARTS"] = str(group.size)
-        # As torchrun sets it.
+        # The variables of torch.distributed are those that torchrun sets.
         environment |= {
+            "PYPS_PARTS": str(group.size),
             "RANK": str(group.rank),
             "LOCAL_RANK": str(group.rank),
             "WORLD_SIZE": str(group.size),
@@ -166,11 +158,7 @@ def own_flags(config: ServerConfig, server: str, ready_file: Path) -> tuple[str,
 def check_job(
     settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int, num_workers: int
 ) -> ServerConfig:
-    """Return the configuration of every server of a job.
-
-    Args:
-        settings: Settings of the servers by their names; empty ones are left out.
-        config: A TOML file with more settings.
+    """Return the configuration of every server of a job, from settings by their names and a TOML file.
 
     Raises:
         PypsError: A server, a worker, or the run with all its servers would refuse a setting.

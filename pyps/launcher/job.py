@@ -72,8 +72,6 @@ def _bound(port: int) -> int:
 STOP_SPARE_SECONDS = 10.0
 # How long a coordinator may outlive the workers, to report the run's end.
 COORDINATOR_END_SECONDS = 15.0
-# Takes the name of a child and a line of its output.
-LineHandler = Callable[[str, str], None]
 
 
 class JobError(Exception):
@@ -96,7 +94,7 @@ class Job:
         self,
         settings: JobSettings,
         *,
-        on_line: LineHandler,
+        on_line: Callable[[str, str], None],
         announce: Callable[[str], None],
         expect_fewer: Callable[[str], bool] = lambda worker_id: False,
     ) -> None:
@@ -104,7 +102,7 @@ class Job:
 
         Args:
             settings: The job's settings.
-            on_line: Gets each line of the children's output.
+            on_line: Gets the name of a child and a line of its output.
             announce: Gets a sentence about each event of the job.
             expect_fewer: Called with each worker that ended for good while others go on. Returns whether the worker
                 never joined; then it has made the servers expect one worker fewer.
@@ -320,10 +318,9 @@ class Job:
     def _stop(self, children: list[ChildProcess], *, seconds: float) -> None:
         for child in children:
             child.signal(signal.SIGTERM)
-        if self._wait_for_ends(children, seconds=seconds):
-            return
-        kill(children, self._announce, seconds=seconds)
-        self._wait_for_ends(children, seconds=seconds)
+        if not self._wait_for_ends(children, seconds=seconds):
+            kill(children, self._announce, seconds=seconds)
+            self._wait_for_ends(children, seconds=seconds)
 
     def _wait_for_ends(self, children: list[ChildProcess], *, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

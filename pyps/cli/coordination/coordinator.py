@@ -110,15 +110,15 @@ class Coordinator:
 
     def _save(self) -> None:
         """Have every server write a checkpoint now, if it keeps any and accepts the call."""
-        for server in range(self._link.num_servers):
+        for server in map(self._link.connection, range(self._link.num_servers)):
             try:
                 # Either port of a server leads to the other.
-                with Control(self._link.address(server), token=self._link.launch.token) as control:
+                with Control(server.address, token=self._link.launch.token) as control:
                     control.call("SaveCheckpoint", inspector.SaveCheckpointRequest())
             except PypsError as error:
                 # For example, it accepts the call only from its own machine, and saves in its own time.
                 if not self._save_failed:
-                    self._output.say(f"{self._link.name(server)} wrote no checkpoint: {error}")
+                    self._output.say(f"{server.name} wrote no checkpoint: {error}")
                 self._save_failed = True
 
 

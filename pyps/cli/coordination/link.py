@@ -111,12 +111,8 @@ class Link:
     def num_servers(self) -> int:
         return len(self._servers.connections)
 
-    def name(self, server: int) -> str:
-        """Return a server's name for messages: "server 1 (127.0.0.1:7620)"."""
-        return self._servers.connections[server].name
-
-    def address(self, server: int) -> str:
-        return self._servers.connections[server].address
+    def connection(self, server: int) -> Connection:
+        return self._servers.connections[server]
 
     def ask_all(
         self,
@@ -143,17 +139,13 @@ class Link:
         *,
         timeout_seconds: float = CALL_SECONDS,
     ) -> Reply:
-        connection, operation = (
-            self._servers.connections[server],
-            self._operation(method, request, reply, timeout_seconds),
-        )
-        policy = RetryPolicy(self.launch.loss_wait_seconds, "loss_wait_seconds")
-        return self._checked_for_restarts(
-            lambda: connection.persist(operation, rejoin=self._rejoin, stop=self._closing, policy=policy)
-        )
+        """Send one server a request; return its answer."""
+        requests = [request if index == server else None for index in range(self.num_servers)]
+        [answer] = self.ask_all(method, requests, reply, timeout_seconds=timeout_seconds)
+        return answer
 
     def greet(self) -> None:
-        """Check that all servers answer, and wait for one that does not. Raises ServerRestarted."""
+        """Wait until all servers answer. Raises ServerRestarted."""
 
         def hello(connection: Connection) -> Operation[None]:
             return lambda channel, _: self._rejoin(connection, channel, HELLO_SECONDS)
@@ -183,10 +175,10 @@ class Link:
         while True:
             try:
                 # A new connection for each attempt: a restarted server may have another control port.
-                with Control(self._servers.connections[0].address, token=self.launch.token) as control:
+                with Control(self.connection(0).address, token=self.launch.token) as control:
                     reply = control.call(method, request)
             except (ServerUnavailable, WaitTimedOut) as error:
-                wait = wait or policy.begin(self.name(0), stop=self._closing)
+                wait = wait or policy.begin(self.connection(0).name, stop=self._closing)
                 wait.pause(str(error))
                 continue
             if wait is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Annotated, get_type_hints
@@ -15,10 +16,7 @@ from pyps.config import flag_name
 from pyps.lbfgs.optimizer import LINE_SEARCHES, LbfgsSettings
 from pyps_wire.errors import InvalidArgument
 
-COPIES_MAX = 64
 PORTIONS_MAX = 1_000_000
-HISTORY_MAX = 1000
-GROUP_DEFAULT = 4
 # The end of every help of --portions.
 PORTIONS_HELP = "With the same number and --fold portion any number of workers comes to the same bits."
 _LBFGS = LbfgsSettings()
@@ -31,7 +29,7 @@ class CoordinationSettings:
     iterations: Annotated[int, typer.Option(help="Iterations at most, including those before a restart.", min=1)] = (
         _LBFGS.iterations_max
     )
-    history: Annotated[int, typer.Option(help="Pairs of differences that L-BFGS keeps, m.", min=1, max=HISTORY_MAX)] = (
+    history: Annotated[int, typer.Option(help="Pairs of differences that L-BFGS keeps, m.", min=1, max=1000)] = (
         _LBFGS.history
     )
     line_search: Annotated[
@@ -44,7 +42,7 @@ class CoordinationSettings:
         str, typer.Option(help="What workers stage: each portion's gradient, or of group:k=4 the sum (less memory).")
     ] = "portion"
     copies: Annotated[
-        int, typer.Option(help="Workers that may compute one portion near a pass's end.", min=1, max=COPIES_MAX)
+        int, typer.Option(help="Workers that may compute one portion near a pass's end.", min=1, max=64)
     ] = 2
     tolerance: Annotated[float, typer.Option(help="End when no element of the gradient is larger.", min=0.0)] = (
         _LBFGS.gradient_tolerance
@@ -78,17 +76,12 @@ class CoordinationSettings:
         The paper sends gradients "every few completed portions"; with 1 the sum of all has the same bits whichever
         worker computed which portion.
         """
-        name, _, rest = self.fold.partition(":")
-        key, _, number = rest.partition("=")
-        if self.fold == "portion":
-            return 1
-        if self.fold == "group":
-            return GROUP_DEFAULT
-        if name == "group" and key == "k" and number.isdecimal() and int(number) > 0:
-            return int(number)
-        raise InvalidArgument(
-            f"--fold is {self.fold!r}; expected portion, or group:k=4 with any whole number k above 0"
-        )
+        match = re.fullmatch(r"portion|group(?::k=0*([1-9][0-9]*))?", self.fold)
+        if match is None:
+            raise InvalidArgument(
+                f"--fold is {self.fold!r}; expected portion, or group:k=4 with any whole number k above 0"
+            )
+        return 1 if self.fold == "portion" else int(match[1] or 4)
 
     def num_stages(self, num_portions: int, *, num_workers: int) -> int:
         """Return the most staged sums at once: with groups each worker's last one may be of fewer portions."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pyps.cli.control import ObserverTokenFile, Servers, change_token, fail
+from pyps.cli.control import ObserverTokenFile, Servers, fail
 from pyps_client.credentials import read_token
 from pyps_client.launch import parse_servers
 from pyps_wire.contract import CONTROL_PORT
@@ -25,8 +27,9 @@ def top(
     PYPS_OPERATOR_TOKEN_FILE goes before the variables that name other tokens.
     """
     places = parse_servers(servers, port=CONTROL_PORT)
-    if not read_only:
-        token_file = change_token(context, token_file)
+    operators, source = os.environ.get("PYPS_OPERATOR_TOKEN_FILE"), context.get_parameter_source("token_file")
+    if operators and not read_only and source is not None and source.name == "ENVIRONMENT":
+        token_file = Path(operators)
     read_token(token_file)
     try:
         from pyps.cli.top.screen import Top

@@ -118,8 +118,7 @@ class Top(App[None]):
             return
         self.history.tick()
         refusal = next((answer.refusal for answer in self.history.answers if answer.refusal), "")
-        if self._read_only:
-            refusal = "it was started with --read-only"
+        refusal = "it was started with --read-only" if self._read_only else refusal
         if self.history.answers and refusal != self._refusal:
             self._refusal = refusal
             self.refresh_bindings()
@@ -129,21 +128,16 @@ class Top(App[None]):
         if not self.query("#events-shown") or not self.query("#headline"):
             # A dialog is open, or the program ends.
             return
+        history, tab = self.history, self.query_one(TabbedContent).active or TABS[0]
+        order = {"sorted_by": pictures.COLUMNS[self._sorted_by], "reverse": self._reverse} if tab == "workers" else {}
         try:
-            self._draw_all(self.history, self.query_one(TabbedContent).active or TABS[0])
+            self._show("headline", pictures.headline(history, paused=not self._unpaused.is_set()))
+            self._show("figures", pictures.figures(history))
+            self.query_one(Stream).refresh()
+            self._show(f"{tab}-shown", getattr(pictures, tab)(history, **order))
         except pictures.ODD as error:
             # Each answer alone can be drawn.
             self._show("headline", Text(f"the servers' answers cannot be shown together: {error}", "bold red"))
-
-    def _draw_all(self, history: History, tab: str) -> None:
-        self._show("headline", pictures.headline(history, paused=not self._unpaused.is_set()))
-        self._show("figures", pictures.figures(history))
-        self.query_one(Stream).refresh()
-        if tab == "workers":
-            sorted_by = pictures.COLUMNS[self._sorted_by]
-            self._show("workers-shown", pictures.workers(history, sorted_by=sorted_by, reverse=self._reverse))
-        else:
-            self._show(f"{tab}-shown", getattr(pictures, tab)(history))
 
     def _show(self, place: str, picture: RenderableType) -> None:
         self.query_one(f"#{place}", Static).update(picture)
@@ -184,7 +178,7 @@ class Top(App[None]):
         await self._change("learning rate", _present_rate, _rate)
 
     async def _change(self, name: str, present: Callable[[pb.Status], str], fields: Callable[[str], Any]) -> None:
-        """Change all servers after a dialog, unless one does not answer."""
+        """Change all servers after a dialog, if all answer."""
         if self._incomplete():
             return
         servers, old = counted(len(self._addresses), "server"), present(self.history.answers[0].status)
@@ -194,7 +188,7 @@ class Top(App[None]):
             self._notify(await asyncio.to_thread(configure, self._addresses, self._token_file, request))
 
     def _incomplete(self) -> bool:
-        """Return whether a server of the run does not answer, or there is no run, and show it."""
+        """Return whether there is no run or one of its servers does not answer; show which."""
         silent = [f"{server.address} does not answer" for server in self.history.silent]
         statuses = [answer.status for answer in self.history.answers]
         missing = "; ".join(silent) or not_named(statuses)
