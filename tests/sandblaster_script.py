@@ -20,18 +20,6 @@ import pyps_client
 from pyps_wire.errors import PypsError
 
 NUM_EXAMPLES = 120
-NUM_USED = 1000
-
-
-class Wide(nn.Module):
-    """A regression with some numbers of any size of model: it has the same losses and gradients, whatever the size."""
-
-    def __init__(self, num_parameters: int) -> None:
-        super().__init__()
-        self.numbers = nn.Parameter(torch.zeros(num_parameters))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs @ self.numbers[:NUM_USED]
 
 
 def classification() -> tuple[nn.Module, TensorDataset]:
@@ -41,12 +29,6 @@ def classification() -> tuple[nn.Module, TensorDataset]:
     random = torch.Generator().manual_seed(8)
     inputs = torch.randn(NUM_EXAMPLES, 8, generator=random)
     return model, TensorDataset(inputs, torch.randint(4, (NUM_EXAMPLES,), generator=random))
-
-
-def regression(num_parameters: int) -> tuple[nn.Module, TensorDataset]:
-    random = torch.Generator().manual_seed(8)
-    inputs = torch.randn(NUM_EXAMPLES, NUM_USED, generator=random)
-    return Wide(num_parameters), TensorDataset(inputs, torch.randn(NUM_EXAMPLES, generator=random))
 
 
 class Held:
@@ -70,20 +52,13 @@ class Held:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parameters", type=int, help="a regression with so many, in place of a classification")
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--release", type=Path, default=Path("/nowhere"))
-    parser.add_argument("--shard-size", type=int, default=32)
     arguments = parser.parse_args()
-    if arguments.parameters:
-        (model, dataset), loss = regression(arguments.parameters), nn.MSELoss()
-    else:
-        (model, dataset), loss = classification(), nn.CrossEntropyLoss()
-    held = Held(loss, at=arguments.hold_at, release=arguments.release)
+    model, dataset = classification()
+    held = Held(nn.CrossEntropyLoss(), at=arguments.hold_at, release=arguments.release)
     # Shards so small that every server has some.
-    pyps_client.sandblaster(
-        model, held, dataset, batch_size=8, launch=pyps_client.Launch(shard_size=arguments.shard_size)
-    )
+    pyps_client.sandblaster(model, held, dataset, batch_size=8, launch=pyps_client.Launch(shard_size=32))
     bits = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy().tobytes()
     print("bits", hashlib.sha256(bits).hexdigest(), flush=True)
 

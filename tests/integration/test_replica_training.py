@@ -10,7 +10,6 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -243,43 +242,6 @@ def test_two_parts_go_on_with_one(start_server, start_python, tmp_path, later):
     assert_close(found, model)
     snapshot = torch.load(tmp_path / "state.pt")
     assert all(torch.equal(snapshot[name], values) for name, values in found.items())
-
-
-@pytest.mark.extended
-def test_a_killed_process_ends_its_replica_and_another_rejoins(start_python, tmp_path):
-    release = tmp_path / "release"
-    sizes = ("--servers", "2", "--replicas", "2", "--parts", "2", "--max-restarts", "1", "--protocol", "hardsync")
-    script = ("--steps", "3", "--hold", str(release))
-    job = start_python("-m", "pyps", "run", *sizes, "--", "python", SCRIPT, *script)
-    found = re.search(r"pyps status --servers (\S+)", job.wait_for_output("pyps status --servers", DEADLINE))
-    assert found
-    addresses = found[1].split(",")
-    wait_until(lambda: job.output().count("joined ") >= 4, DEADLINE, "all processes' start")
-    victim = wait_until(
-        lambda: next((w for a in addresses for n, w in workers_of(a).items() if n == "replica-1/1" and w.counts), None),
-        DEADLINE,
-        "a push of the process to kill",
-    )
-    life = victim.incarnation
-    psutil.Process(victim.process_id).kill()
-    job.wait_for_output("replica-1 ends", DEADLINE)
-
-    def versions() -> list[int]:
-        return [shard.version for shard in shards_of(addresses)]
-
-    # The other replica goes on, in rounds of its own or with the one that came back.
-    at_the_kill = versions()
-    wait_until(lambda: all(b > a + 5 for a, b in zip(at_the_kill, versions(), strict=True)), DEADLINE, "more rounds")
-
-    def back() -> bool:
-        found = [w for address in addresses for w in workers_of(address).values() if w.replica == "replica-1"]
-        return len(found) >= 2 and all(
-            w.incarnation > life and w.state == "alive" and w.counts for w in found if w.shards_pushed
-        )
-
-    wait_until(back, DEADLINE, "the replica's return")
-    release.touch()
-    assert job.wait(DEADLINE) == 0, job.output()
 
 
 def test_a_mistake_of_one_process_is_refused_by_all_alike(start_server, start_python):

@@ -20,21 +20,6 @@ TRAIN = wire.DataSpec(name="train", num_examples=20, portion_examples=4)
 COORDINATED = wire.DataSpec(name="train", num_examples=20, coordinated=True)
 
 
-def test_workers_share_an_epoch_and_then_the_next(start_server):
-    server = start_server()
-    with opened(server) as [a, b]:
-        first, second = a.lease(0), b.lease(0)
-        assert {first.portion.portion_id, second.portion.portion_id} == {0, 3}
-        assert first.next.portion_id == 1
-        assert first.next.lease_id == 0
-        for who, leased in ((a, first), (b, second)):
-            assert who.deliver(leased).accepted
-        a.finish(0)
-        assert b.lease(0).outcome == wire.LeaseReply.OUTCOME_PASS_DONE
-        assert counted(server, 0) == list(range(20))
-        assert getattr(b.lease(1), "pass") == 1
-
-
 def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server):
     """A4: b(e) never falls, and an epoch has ceil(N / (K b(e))) updates, each of a portion."""
     growth = ("--batch-growth", "start=4,maximum=16,every=1", "--epoch-examples", "100")

@@ -72,15 +72,6 @@ def test_loops_that_end_with_their_epoch_are_told_nothing(caplog):
     assert not train(worker, portions) and not train(worker, portions.epoch()), "after the last epoch there is none"
 
 
-def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead():
-    worker = PortionWorker(make_queue())
-    portions = Portions(range(22), worker, batch_size=4, portion_batches=2)
-    loader = torch.utils.data.DataLoader(torch.arange(22), batch_sampler=portions, num_workers=2)
-    for _ in portions.epoch(loader):
-        worker.step()
-    assert [pushed.example_count for pushed in worker.session.pushes] == [4, 4, 4, 4, 4, 2]
-
-
 def test_a_portion_is_delivered_only_once_its_pushes_are_answered():
     work = make_queue()
     worker = PortionWorker(work, overlap="step")

@@ -69,16 +69,9 @@ def test_the_run_ends_where_it_is_told_to():
     assert math.isclose(run.simulation.now, 5.0)
 
 
-def test_workers_that_are_told_that_the_run_is_finished_leave():
-    run = cluster("async", workers=3)
-    run.simulation.at(2.5, run.simulation.server.run.finish)
-    run.run()
-    assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "b", "c"}
-    assert run.shards[0].version == 6
-
-
-def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished():
-    run = cluster("hardsync", workers=[WorkerPlan("a"), WorkerPlan("slow", fixed(100.0))], compute=ones)
+@pytest.mark.parametrize("protocol", ["async", "hardsync"])
+def test_workers_leave_a_finished_run_also_from_a_wait_for_a_round(protocol):
+    run = cluster(protocol, workers=[WorkerPlan("a"), WorkerPlan("slow", fixed(100.0))], compute=ones)
     run.simulation.at(50.0, run.simulation.server.run.finish)
     run.run()
     assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "slow"}

@@ -73,13 +73,6 @@ def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
     assert queue.waits_for("a") == ("the coordinator",)
 
 
-def test_a_coordinator_may_wait_for_the_data_set():
-    queue, woken = WorkQueue(stall_seconds=60), []
-    assert not outcome(queue, 0, wake=lambda: woken.append(1)).complete
-    queue.open(coordinated_queue(4).spec, worker_id="a")
-    assert woken == [1]
-
-
 def test_a_new_pass_ends_the_leases_of_the_one_before():
     queue = coordinated_queue(4)
     begin_pass(queue, 1, num_portions=2)
@@ -193,21 +186,6 @@ def test_a_backup_copy_does_not_move_anybody_s_place_in_the_next_pass():
     assert lease(queue, "b").portion.portion_id == 0
 
 
-def test_what_a_lost_worker_claimed_goes_to_another():
-    queue, woken = coordinated_queue(2), []
-    begin_pass(queue, num_portions=1)
-    mine = lease(queue, "a")
-    claim(queue, "a", mine)
-    lease(queue, "b", wake=lambda: woken.append("b"))
-    queue.release("a", lost=True)
-    assert woken == ["b"]
-    theirs = lease(queue, "b")
-    assert claim(queue, "b", theirs).accepted
-    assert not deliver(queue, "a", mine).accepted
-    assert deliver(queue, "b", theirs).accepted
-    assert outcome(queue).example_count == 2
-
-
 def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end():
     queue = coordinated_queue(2, stall_seconds=10.0)
     begin_pass(queue, num_portions=1)
@@ -219,18 +197,6 @@ def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end()
     queue.tick(13.0)
     assert queue.progress().lost == 1
     assert is_leased(lease(queue, "b", now=13.0))
-
-
-def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
-    queue = coordinated_queue(4)
-    begin_pass(queue, num_portions=2)
-    theirs = lease(queue, "a")
-    assert claim(queue, "b", theirs).message == f"lease {theirs.portion.lease_id} is worker 'a''s, not 'b''s"
-    assert claim(queue, "a", theirs).accepted
-    deliver(queue, "a", theirs)
-    assert "was delivered by worker 'a' before" in claim(queue, "a", theirs).message
-    with pytest.raises(InvalidArgument, match="lease 99 was never given out"):
-        queue.claim("a", 1, 99, now=0.0)
 
 
 def test_losses_are_added_in_the_order_of_portions_whenever_they_come():

@@ -93,19 +93,6 @@ def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
     assert pass_of(lease(queue, "a", 1, wake=woken, again=True)) == 1
 
 
-def test_portions_follow_the_growing_minibatch_of_the_server():
-    """A4: an epoch of N examples is ceil(N / (K b(e))) portions."""
-    queue = WorkQueue(stall_seconds=60, batch_size_of=lambda epoch: 4 * 2**epoch, accumulate=lambda: 2)
-    queue.open(DataSpec("train", 50, batch_size=32), worker_id="a")
-    sizes = []
-    for pass_ in range(3):
-        answer = lease(queue, pass_=pass_)
-        sizes.append((answer.batch_size, examples_of(answer), queue.progress().num_portions))
-        deliver(queue, answer)
-        finish(queue, pass_)
-    assert sizes == [(4, 8, 7), (8, 16, 4), (16, 32, 2)]
-
-
 def test_portions_of_a_minibatch_where_the_server_has_no_growth():
     queue = WorkQueue(stall_seconds=60, accumulate=lambda: 4)
     queue.open(DataSpec("train", 50, batch_size=5), worker_id="a")
@@ -174,28 +161,6 @@ def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_
     assert [counted(after, pass_) for pass_ in range(3)] == [[0, 1, 2]] * 3
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_beside_a_worker_eight_times_slower_the_quick_one_stands_still_at_the_end_alone(ahead):
-    """In virtual time: portions of one second and of eight, 20 epochs of 12."""
-    epochs, portions, seconds = 20, 12, {"quick": 1.0, "slow": 8.0}
-    queue = ahead_queue(portions, ahead=ahead)
-    pass_, at_work, gave_at, idle, now = dict.fromkeys(seconds, 0), {}, 0.0, 0.0, 0.0
-    while queue.progress().passes_done < epochs:
-        for name in sorted(seconds.keys() - at_work.keys()):
-            while (answer := lease(queue, name, pass_[name], passes=epochs, now=now)) == pass_done(pass_[name]):
-                pass_[name] += 1
-            if is_leased(answer):
-                at_work[name] = now + seconds[name], answer
-                idle += now - gave_at if name == "quick" else 0.0
-        name = min(at_work, key=lambda name: at_work[name][0])
-        now, answer = at_work.pop(name)
-        assert deliver(queue, answer, name=name, now=now).accepted
-        gave_at = now if name == "quick" else gave_at
-    assert [counted(queue, pass_) for pass_ in range(epochs - 8, epochs)] == [list(range(portions))] * 8
-    assert now - gave_at <= seconds["slow"], "at the end it waits for one portion at most"
-    assert idle > 0.3 * now if ahead == 0 else idle == 0.0
-
-
 def test_consecutive_portions_go_to_the_same_worker():
     queue = plain_queue(12, 1)
     mine = {"a": [], "b": []}
@@ -258,16 +223,6 @@ def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
     assert not deliver(queue, former, incarnation=2).accepted
     with pytest.raises(Superseded, match="a newer process has the name of worker 'a'"):
         deliver(queue, former, incarnation=1)
-
-
-def test_a_portion_whose_answer_was_lost_is_given_again():
-    queue = plain_queue(6, 3)
-    lost = lease(queue, held=[])
-    again = lease(queue, held=[])
-    assert again.portion.portion_id == lost.portion.portion_id
-    assert again.portion.lease_id > lost.portion.lease_id
-    assert lease(queue, held=[again.portion.lease_id]).portion.portion_id == 1
-    assert queue.progress().lost == 0
 
 
 def test_a_delivery_is_repeated_without_harm_also_in_the_next_pass():
