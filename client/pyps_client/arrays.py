@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from pyps_client.data.portions import Stepper
 from pyps_client.figures import Answer, Figures, ask
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
-from pyps_client.pull import Holdings, LeaseCall, LongPoll, read, receivers
+from pyps_client.pull import Holdings, LongPoll, read, receivers
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Connection, Servers
 from pyps_client.transport.grpc import GrpcChannel
@@ -29,7 +29,6 @@ from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import InvalidArgument, ModelMismatch, RunFinished, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
-from pyps_wire.work_pb2 import LeaseReply
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Optimizer = tuple[str, Mapping[str, float]]
@@ -226,13 +225,10 @@ class Client:
             tensor = self._places[name][0]
             if not isinstance(gradient, np.ndarray | np.generic):
                 raise ModelMismatch(f"The gradient of {name!r} is a {type(gradient).__name__}; expected a numpy array.")
-            if gradient.shape != tensor.shape:
+            if gradient.shape != tensor.shape or gradient.dtype != np.float32:
                 raise ModelMismatch(
-                    f"The gradient of {name!r} has shape {list(gradient.shape)}; expected {list(tensor.shape)}."
-                )
-            if gradient.dtype != np.float32:
-                raise ModelMismatch(
-                    f"The gradient of {name!r} is {gradient.dtype}; expected float32: use .astype(numpy.float32)."
+                    f"The gradient of {name!r} is {gradient.dtype}{list(gradient.shape)}; expected "
+                    f"float32{list(tensor.shape)}. If the type differs, use .astype(numpy.float32)."
                 )
 
     def _write(self, gradients: Arrays) -> bool:
@@ -252,8 +248,6 @@ class Client:
 
 
 class _ClientStepper(Stepper):
-    """The steps of a client, each answered when it returns. Its caller pushes and pulls."""
-
     def __init__(self, client: Client) -> None:
         self._client = client
 
@@ -264,17 +258,6 @@ class _ClientStepper(Stepper):
     @property
     def steps(self) -> int:
         return self.session.clock
-
-    @property
-    def steps_answered(self) -> int:
-        return self.session.clock
-
-    @property
-    def finished(self) -> bool:
-        return self.session.finished
-
-    def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
-        return ask(None)
 
     def tell_examples(self, count: int) -> None:
         self._client.examples_in_batch = count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pyps.work.portions import Division, PendingPortions, Portion
 from pyps_wire.work_pb2 import AwaitPassReply
@@ -125,11 +126,9 @@ class WorkPass:
         return not self.pending and not self.running
 
     def awaited(self) -> Iterator[Lease]:
-        """Yield the leases that the pass waits for; of a claimed portion, only the claimed one."""
-        for leases in self.running.values():
-            for lease in leases:
-                if self.claimed.get(lease.portion.portion_id, lease) is lease:
-                    yield lease
+        """Return the leases that the pass waits for; of a claimed portion, only the claimed one."""
+        leases = chain.from_iterable(self.running.values())
+        return (lease for lease in leases if self.claimed.get(lease.portion.portion_id, lease) is lease)
 
     def copy_for(self, worker: WorkerProgress) -> int | None:
         """Return the running portion that a worker should compute too: with the fewest leases, then the oldest."""

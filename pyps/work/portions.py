@@ -127,9 +127,6 @@ class PendingPortions:
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs)
 
-    def __bool__(self) -> bool:
-        return bool(self.runs)
-
     def __contains__(self, portion_id: int) -> bool:
         place = self._place(portion_id)
         return place >= 0 and portion_id < self.runs[place][1]

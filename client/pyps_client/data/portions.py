@@ -30,7 +30,10 @@ PORTION_BATCHES = 8
 
 
 class Stepper(Protocol):
-    """The steps of one worker, for its portions. Used by the thread that trains."""
+    """The steps of one worker, for its portions. Used by the thread that trains.
+
+    The defaults are for a caller that pushes and pulls itself, so that each step is answered when it returns.
+    """
 
     @property
     def session(self) -> Worker:
@@ -43,13 +46,16 @@ class Stepper(Protocol):
     @property
     def steps_answered(self) -> int:
         """How many of these, from the first on, have their answer, or were left out."""
+        return self.steps
 
     @property
     def finished(self) -> bool:
         """Whether the run is over."""
+        return self.session.finished
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
         """Ask for a portion; in the same call for parameters, where the protocol gives both under one mutex."""
+        return ask(None)
 
     def tell_examples(self, count: int) -> None:
         """Set the number of examples in the next minibatch."""
@@ -71,11 +77,6 @@ class Stepper(Protocol):
 
     def tell_over(self) -> None:
         """Log once, or raise RunFinished, when a loop continues after the end of the run."""
-
-
-def others_wait(session: Worker) -> bool:
-    """Return whether workers wait for each other's steps under the present protocol."""
-    return session.terms.current_version_only or session.terms.ask_to_proceed
 
 
 class Portions:
@@ -310,7 +311,9 @@ class Portions:
             self._over = True
             return None
         while not stepper.finished:
-            idles = wait and others_wait(stepper.session)
+            terms = stepper.session.terms
+            # Under these protocols workers wait for each other's steps.
+            idles = wait and (terms.current_version_only or terms.ask_to_proceed)
             ask = partial(self._queue.lease, pass_number=self._epoch, passes=self._epochs, wait=wait and not idles)
             try:
                 reply = self._retried(partial(stepper.lease, ask))

@@ -73,7 +73,8 @@ class PortionGradient:
         if not self._keeps_apart:
             # Compute it in the memory that is sent.
             self._gathered.hand_out()
-        self._make_zero([*self._own(), *self._wide.values()])
+        with torch.no_grad():
+            torch._foreach_zero_([*self._own(), *self._wide.values()])
         losses: list[tuple[torch.Tensor, int]] = []
         for batch, count in batches:
             with torch.enable_grad():
@@ -135,12 +136,7 @@ class PortionGradient:
         narrow = [gradients[index] for index in self._wide]
         with torch.no_grad():
             torch._foreach_add_(list(self._wide.values()), narrow)
-        self._make_zero(narrow)
-
-    @torch.no_grad()
-    def _make_zero(self, tensors: list[torch.Tensor]) -> None:
-        if tensors:
-            torch._foreach_zero_(tensors)
+            torch._foreach_zero_(narrow)
 
 
 def _checked(loss: Any) -> torch.Tensor:

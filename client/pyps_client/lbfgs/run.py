@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from pyps_client import leave
 from pyps_client.launch import Launch
 from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLoader, checked_length, loss_function
-from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult, joined
+from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult
 from pyps_client.log import logger
 from pyps_client.torch.layout import Layout, plan, several, shareable_buffers, tell_narrowed
 from pyps_client.torch.memory import TorchConverter
@@ -80,9 +79,16 @@ def sandblaster(
     session = Worker(
         layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices
     )
-    with joined(session), _threads(threads):
+    with session:
+        if session.terms.protocol.partition(":")[0] != "sandblaster":
+            raise InvalidArgument(
+                f"The servers of run {session.run_id!r} run the protocol {session.terms.protocol!r}; portions for a "
+                "coordinator need servers started with --protocol sandblaster, as `pyps sandblaster` starts them."
+            )
         loader = PortionLoader(dataset, batch_size=batch_size, collate=collate)
         computation = PortionComputation(session, layout, compute_loss, loader)
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(threads or threads_before)
         try:
             work = CoordinatedWork(
                 session,
@@ -94,21 +100,15 @@ def sandblaster(
             work.result.message = work.run()
             session.hurry()
             computation.pull()
+        except KeyboardInterrupt:
+            logger.info("interrupted: leaving run %s; its portions go to other workers", session.run_id)
+            raise
         finally:
+            torch.set_num_threads(threads_before)
             loader.close()
             computation.close()
         logger.info("the work of run %s is over: %s", session.run_id, work.result.message)
         return work.result
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _warn(model: torch.nn.Module, layout: Layout) -> None:

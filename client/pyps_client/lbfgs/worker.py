@@ -1,9 +1,8 @@
 """A worker's part in passes that a coordinator begins (Dean et al. 2012, section 4.2 and appendix algorithm 1.2).
 
 The paper's ProcessPortion: pull the parameters once a pass, compute a portion, add its gradient to the local sum, send
-that every few completed portions. The paper leaves open how an example then counts once when several workers compute
-its portion: a worker claims a portion before its gradient enters the sum, sums go to stages on the servers, and count
-once server 0 has accepted their delivery.
+the sum after every few portions. Several workers may compute a portion. So that it counts once, a worker claims it
+before its gradient enters the sum; sums go to stages on the servers, and count once server 0 accepts their delivery.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pyps_client import leave
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
@@ -36,23 +33,21 @@ from pyps_wire.work_pb2 import DataSpec, LeaseReply, Portion
 if TYPE_CHECKING:
     from pyps_client.lbfgs.gradient import PortionComputation
 
-PROTOCOL = "sandblaster"
-
 
 @dataclass
 class SandblasterResult:
-    """A worker's counts, and why it ended. The model holds the run's last parameters."""
+    """A worker's counts, and why it ended. The model has the run's last parameters."""
 
-    # Passes that it computed portions of.
+    # Passes in which it computed portions.
     num_passes: int = 0
-    # What of its work counts, each time that it was computed; and portions that another was first with, or that came
-    # too late.
+    # Delivered portions and examples, over all passes; and portions that another worker claimed first, or that were too
+    # late.
     num_portions: int = 0
     num_examples: int = 0
     num_thrown_away: int = 0
-    # The mean loss of the examples that it computed in the last of these passes; NaN where there are none.
+    # The mean loss of its examples in the last of these passes; NaN if there are none.
     loss: float = math.nan
-    # The coordinator's word.
+    # The coordinator's reason for the end.
     message: str = ""
     run_id: str = ""
 
@@ -77,16 +72,16 @@ class CoordinatedWork:
         self._staging = Staging(session, converter=converter)
         self._computation = computation
         self._on_pass = on_pass
-        # Which pass's parameters are in the model, and in which epoch: a restored server may hold others.
+        # The pass of the parameters in the model, and the epoch: a restored server may have others.
         self._parameters_of: tuple[int, int] | None = None
         self._pass = 0
-        # Portions whose gradients are in the sum, each with its sum of losses.
+        # Portions whose gradients are in the sum, with their sums of losses.
         self._claimed: list[tuple[Portion, float]] = []
-        # Of the present pass: delivered losses and examples.
+        # The delivered losses and examples of this pass.
         self._loss_sum, self._loss_count = 0.0, 0
         # The pass of the newest warning of a gradient that was not sent.
         self._warned_in = 0
-        # While servers refuse what is computed.
+        # While servers refuse claims and deliveries.
         self._refusal: Wait | None = None
 
     def run(self) -> str:
@@ -97,14 +92,14 @@ class CoordinatedWork:
             except RunFinished as finished:
                 return str(finished)
             except InvalidArgument as refused:
-                # A server that came back from a checkpoint may not know of the data set.
+                # A server restored from a checkpoint may not know the data set.
                 self._wait_out(refused)
                 self._queue.open(self._data)
                 continue
             if reply.outcome == LeaseReply.OUTCOME_ENDED:
                 return reply.message
             if reply.outcome != LeaseReply.OUTCOME_LEASED:
-                # Others have the rest of the pass: they may wait for what is claimed here.
+                # Other workers have the remaining portions, and may wait for those claimed here.
                 self._deliver()
                 continue
             self._enter(reply)
@@ -117,8 +112,8 @@ class CoordinatedWork:
         if entered == self._parameters_of:
             return
         if self._claimed:
-            # Only a coordinator that came back begins a pass before the one before it is done.
-            logger.info("pass %d is over: what this worker had for it is thrown away", self._pass)
+            # Only a restarted coordinator begins a pass before the last one is complete.
+            logger.info("pass %d is over: this worker's portions of it are discarded", self._pass)
             self._throw_away()
         self._computation.begin_pass(keep_apart=reply.portions_per_stage > 1)
         self._parameters_of, self._pass = entered, pass_number
@@ -133,7 +128,7 @@ class CoordinatedWork:
         try:
             claim = self._queue.claim(portion.lease_id)
         except InvalidArgument as refused:
-            # A server that came back from a checkpoint may never have heard of the lease.
+            # A server restored from a checkpoint may not know the lease.
             self._queue.give_up([portion.lease_id])
             self._wait_out(refused)
             return
@@ -156,8 +151,11 @@ class CoordinatedWork:
         vectors = self._computation.sealed() if math.isfinite(loss_sum) else None
         try:
             if vectors is None:
-                # Of a NaN loss the coordinator folds nothing, and takes a shorter step.
-                self._warn_of_unsent(loss_sum)
+                if math.isfinite(loss_sum) and self._warned_in != self._pass:
+                    self._warned_in = self._pass
+                    reason = self._computation.why_not_sealed()
+                    logger.warning("the loss of pass %d is reported as NaN, but is a number: %s", self._pass, reason)
+                # After a NaN loss the coordinator folds nothing, and takes a shorter step.
                 loss_sum = math.nan
             else:
                 stage_id, first = leases[0], self._claimed[0][0].portion_id
@@ -184,27 +182,20 @@ class CoordinatedWork:
         self._session.clock += len(leases)
         self._session.report(loss=self.result.loss)
 
-    def _warn_of_unsent(self, loss_sum: float) -> None:
-        """Log once a pass why a finite loss is reported as none: the coordinator does not learn it."""
-        if math.isfinite(loss_sum) and self._warned_in != self._pass:
-            self._warned_in = self._pass
-            reason = self._computation.why_not_sealed()
-            logger.warning("the loss of pass %d is reported as NaN, though it is a number: %s", self._pass, reason)
-
     def _throw_away(self) -> None:
-        """Forget undelivered claims: with the next lease they go back to the queue."""
+        """Drop the undelivered claims: with the next lease they return to the queue."""
         self.result.num_thrown_away += len(self._claimed)
         self._queue.give_up([portion.lease_id for portion, _ in self._claimed])
         self._claimed.clear()
         self._computation.clear()
 
     def _wait_out(self, refused: InvalidArgument) -> None:
-        """Pause after a refusal; raise it once only refusals have come for `loss_wait_seconds`.
+        """Pause after a refusal; raise it if there were only refusals for `loss_wait_seconds`.
 
-        A server that came back from its checkpoint does not know the pass: the coordinator will begin another.
+        A server restored from its checkpoint does not know the pass: the coordinator will begin another.
         """
         if type(refused) is not InvalidArgument:
-            # The payload itself is wrong, and stays so.
+            # The payload is wrong, and would be again.
             raise refused
         if self._refusal is None:
             policy = RetryPolicy(self._session.launch.loss_wait_seconds, "loss_wait_seconds")
@@ -219,14 +210,14 @@ class Staging:
         self._session = session
         self._codec = codec_of(session.launch.gradient_codec)
         if self._codec.stateful:
-            raise InvalidArgument(f"codec {self._codec.name} carries state from push to push, but stages are no pushes")
+            raise InvalidArgument(f"codec {self._codec.name} has a state from push to push, which stages have not")
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:
         """Send vectors (one a group, float32 or the codec's type) to the stages of all servers at once.
 
-        `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must not change meanwhile:
-        after a loss they are sent again.
+        `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must not change during the
+        call, which may send them again.
 
         Raises:
             InvalidArgument: A server takes no stages of this pass.
@@ -252,7 +243,7 @@ class Staging:
         channel: GrpcChannel,
         _: threading.Event,
     ) -> None:
-        """Send a stage to one server; after a loss all of it again, in place of the first try."""
+        """Send a stage to one server, again as a whole after a lost connection."""
         if not shards:
             # More servers than shards.
             return
@@ -270,26 +261,8 @@ class Staging:
         try:
             channel.send("Stage", frames(), StageReply, timeout_seconds=call_seconds(num_bytes))
         except NoRoom:
-            # The memory for stages: none of it is given up before the pass ends.
+            # The memory for stages, which is not freed before the pass ends.
             raise
         except LimitExceeded as exceeded:
-            # The memory for calls under way.
+            # The memory for calls.
             raise Busy(str(exceeded)) from None
-
-
-@contextmanager
-def joined(session: Worker) -> Iterator[None]:
-    try:
-        session.connect()
-        if session.terms.protocol.partition(":")[0] != PROTOCOL:
-            raise InvalidArgument(
-                f"The servers of run {session.run_id!r} run the protocol {session.terms.protocol!r}; portions for a "
-                f"coordinator need servers started with --protocol {PROTOCOL}, as `pyps {PROTOCOL}` starts them."
-            )
-        yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            logger.info("interrupted: leaving run %s; its portions go to other workers", session.run_id)
-        session.close(*leave.cause_of(error))
-        raise
-    session.close()
