@@ -49,12 +49,12 @@ def floats(*values: float) -> Floats:
 
 
 def roster(*workers: str, missing: int = 0) -> Roster:
-    """Returns a roster of these workers; one worker "a" unless told otherwise."""
+    """Return a roster of these workers; by default of worker "a"."""
     return Roster(tuple(sorted(workers or ("a",))), missing)
 
 
 def roster_of(num_workers: int) -> Roster:
-    """Returns a roster of w00, w01, ..."""
+    """Return a roster of w00, w01, ..."""
     return Roster(tuple(f"w{index:02d}" for index in range(num_workers)))
 
 
@@ -85,7 +85,7 @@ def make_shard(
     behaviour: Behaviour | None = None,
     **others: Any,
 ) -> Shard:
-    """Returns a shard; asynchronous, SGD with learning rate 1 unless told otherwise."""
+    """Return a shard; asynchronous, by default SGD with learning rate 1."""
     # A server's shards are logged ones where it has a log.
     return (LoggedShard if others.get("recorder") else Shard)(
         others.pop("shard_id", 0),
@@ -98,7 +98,7 @@ def make_shard(
 
 
 def restored(shard: Shard, state: ShardState, **others: Any) -> Shard:
-    """Returns a shard of the same kind as `shard` that goes on from the state."""
+    """Return a shard of the same kind as `shard` that goes on from the state."""
     return make_shard(
         state.parameters,
         rule=shard.rule.name,
@@ -116,7 +116,7 @@ def restored(shard: Shard, state: ShardState, **others: Any) -> Shard:
 
 
 def gradient(values: npt.ArrayLike, **fields: Any) -> Gradient:
-    """Returns a float32 gradient of worker "a" on version 0; a later push of a test says its sequence."""
+    """Return a float32 gradient of worker "a" on version 0; a later push of a test says its sequence."""
     identity = {"worker_id": "a", "incarnation": 1, "sequence": 0, "base_version": 0, "epoch": 0}
     payload = np.asarray(values, dtype=np.float32).tobytes()
     return Gradient(**{**identity, "codec": FLOAT32, "payload": payload, **fields})
@@ -127,32 +127,32 @@ def nothing(**fields: Any) -> Gradient:
 
 
 def contribution(worker_id: str = "a", values: npt.ArrayLike = (1.0,), **fields: Any) -> Contribution:
-    """Returns a fresh gradient as a protocol sees it."""
+    """Return a fresh gradient as a protocol sees it."""
     return Contribution(gradient(values, worker_id=worker_id, **fields), 0, staleness.Weighing())
 
 
 def arrival(worker_id: str, *pending: Contribution, workers: Roster, version: int = 0, **fields: Any) -> Arrival:
-    """Returns the arrival of a gradient on that version, unless the fields say otherwise, while others wait."""
+    """Return the arrival of a gradient on that version, unless the fields say otherwise, while others wait."""
     arrived = contribution(worker_id, **{"base_version": version, **fields})
     return Arrival(arrived, Pending(pending), version, workers)
 
 
 def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, **fields: Any) -> Receipt:
-    """Pushes a gradient computed on the shard's present version, unless the fields say otherwise."""
+    """Push a gradient computed on the shard's present version, unless the fields say otherwise."""
     pushed = gradient(values, **{"base_version": shard.version, **fields})
     return shard.push(pushed, roster=workers or roster()).receipt
 
 
 def pull(shard: Shard, worker_id: str | None = None) -> tuple[int, Floats]:
-    """Returns the shard's version and a copy of its parameters."""
+    """Return the shard's version and a copy of its parameters."""
     parameters = np.empty(shard.length, np.float32)
     version = shard.pull(Reply(parameters.view(np.uint8).data, 0, FLOAT32), worker_id=worker_id)
-    assert version is not None, "whoever holds no version gets the newest"
+    assert version is not None, "a pull without a held version brings the newest"
     return version, parameters
 
 
 def refusal(call: Callable[..., object], *arguments: Any, error: type[PypsError] = InvalidArgument, **more: Any) -> str:
-    """Returns the words with which a call is refused; fails with its arguments where it is not."""
+    """Return the message with which a call is refused; fail if it is not."""
     try:
         call(*arguments, **more)
     except error as refused:
@@ -233,7 +233,7 @@ def run_together(functions: Sequence[Callable[[], None]]) -> None:
         try:
             barrier.wait(DEADLINE_SECONDS)
             function()
-        except BaseException as error:  # told to the test's own thread
+        except BaseException as error:  # raised in the test's own thread
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
@@ -338,14 +338,14 @@ class Clock:
 
 
 def make_run(*, recorder: Any = None, clock: Any = None, **flags: str) -> Run:
-    """A run that nobody has joined: SGD with learning rate 1 and no staleness policy unless told otherwise."""
+    """A run that nobody has joined: by default SGD with learning rate 1 and no staleness policy."""
     flags = {"optimizer": "sgd:learning_rate=1", "staleness": "none", **flags}
     more = {} if clock is None else {"clock": clock}
     return Run(resolve(flags, {}, warn=print), recorder=recorder, **more)
 
 
 def serving(*names: str, model: Model = MODEL, **settings: Any) -> Run:
-    """A run with these workers, "a" unless told otherwise, that serves zeros."""
+    """A run with these workers, by default "a", that serves zeros."""
     run = make_run(**settings)
     names = names or ("a",)
     terms = [run.hello(Greeting("r", name, 1, 1, "test", False, 0, 1, model, None, "", "", 0, "")) for name in names]
@@ -388,7 +388,7 @@ class RunDriver:
         return [shard.version for shard in self.run.content.shards.values()]
 
     def events(self, kind: str) -> list[str]:
-        """What people are told of such events."""
+        """The messages of the run's events of that kind."""
         return [event.message for event in self.run.events if event.kind == kind]
 
 

@@ -76,10 +76,10 @@ def cluster(
     seed: int = 0,
     **texts: Any,
 ) -> Cluster:
-    """Returns a cluster that begins at time 0; four workers of one second a step, whose gradients are ones.
+    """Return a cluster that begins at time 0; four workers of one second a step, whose gradients are ones.
 
-    The texts are those of a behaviour: staleness="divide", schedule="...". SGD with learning rate 1 unless told
-    otherwise.
+    The texts are those of a behaviour: staleness="divide", schedule="...". By default SGD with
+    learning rate 1.
     """
     behaviour = Behaviour.parse(protocol=protocol, **texts)
     settings = {"learning_rate": 1.0} if settings is None else settings

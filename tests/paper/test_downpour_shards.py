@@ -110,7 +110,7 @@ def test_d7_a_push_torn_by_death_is_on_some_shards_and_shows_in_the_versions():
 def test_d8_a_restarted_replica_pulls_first_and_nothing_is_applied_twice():
     plans = [
         WorkerPlan("a", fixed(1.0), dies_at=3.5),
-        # The same worker in its second life: its sequences begin anew.
+        # The same worker in its second life: its sequences restart.
         WorkerPlan("a", fixed(1.0), joins_at=5.0, incarnation=2, steps=4),
         WorkerPlan("b", fixed(1.1), steps=9),
     ]

@@ -44,7 +44,7 @@ class Mode:
 
 
 def modes(workers: int) -> Iterator[Mode]:
-    """Every value of every axis, beside the others' defaults."""
+    """Every value of every axis, with the others at their defaults."""
     yield from (Mode(policy=policy, workers=workers) for policy in POLICY_TEXTS)
     yield from (Mode(rule=rule, workers=workers) for rule in RULES)
     for protocol in PROTOCOL_TEXTS:
@@ -131,7 +131,7 @@ def test_u6_one_worker_under_every_protocol_policy_and_rule_is_the_kernel_in_a_l
 
 
 def test_u5_plain_sgd_is_the_sum_of_its_gradients_under_every_protocol():
-    """theta = theta_0 - alpha * sum of w g in any order, w the weight told in the receipt of the gradient's update."""
+    """theta = theta_0 - alpha * sum of w g in any order, w the weight in the receipt of the gradient's update."""
     for protocol in PROTOCOL_TEXTS:
         run = cluster(
             protocol, parameters=first_parameters(), workers=4, compute=noisy, settings={"learning_rate": RATE}, seed=2

@@ -171,14 +171,6 @@ def test_pairs_without_curvature_are_left_out_and_counted():
     assert all(report.pairs <= report.iteration - 1 - skipped for report in reports[skipped:])
 
 
-def test_the_history_never_grows_beyond_its_length():
-    world = VectorWorld(rosenbrock_start(10))
-    _, reports = minimise(world, rosenbrock, history=3, iterations_max=20)
-    assert max(report.pairs for report in reports) == 3
-    history = [name for name in world.servers[0].machine.names if name[1:].isdigit()]
-    assert len(history) == 6
-
-
 def test_a_direction_along_which_the_loss_does_not_fall_gives_way_to_the_gradient_and_the_history_goes():
     world = VectorWorld(rosenbrock_start(4))
     summary, _ = minimise(world, rosenbrock, iterations_max=5)

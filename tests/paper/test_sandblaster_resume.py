@@ -35,7 +35,7 @@ class Life:
         self.lives = 0
 
     def run(self, mend: Callable[[VectorWorld], None] = lambda world: None) -> Summary:
-        """Returns how the last one ended; `mend` is what happens to the world between two of them."""
+        """Return how the last one ended; `mend` is what happens to the world between two of them."""
         while True:
             self.lives += 1
             passes = Passes(self.world, rosenbrock)
@@ -183,7 +183,7 @@ def test_killed_while_it_brings_uneven_servers_together_it_goes_on_with_the_same
         assert {report.loss for report in cut.reports} <= losses, f"killed at moment {moment}"
 
 
-def test_one_that_is_over_stays_so_and_goes_on_where_more_iterations_are_asked_for():
+def test_a_finished_run_stays_finished_and_goes_on_with_more_iterations():
     whole = Life(make_world(), LbfgsSettings(iterations_max=6))
     expected = whole.run()
     world = make_world()

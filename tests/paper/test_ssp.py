@@ -33,7 +33,7 @@ def plans(speeds: Sequence[Timing], *, steps: int | None = STEPS) -> list[Worker
 
 
 def clocks_at_each_pull(run: Cluster) -> list[tuple[str, Counter[str]]]:
-    """Returns who pulled and the clocks of all that train, at each pull."""
+    """Return who pulled and the clocks of all that train, at each pull."""
     clocks = Counter({worker.worker_id: 0 for worker in run.simulation.workers})
     seen = []
     for event in run.simulation.events:
@@ -133,6 +133,6 @@ def test_r5_nobody_waits_for_a_worker_that_has_finished():
     assert run.simulation.events[-1].time == 20.0
 
 
-def test_a_worker_that_waits_is_told_whom_it_waits_for():
+def test_a_waiting_worker_knows_the_workers_that_it_waits_for():
     run = cluster("ssp:s=1", workers=plans(SPEEDS["a straggler"])).run()
     assert {event.note for event in run.events(Kind.WAIT) if event.time > 0} == {"for a"}

@@ -37,7 +37,7 @@ AT_10 = {
 
 
 def train(shard: Shard, stalenesses: Sequence[int], *, steps: int = 1, seed: int = 3) -> Floats:
-    """Pushes gradients of these stalenesses, as many times as told, and returns how far the parameters came.
+    """Push gradients of these stalenesses in each step, and return how far the parameters moved.
 
     Each comes from another worker of four; the gradients are the same for every shard of that length.
     """
@@ -157,7 +157,7 @@ def test_2_14_an_adaptive_mean_keeps_the_ratio_of_its_gradients_and_scales_the_s
 
 
 def correction(step: int) -> float:
-    """Returns what Adam's two corrections for the slots' first values come to."""
+    """Return the product of Adam's two corrections for the slots' first values."""
     return float(np.sqrt(1 - 0.999**step) / (1 - 0.9**step))
 
 

@@ -313,7 +313,7 @@ GIL_CALLS = {
 
 
 def another_thread_runs(call):
-    """Whether the call gives up the GIL: with a switch interval of an hour, another thread gets it only then."""
+    """Return whether the call gives up the GIL: with a switch interval of an hour, another thread gets it only then."""
     gate, ran = threading.Lock(), threading.Event()
     gate.acquire()
 

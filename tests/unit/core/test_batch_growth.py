@@ -30,7 +30,7 @@ def test_the_minibatch_doubles_every_so_many_epochs_up_to_its_maximum():
     assert [parse("start=10,maximum=25,every=1").size(epoch * EPOCH) for epoch in range(4)] == [10, 20, 25, 25]
 
 
-def test_the_rate_follows_the_growth_as_asked():
+def test_the_rate_follows_the_growth_by_its_lr_scaling():
     for scaling, factors in {"none": [1, 1], "sqrt": [1, 2], "linear": [1, 4]}.items():
         growth = parse(f"start=4,maximum=16,every=1,lr_scaling={scaling}")
         assert [growth.rate_factor(epoch * EPOCH) for epoch in (0, 2)] == factors, scaling

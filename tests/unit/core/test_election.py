@@ -62,7 +62,7 @@ def test_a_term_that_has_run_out_is_current_until_another_follows(election):
     election.renew(claim("b", 2), now=112.0)
 
 
-def test_nobody_is_elected_when_the_run_is_there_and_only_who_made_it_may_say_so_again(election):
+def test_nobody_is_elected_once_there_is_a_run_and_only_its_initialiser_may_retry(election):
     assert opened(election, claim("a", 1))
     election.done("r", claim("a", 1))
     assert elected(election, "b", 1, 100.0) is None

@@ -1,4 +1,4 @@
-"""The gate of steps: which calls an event wakes, and what a question that is repeated means."""
+"""The gate of steps: which calls an event wakes, and what a repeated request means."""
 
 from pyps.core.effects import NONE, Effects
 from pyps.core.pacing import StagedPacer, StepGate, TurnTaking
@@ -13,7 +13,7 @@ class Calls:
         self._wakes = {name: lambda name=name: self.woken.append(name) for name in "abcd"}
 
     def carry_out(self, effects: Effects) -> list[str]:
-        """Wakes whom it says; returns the workers that people are told of."""
+        """Wake the calls; return the workers of the notices."""
         for wake in effects.wakes:
             wake()
         return [notice.facts["worker"] for notice in effects.notices]
@@ -33,7 +33,7 @@ class Calls:
         self.carry_out(self.gate.depart(name))
 
 
-def test_only_the_worker_that_is_released_is_woken_and_a_question_repeated_is_one_question():
+def test_only_the_released_worker_is_woken_and_a_repeated_request_is_one_request():
     calls = Calls(StepGate(TurnTaking()))
     assert [calls.ask(name) for name in "abc"] == [True, False, False]
     assert not calls.ask("b")
@@ -54,7 +54,7 @@ def test_a_call_that_ended_is_not_woken_and_its_grant_is_kept():
     assert calls.ask("b")
 
 
-def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
+def test_all_waiting_calls_request_again_from_a_new_pacer_which_knows_who_computes():
     calls = Calls(StepGate(TurnTaking()))
     calls.ask("a")
     calls.ask("b")
@@ -87,7 +87,7 @@ def test_a_call_that_was_granted_its_step_and_cancelled_before_its_answer_hands_
     assert calls.ask("c")
 
 
-def test_a_call_cancelled_after_the_worker_asked_anew_changes_nothing():
+def test_a_cancelled_call_changes_nothing_once_the_worker_has_called_again():
     gate = StepGate(TurnTaking())
     first, second = (lambda: None), (lambda: None)
     assert gate.ask("a", 0, first)[0]
@@ -96,7 +96,7 @@ def test_a_call_cancelled_after_the_worker_asked_anew_changes_nothing():
     assert not gate.ask("b", 0, first)[0]
 
 
-def test_those_that_wait_are_woken_from_the_version_at_which_nobody_needs_to_ask():
+def test_waiting_calls_are_woken_at_the_version_from_which_no_request_is_needed():
     calls = Calls(StepGate(StagedPacer(TurnTaking(), None, updates=3)))
     assert [calls.ask(name) for name in "abc"] == [True, False, False]
     calls.carry_out(calls.gate.advanced(2))

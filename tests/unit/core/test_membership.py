@@ -48,7 +48,7 @@ def test_a_sign_of_life_renews_the_lease_and_one_that_was_overtaken_does_not_sho
     assert gone(members.expire(50.1)) == ["a"]
 
 
-def test_an_unknown_worker_or_process_is_told_to_say_hello(members):
+def test_an_unknown_worker_or_process_must_say_hello(members):
     with pytest.raises(UnknownWorker, match="say Hello"):
         members.heard("a", 1, now=0.0)
     members.join("a", 1, now=0.0)
@@ -165,7 +165,7 @@ def test_expected_workers_are_missing_until_they_have_pushed_or_gone():
     assert roster(members) == (["c"], 0), "once all have come nobody is missing again"
 
 
-def test_an_expected_worker_that_starts_anew_is_still_to_come():
+def test_an_expected_worker_that_restarts_is_missing_again():
     members = Membership(lease_seconds=30.0, workers_max=9, expected_workers=2)
     members.join("a", 1, now=0.0)
     members.pushed("a", 1, now=0.0)
@@ -196,7 +196,7 @@ def test_a_worker_that_others_wait_for_stalls_and_long_steps_do_not(pair):
     assert pair.roster.workers == ("a",)
 
 
-def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(pair):
+def test_a_push_or_a_pause_restarts_the_stall_time(pair):
     look(pair, "a", "b", now=100.0)
     pair.taken("b", 1, now=105.0)
     look(pair, "b", now=106.0)
@@ -211,7 +211,7 @@ def test_a_step_is_timed_until_the_next_whatever_is_pushed(pair):
     assert look(pair, now=19.0, at_steps={"a": 2}) == ["a"]
 
 
-def test_a_gate_that_holds_nobody_up_for_a_while_is_timed_anew(pair):
+def test_a_tick_without_waiting_calls_restarts_the_stall_time_of_the_gate(pair):
     for now, at_gate in ((100.0, ["c"]), (109.0, ["c"]), (109.5, []), (110.0, ["c"]), (119.0, ["c"])):
         assert look(pair, now=now, at_gate=at_gate) == []
     assert look(pair, now=120.0, at_gate=["c"]) == ["expected"]

@@ -60,7 +60,7 @@ def test_a_process_that_falls_silent_takes_its_replica_along(members: Membership
 
 
 def require_lost(members: Membership, replica: str, how: str) -> None:
-    """Each process of the replica is told, whatever it calls, which of them was lost and how."""
+    """Every call of each process of the replica must fail with the name of the lost process and how it was lost."""
     for call in (members.heard, members.pushed, members.join):
         extra = {"replica": replica, "parts": (0,)} if call == members.join else {}
         for process in (f"{replica}/0", f"{replica}/1"):
@@ -173,7 +173,7 @@ def test_a_process_that_went_for_anothers_sake_or_peoples_is_not_called_lost(mem
         require_lost(members, replica, f"'{replica}/0' {how}")
 
 
-def test_who_could_not_be_heard_is_not_silent(members: Membership) -> None:
+def test_leases_are_prolonged_by_the_time_of_a_standstill(members: Membership) -> None:
     join(members, "r", 0, 1)
     members.heard("r/0", 1, now=20.0)
 
@@ -208,7 +208,7 @@ def test_a_life_is_over_when_it_lost_a_process_left_or_was_followed(members: Mem
     assert members.is_over("r", 2)
 
 
-def test_a_worker_that_holds_all_counts_for_every_part_beside_the_processes_that_hold_one(members: Membership) -> None:
+def test_a_worker_that_holds_the_whole_model_is_active_for_every_part(members: Membership) -> None:
     join(members, "r", 0, 1)
     members.join("a", 1, now=0.0)
     push(members, "r/0", "a")
@@ -254,7 +254,7 @@ def test_expected_workers_are_replicas(members: Membership) -> None:
     assert [members.roster.missing, *(members.roster.of_part(part).missing for part in (0, 1))] == [0, 0, 0]
 
 
-def test_whom_workers_waited_for_is_not_missed_by_parts_that_come_later() -> None:
+def test_expected_workers_that_have_come_are_not_missing_for_parts_that_come_later() -> None:
     members = Membership(lease_seconds=30.0, workers_max=6, expected_workers=1)
     members.join("a", 1, now=0.0)
     push(members, "a")

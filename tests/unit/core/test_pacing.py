@@ -23,9 +23,10 @@ MAKERS: list[Callable[[], Pacer]] = [
     lambda: StagedPacer(TurnTaking(), TurnTaking(), updates=5, release_every=2),
 ]
 
-# What befalls which worker: it asks for its next step, it departs, or it comes anew with a count of its own.
+# An event of a worker: it requests its next step, departs, or restarts with a count of its own.
 happenings = st.lists(
-    st.tuples(st.sampled_from(WORKERS), st.sampled_from(["ask", "ask", "ask", "ask", "depart", "anew"])), max_size=120
+    st.tuples(st.sampled_from(WORKERS), st.sampled_from([*["ask"] * 4, "depart", "restart"])),
+    max_size=120,
 )
 
 
@@ -52,7 +53,7 @@ class World:
                 self.ask(worker_id)
 
     def ask(self, worker_id: str) -> None:
-        """Pushes where the worker computes, then asks for its next step; asks once more where it waits."""
+        """Push if the worker computes, then request its next step; repeat the request if it waits."""
         if worker_id in self.computing:
             self.computing.remove(worker_id)
             self.counts[worker_id] += 1
@@ -79,13 +80,13 @@ class World:
 
 
 def together(pacer: Pacer, quorum: int) -> Pacer:
-    """Returns the pacer, which lets nobody begin before so many have asked."""
+    """Return the pacer with a quorum."""
     pacer.quorum = quorum
     return pacer
 
 
 def arrive_all(pacer: Pacer, workers: str, clock: int = 0) -> list[str]:
-    """Returns all that were let go while these workers asked in this order."""
+    """Return the workers that were granted a step while these requested one in this order."""
     return [let_go for worker_id in workers for let_go in pacer.arrive(worker_id, clock)]
 
 
@@ -99,7 +100,7 @@ def test_turns_go_round_in_order_of_joining():
     assert "".join(turns) == "bcabcab"
 
 
-def test_one_that_departs_out_of_turn_lets_nobody_go_and_comes_again_last():
+def test_a_worker_that_departs_out_of_turn_grants_nothing_and_rejoins_last():
     pacer = TurnTaking()
     arrive_all(pacer, "abc")
     assert pacer.depart("b") == pacer.depart("unheard of") == []
@@ -118,7 +119,7 @@ def test_turns_are_exclusive_and_fair(happenings):
         had = len(world.turns)
         world.play([happening])
         assert len(world.computing) == (1 if world.computing | world.waiting else 0)
-        # One that came anew waits from now on.
+        # A worker that restarted waits from now on.
         waited = world.waiting - ({happening[0]} if happening[1] != "ask" else set())
         overtaken = {worker_id: overtaken.get(worker_id, Counter()) for worker_id in waited}
         for worker_id in waited:
@@ -138,7 +139,7 @@ def test_a_worker_proceeds_until_it_is_s_clocks_ahead_of_the_slowest():
         assert pacer.arrive("b", 1) == ["a", "b"], s
 
 
-def test_one_waits_for_all_that_are_too_far_behind():
+def test_a_worker_waits_for_all_that_are_too_far_behind():
     pacer = ClockBound(1)
     arrive_all(pacer, "abcd")
     pacer.arrive("c", 1)
@@ -146,7 +147,7 @@ def test_one_waits_for_all_that_are_too_far_behind():
     assert pacer.waiting_for("a") == ("b", "d")
 
 
-def test_one_that_joins_late_begins_at_the_present_minimum():
+def test_a_worker_that_joins_late_begins_at_the_present_minimum():
     """Whatever its own count: 0, or that of a life before."""
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
@@ -171,7 +172,7 @@ def test_a_clock_that_goes_backwards_is_refused():
     assert pacer.arrive("a", 2) == []
 
 
-def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next():
+def test_a_worker_set_aside_continues_its_step_and_joins_again_with_the_next():
     pacer = ClockBound(1)
     arrive_all(pacer, "ab")
     pacer.arrive("b", 1)
@@ -184,7 +185,7 @@ def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next():
     assert pacer.waiting_for("b") == ("a",)
 
 
-def test_one_that_began_anew_after_it_was_set_aside_joins_with_any_count():
+def test_a_worker_that_restarts_after_it_was_set_aside_joins_with_any_count():
     pacer = TurnTaking()
     arrive_all(pacer, "ab", clock=5)
     assert pacer.set_aside("a") == ["b"]
@@ -193,7 +194,7 @@ def test_one_that_began_anew_after_it_was_set_aside_joins_with_any_count():
     assert pacer.arrive("b", 6) == ["a"]
 
 
-def test_a_question_taken_back_gives_up_the_turn_and_comes_last_when_asked_again():
+def test_a_withdrawn_request_gives_up_the_turn_and_the_next_request_comes_last():
     pacer = TurnTaking()
     arrive_all(pacer, "abcd")
     assert pacer.withdraw("b") == []
@@ -202,7 +203,7 @@ def test_a_question_taken_back_gives_up_the_turn_and_comes_last_when_asked_again
     assert [pacer.arrive("c", 1), pacer.arrive("d", 1)] == [["d"], ["b"]]
 
 
-def test_a_question_taken_back_leaves_the_clock_where_it_was():
+def test_a_withdrawn_request_leaves_the_clock_unchanged():
     """Else a worker could run ahead by asking and taking back."""
     pacer = ClockBound(0)
     arrive_all(pacer, "ab")
@@ -247,7 +248,7 @@ def test_workers_are_released_one_after_the_other_in_order_of_joining():
     assert released == list("bca")
 
 
-def test_one_not_yet_released_moves_up_when_one_before_it_departs():
+def test_a_worker_not_yet_released_moves_up_when_an_earlier_one_departs():
     pacer = Release(10, 4)
     arrive_all(pacer, "abc")
     assert pacer.depart("a") == ["b"]
@@ -260,7 +261,7 @@ def test_nobody_needs_to_ask_once_all_are_released_and_one_more_would_be():
     assert [pacer.asks(version) for version in (9, 18, 21, 22)] == [True, True, True, False]
 
 
-def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_once():
+def test_a_departed_or_excused_worker_counts_once_towards_the_quorum():
     bound = together(ClockBound(0), 2)
     bound.arrive("a", 0)
     bound.depart("a")
@@ -271,7 +272,7 @@ def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_on
     assert pacer.excuse(["c"]) == ["a"]
 
 
-def test_those_that_wait_go_on_when_the_quorum_is_lowered_and_anything_happens():
+def test_waiting_workers_proceed_at_the_next_event_after_the_quorum_is_lowered():
     pacer = together(ClockBound(0), 5)
     arrive_all(pacer, "ab")
     pacer.quorum = 0
@@ -303,7 +304,7 @@ def test_clocks_are_counted_from_the_end_of_the_warm_up():
     assert pacer.arrive("b", 1) == ["a", "b"]
 
 
-def test_a_free_warm_up_asks_where_a_later_stage_must_know_who_is_there():
+def test_a_free_warm_up_requires_requests_if_a_later_stage_needs_to_know_the_workers():
     assert StagedPacer(None, ClockBound(0), updates=10).asks(0)
     assert StagedPacer(None, None, updates=10, release_every=5).asks(0)
     assert not StagedPacer(None, None, updates=10).asks(0)
@@ -315,7 +316,7 @@ def test_a_run_that_is_past_its_warm_up_is_in_its_main_stage_at_once():
     assert arrive_all(pacer, "ab") == ["a", "b"]
 
 
-def test_another_pacer_takes_over_who_waits_and_who_computes():
+def test_another_pacer_takes_over_waiting_and_computing_workers():
     turns, bound = TurnTaking(), ClockBound(0)
     arrive_all(turns, "abc")
     turns.arrive("a", 40)
@@ -325,7 +326,7 @@ def test_another_pacer_takes_over_who_waits_and_who_computes():
     assert bound.waiting_for("a") == ("b", "c")
 
 
-def test_turns_begin_when_those_that_compute_together_have_asked_again():
+def test_turns_begin_after_all_computing_workers_have_requested_a_step():
     bound, turns = ClockBound(5), TurnTaking()
     arrive_all(bound, "ab")
     assert turns.take_over(bound) == []
@@ -334,7 +335,7 @@ def test_turns_begin_when_those_that_compute_together_have_asked_again():
 
 
 def steps_together(make: Callable[[], Pacer], num_workers: int) -> int:
-    """Returns the cost of two steps of so many workers, each asking as soon as it may, and of whom they wait for."""
+    """Return the cost of two steps of so many workers, and of the questions whom they wait for."""
     pacer, names = make(), [f"{i:03}" for i in range(num_workers)]
 
     def play() -> None:

@@ -75,13 +75,13 @@ def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old(
         protocol.check(1)
 
 
-def test_the_papers_n_is_l_with_those_still_expected_and_1_where_one_computes_at_a_time():
+def test_the_papers_n_is_l_with_expected_workers_and_1_where_one_computes_at_a_time():
     splits = {text: parse(text).split(roster("a", "b", missing=2)) for text in EAGER}
     assert splits == {text: 1.0 if text == "serial" else 4.0 for text in EAGER}
     assert [protocol.split(roster("a", "b", "c")) for protocol in BARRIERS] == [1.0] * len(BARRIERS)
 
 
-def test_who_may_compute_is_judged_under_serial_and_ssp_alone_by_a_pacer_of_each_run():
+def test_serial_and_ssp_alone_have_a_pacer_and_each_run_has_its_own():
     pacers = {text: type(parse(text).pacer()) for text in (*EAGER, "ssp:s=0,strict_bsp=true")}
     judged = {"serial": TurnTaking, "ssp:s=0": ClockBound, "ssp:s=3": ClockBound}
     assert pacers == dict.fromkeys(pacers, type(None)) | judged
@@ -112,7 +112,7 @@ def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them():
     assert Softsync(1).decide(arrival("a", workers=roster_of(1), kind=PayloadKind.NOTHING)) == Acknowledge()
 
 
-def test_when_workers_go_exactly_c_of_those_that_wait_are_applied():
+def test_when_workers_leave_exactly_c_pending_gradients_are_applied():
     waiting = tuple(contribution("a", sequence=sequence) for sequence in range(3))
     due = Softsync(1).complete(Pending(waiting), version=0, roster=roster_of(2))
     assert due == Apply((Part(waiting[0], 0.5), Part(waiting[1], 0.5)))
@@ -172,7 +172,7 @@ def test_the_first_update_waits_for_all_expected_workers():
         assert workers_of(protocol.decide(arrival("b", *waiting, workers=roster("a", "b")))) == ["a", "b"], protocol
 
 
-def test_whose_gradients_are_there_is_known_through_all_that_come_and_all_changes_of_the_roster():
+def test_pending_gradients_know_their_workers_after_each_arrival_and_roster_change():
     pending, rosters = Pending(), (roster("a", "b", "c"), roster("a", "b", "c"), roster("b", "d"), Roster())
     for count, name in enumerate("bdab", start=1):
         pending.add(contribution(name))

@@ -1,4 +1,4 @@
-"""Schedules: closed forms, torch's schedulers beside them, and texts that name exactly the same schedule."""
+"""Schedules: closed forms, comparison with torch's schedulers, and texts that name exactly the same schedule."""
 
 import pytest
 import torch

@@ -84,7 +84,7 @@ def test_a_provisional_rate_holds_for_its_push_until_a_rate_is_set_and_is_logged
     assert logged[3].momentum is None and not any(gradient.provisional for gradient in logged)
 
 
-def test_a_provisional_rate_leaves_alone_what_the_servers_are_told_to_go_by():
+def test_a_provisional_rate_changes_neither_a_configured_rate_nor_a_schedule():
     shard = make_shard([0.0])
     shard.configure(learning_rate=0.25, roster=roster())
     scheduled = make_shard([0.0], behaviour=make_behaviour(rate_schedule="step:every=9,factor=0.5"))
@@ -139,20 +139,20 @@ def test_a_policy_that_scales_the_whole_update_shows_in_receipt_and_parameters()
 def test_a_push_is_clipped_to_the_norm_that_it_has_or_to_a_larger_one_that_its_worker_tells():
     """The norm of all shards of a push is its worker's to tell; too small a one does not evade the clipping."""
     shard = make_shard([0.0, 0.0])
-    for place, (clip_norm, told, weight) in enumerate(
+    for place, (clip_norm, reported, weight) in enumerate(
         ((1.0, 0.0, 0.2), (5.0, 0.0, 1.0), (5.0, 10.0, 0.5), (1.0, 0.1, 0.2))
     ):
         shard.configure(behaviour=make_behaviour(clip_norm=clip_norm), roster=roster())
         before = pull(shard)[1]
-        receipt = push(shard, [3.0, 4.0], sequence=place, norm=told)
-        assert receipt.weight == pytest.approx(weight), (clip_norm, told)
+        receipt = push(shard, [3.0, 4.0], sequence=place, norm=reported)
+        assert receipt.weight == pytest.approx(weight), (clip_norm, reported)
         assert (before - pull(shard)[1]).tolist() == pytest.approx([3.0 * weight, 4.0 * weight], rel=1e-6)
 
 
 # A behaviour and a base rate may be replaced while the shard runs; what waits for a protocol that goes is settled.
 
 
-def test_what_waits_becomes_one_update_of_the_old_protocols_kind():
+def test_pending_gradients_become_one_update_of_the_old_protocol():
     for protocol, moved in {
         "softsync:n=1": -2.0,
         "hardsync:weighting=equal": -2.0,
@@ -168,7 +168,7 @@ def test_what_waits_becomes_one_update_of_the_old_protocols_kind():
         assert pull(shard)[1].tolist() == [moved], protocol
 
 
-def test_what_waits_is_settled_at_the_old_rate_and_schedule_and_its_workers_go_on():
+def test_pending_gradients_are_settled_at_the_old_rate_and_schedule_and_wake_their_workers():
     old = make_behaviour("hardsync", rate_schedule="step:every=1000,factor=0.5")
     shard = make_shard([0.0], behaviour=old, version=1000)
     calls: list[int] = []

@@ -34,7 +34,7 @@ BEHAVIOURS = {
 
 
 class Scenario:
-    """Pushes of all kinds, with rosters, behaviours and rates that change, drawn from a seed."""
+    """Push of all kinds, with rosters, behaviours and rates that change, drawn from a seed."""
 
     def __init__(self, shard: Shard, seed: int) -> None:
         self.shard = shard

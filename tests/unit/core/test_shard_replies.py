@@ -59,7 +59,7 @@ def exchange(
 
 
 def volatile(values: npt.ArrayLike, **fields: object) -> tuple[Gradient, Floats]:
-    """Returns a gradient in memory that its worker can still write, and that memory."""
+    """Return a gradient in memory that its worker can still write, and that memory."""
     memory = np.array(values, np.float32)
     return gradient(memory, **{"payload": memory.view(np.uint8).data, "volatile": True, **fields}), memory
 
@@ -92,7 +92,7 @@ def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_wou
             np.testing.assert_array_equal(parameters, pull(alone)[1])
 
 
-def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet():
+def test_a_push_of_nothing_brings_back_newer_parameters():
     shard = make_shard([1, 2])
     assert not exchange(shard, nothing(), held_version=0).came
     push(shard, [1, 1], worker_id="b")

@@ -13,14 +13,14 @@ def hardsync(**fields: object) -> Shard:
     return make_shard([0.0], protocol="hardsync", **fields)  # type: ignore[arg-type]
 
 
-def test_a_receipt_names_eight_of_those_waited_for_at_most():
+def test_a_receipt_names_at_most_eight_awaited_workers():
     shard = hardsync()
     receipt = push(shard, [1.0], worker_id="w00", workers=roster_of(20))
     assert receipt.waiting_for == tuple(f"w{index:02d}" for index in range(1, 9))
     assert shard.waiting_for(roster_of(20)) == tuple(f"w{index:02d}" for index in range(1, 20))
 
 
-def test_a_late_gradient_is_refused_for_good_and_its_worker_told_to_pull():
+def test_a_late_gradient_is_refused_and_so_is_its_retry():
     for protocol, policy, reason, words in (
         ("hardsync", "none", Reason.STALE, "present version 3"),
         ("backup:b=1", "none", Reason.DROPPED, ""),
@@ -46,7 +46,7 @@ def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known
     assert (shard.num_pending, pull(shard)[1].tolist()) == (0, [-2.0])
 
 
-def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it():
+def test_a_round_is_completed_without_a_dead_worker_and_wakes_waiting_calls():
     shard = hardsync()
     calls: list[int] = []
     push(shard, [1.0], workers=THREE)
@@ -68,7 +68,7 @@ def test_softsync_makes_several_updates_at_once_when_many_workers_go():
     assert [waiting.gradient.sequence for waiting in shard.state().pending] == [4]
 
 
-def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier():
+def test_a_finished_shard_completes_no_round_and_wakes_waiting_calls():
     shard = hardsync()
     calls: list[int] = []
     push(shard, [1.0], workers=TWO)
@@ -99,7 +99,7 @@ def test_without_a_barrier_nothing_is_answered_and_makes_no_update():
         assert shard.push(nothing(example_count=8), roster=TWO).receipt.duplicate, protocol
 
 
-def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already():
+def test_a_round_survives_a_restore_and_takes_no_second_gradient_of_a_worker():
     shard = hardsync()
     push(shard, [1.0], workers=TWO)
     later = restored(shard, shard.state(), epoch=1)

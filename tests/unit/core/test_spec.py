@@ -4,11 +4,8 @@ import pytest
 
 from pyps.core import protocols, spec, staleness
 from pyps.core.behaviour import Behaviour
-from pyps.core.protocols.asynchronous import Async, Softsync
-from pyps.core.protocols.barrier import Hardsync
+from pyps.core.protocols.asynchronous import Softsync
 from pyps.core.protocols.paced import Ssp
-from pyps.core.staleness import Divide
-from pyps.core.warmup import Staged
 from shards import refusal
 
 
@@ -82,14 +79,6 @@ def test_its_texts_make_an_equal_behaviour_that_cannot_be_changed():
         behaviour.clip_norm = 1.0  # type: ignore[misc]
     # Other words make no other behaviour, so that nothing is settled in vain.
     assert Behaviour.parse(protocol="hybrid") == Behaviour.parse(protocol="bsp")
-
-
-def test_a_warm_up_is_a_stage_of_the_protocol():
-    behaviour = Behaviour.parse(protocol="async", warmup="updates=20,protocol=hardsync", staleness="divide")
-    staged = behaviour.aggregation
-    assert isinstance(staged, Staged)
-    assert (staged.at(19), staged.at(20), behaviour.staleness) == (Hardsync(), Async(), Divide())
-    assert staged.text == "async after updates=20,protocol=hardsync"
 
 
 def test_a_wrong_text_of_a_behaviour_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""What a coordinator asks for beyond the memory is refused with settings that then fit."""
+"""A plan that needs more than the memory is refused with settings that fit."""
 
 import math
 import re

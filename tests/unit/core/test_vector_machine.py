@@ -74,7 +74,7 @@ def test_a_norm_of_nan_is_nan_whichever_shard_has_it(driver):
         vectors.arrays["x"][0] = 0.0
 
 
-def test_move_writes_the_parameters_as_one_update_of_every_shard_and_wakes_who_waits_for_it():
+def test_move_writes_the_parameters_as_one_update_of_every_shard_and_wakes_waiting_calls():
     driver = make_machine(numbers(1))
     x, d = made(driver, "xd")
     woken = []
@@ -162,7 +162,7 @@ def test_a_program_with_one_impossible_instruction_changes_nothing(driver):
     assert driver.execute(I(O.NORM1, left="x")) == [SIZE]
 
 
-def test_a_program_sees_the_vectors_that_it_made_and_not_those_that_it_dropped(driver):
+def test_a_program_sees_vectors_that_it_made_and_none_that_it_dropped(driver):
     driver.make("x", np.ones(SIZE))
     assert driver.execute(I(O.ALLOC, target="q"), I(O.COPY, target="q", left="x"), I(O.NORM1, left="q")) == [SIZE]
     push = I(O.PUSH_HISTORY, left="x", right="q")

@@ -21,7 +21,7 @@ def staged(warmup: str, protocol: str = "async", staleness: str = "none") -> Beh
     return Behaviour.parse(protocol=protocol, warmup=warmup, staleness=staleness)
 
 
-def test_every_protocol_may_follow_on_a_warm_up_and_those_without_a_barrier_be_entered_one_after_the_other():
+def test_every_protocol_may_follow_a_warm_up_and_without_a_barrier_also_release_workers_one_by_one():
     cases = [*product([*MAINS, *BARRIERS], ("",)), *product(MAINS, (",release_every=3",))]
     for (main, release), warmup in product(cases, ("serial", "hardsync")):
         text = f"updates=5,protocol={warmup}{release}"
@@ -29,7 +29,7 @@ def test_every_protocol_may_follow_on_a_warm_up_and_those_without_a_barrier_be_e
         assert [run.steps(worker_id) for worker_id in "abc"] == [15, 15, 15], (main, text)
 
 
-def test_a_barrier_cannot_be_entered_one_after_the_other():
+def test_a_barrier_cannot_release_workers_one_by_one():
     """Those let in would wait for those that are not, and these for their updates."""
     for main in BARRIERS:
         words = f"lets the workers in one after the other, and {main} waits for the gradients of the others"
@@ -96,6 +96,7 @@ def test_steps_are_granted_where_a_stage_or_the_release_asks_for_it_and_a_barrie
 
 def test_the_main_protocol_says_the_rest():
     aggregation = staged("updates=5", "asgd:accumulate=4").aggregation
+    assert aggregation.text == "asgd:accumulate=4 after updates=5"
     assert (aggregation.whole_model, aggregation.accumulate, aggregation.barrier) == (True, 4, False)
     assert staged("updates=5", "softsync:n=3").aggregation.warnings(4) == (
         "softsync:n=3 with 4 workers makes an update of every gradient, so the effective n is 4",
