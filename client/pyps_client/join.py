@@ -453,7 +453,7 @@ def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec
         if codec not in theirs:
             shared = ", ".join(mine.name for mine in CODECS.values() if mine in theirs) or "none of them"
             raise InvalidArgument(
-                f"{connection.name} ({reply.software}) does not know codec {codec.name}, in which {what} are to travel "
+                f"{connection.name} ({reply.software}) does not know codec {codec.name}, in which {what} are sent "
                 f"({setting}, or the argument for it). This worker knows {', '.join(codec_names())}; the server "
                 f"{shared} of these: choose one that both know, or install one version of pyps on both."
             )

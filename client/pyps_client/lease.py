@@ -84,7 +84,7 @@ class Lease:
         threading.Thread(target=self._keep, args=arguments, name="pyps-heartbeat", daemon=True).start()
 
     def watch(self) -> None:
-        """Let a process of a replica leave at SIGTERM even amid a collective call."""
+        """Let a process of a replica leave at SIGTERM even during a collective call."""
         if self._peers.count > 1:
             leave.watch(self)
 
@@ -134,7 +134,7 @@ class Lease:
     def terminate(self, error: BaseException) -> None:
         """Leave, and end the process, whose main thread does not come back."""
         self.leave(*leave.cause_of(error))
-        leave.end_process(f"ended by {error} amid a call that did not return", leave.STATUS)
+        leave.end_process(f"ended by {error} during a call that did not return", leave.STATUS)
 
     def end(self) -> list[Connection]:
         """End the heartbeats; return the worker's connections."""

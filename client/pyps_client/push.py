@@ -180,7 +180,11 @@ class Pushes:
         base = self._holdings.versions if plan.base_versions is None else plan.base_versions
         newest = base if plan.newest_base_versions is None else plan.newest_base_versions
         if base is not newest or len(base) != self._num_shards or min(base.values()) < 0:
-            check_bases(partition, base, newest)
+            for shard in partition.shards:
+                if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
+                    raise InvalidArgument(
+                        f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held."
+                    )
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
         sequence = next(self._sequences)
         if self._codec.dtype is None:
@@ -506,14 +510,6 @@ def norm_of(
         values = encoder.codec.decode(encoder.payload(pushed, shard, extents), pushed.size).astype(np.float64)
         total += float(values @ values)
     return math.sqrt(total)
-
-
-def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[int, int]) -> None:
-    for shard in partition.shards:
-        if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
-            raise InvalidArgument(
-                f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held."
-            )
 
 
 def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents | None:

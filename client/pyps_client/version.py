@@ -1,4 +1,4 @@
-"""This software's name and version, as told to servers."""
+"""This software's name and version, which servers log."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@
     │   │   └── NoRoom                                   for as long as things stand: waiting does not help
     │   ├── SettingsChanged         FAILED_PRECONDITION  optimizer settings changed after the start
     │   └── ForkedClient            FAILED_PRECONDITION  a client used in a forked child
-    ├── ConnectionFailed            UNAVAILABLE          see to the servers or the way to them, then start again
+    ├── ConnectionFailed            UNAVAILABLE          see to the servers or the network, then start again
     │   ├── ServerUnavailable       UNAVAILABLE          the server cannot be reached
     │   ├── WaitTimedOut            DEADLINE_EXCEEDED    what was waited for did not come in time
     │   ├── NotInitialized          FAILED_PRECONDITION  the server holds no parameters yet
@@ -114,7 +114,7 @@ class LimitExceeded(ConfigurationError):
 
 
 class NoRoom(LimitExceeded):
-    """Raised where a server has no memory for what is to stay there. Waiting does not help; the message says what."""
+    """Raised where a server has no memory for data that must stay. Waiting does not help; the message names it."""
 
 
 class SettingsChanged(ConfigurationError):
@@ -126,7 +126,7 @@ class ForkedClient(ConfigurationError):
 
 
 class ConnectionFailed(PypsError):
-    """The servers, or the way to them, are not what training needs now. See to them, then start again."""
+    """The servers or the network cannot be used for training now. See to them, then start again."""
 
     status = "UNAVAILABLE"
 
@@ -136,13 +136,13 @@ class ServerUnavailable(ConnectionFailed):
 
 
 class WaitTimedOut(ConnectionFailed):
-    """Raised when a wait ended at its deadline; the message says for whom. Look there, or wait longer."""
+    """Raised when a wait ended at its deadline; the message says for whom or what. Look there, or wait longer."""
 
     status = "DEADLINE_EXCEEDED"
 
 
 class NotInitialized(ConnectionFailed):
-    """Raised when a server without parameters is asked for them. Start a worker, or wait until one did."""
+    """Raised when a server has no parameters yet. Start a worker, or wait until one has sent them."""
 
     status = "FAILED_PRECONDITION"
 
@@ -154,13 +154,13 @@ class UnknownWorker(ConnectionFailed):
 
 
 class RunEnded(PypsError):
-    """This worker's part in the run is over, whatever it tries. Leave the loop."""
+    """This worker can no longer train in the run. Leave the loop."""
 
     status = "FAILED_PRECONDITION"
 
 
 class RunFinished(RunEnded):
-    """Raised when a finished run is asked for more training. Leave the loop; the parameters can be pulled."""
+    """Raised when a run is finished and takes no more gradients. Leave the loop; the parameters can be pulled."""
 
 
 class Superseded(RunEnded):

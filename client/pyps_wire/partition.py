@@ -373,27 +373,26 @@ def check_whole(tensors: Iterable[Tensor]) -> None:
         if tensor.whole_shape:
             blocks.setdefault(tensor.name, []).append(tensor)
     for name, of_tensor in blocks.items():
-        _check_tensor(name, of_tensor)
-
-
-def _check_tensor(name: str, blocks: Sequence[Tensor]) -> None:
-    if len(blocks) > BLOCKS_MAX:
-        raise InvalidArgument(f"tensor {name!r} is split into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
-    a = blocks[0]
-    other = next((b for b in blocks if b.whole_shape != a.whole_shape), None)
-    if other is not None:
-        raise InvalidArgument(
-            f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {other.whole_shape} in part {other.part}"
-        )
-    pair = first_overlap(blocks)
-    if pair is not None:
-        a, b = sorted(pair, key=lambda block: block.part)
-        raise InvalidArgument(
-            f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
-            f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
-        )
-    if words := lack(blocks, a.whole_shape):
-        raise InvalidArgument(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words} numbers")
+        if len(of_tensor) > BLOCKS_MAX:
+            raise InvalidArgument(
+                f"tensor {name!r} is split into {len(of_tensor)} blocks; at most {BLOCKS_MAX} are allowed"
+            )
+        a = of_tensor[0]
+        other = next((b for b in of_tensor if b.whole_shape != a.whole_shape), None)
+        if other is not None:
+            raise InvalidArgument(
+                f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {other.whole_shape} in part "
+                f"{other.part}"
+            )
+        pair = first_overlap(of_tensor)
+        if pair is not None:
+            a, b = sorted(pair, key=lambda block: block.part)
+            raise InvalidArgument(
+                f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
+                f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
+            )
+        if words := lack(of_tensor, a.whole_shape):
+            raise InvalidArgument(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words} numbers")
 
 
 def _place(tensor: Tensor) -> str:

@@ -196,7 +196,9 @@ class SharedMemoryLink(Transport):
             if len(data) >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(data)
                 if length > REPLY_BYTES_MAX:
-                    raise LocalLost(f"the server's answer is to have {length} bytes, {REPLY_BYTES_MAX} at most")
+                    raise LocalLost(
+                        f"the server announced an answer of {length} bytes; at most {REPLY_BYTES_MAX} are allowed"
+                    )
                 num_bytes = _LENGTH.size + length
         try:
             reply = LocalReply.FromString(data[_LENGTH.size :])

@@ -107,7 +107,7 @@ def test_silence_is_a_loss(ends):
 
 @pytest.mark.parametrize(
     ("begun", "words"),
-    [(b"\x05\0", "within the call's deadline"), (LENGTH.pack(2**32 - 1), "to have 4294967295 bytes")],
+    [(b"\x05\0", "within the call's deadline"), (LENGTH.pack(2**32 - 1), "an answer of 4294967295 bytes")],
 )
 def test_an_answer_has_deadline_and_bound(ends, begun, words):
     link, far = ends
