@@ -14,12 +14,16 @@ Read `shard.py` first; it uses the others in this order:
     update.py        one update of the parameters
     rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin
     recorder.py      the events of a shard, for an update log
-    store.py         what rounds, services and storage know of a shard, so that there may be other kinds of stores
-    arrays.py        float32 arrays as the kernels like them
-    spec.py          behaviours picked by a line of text
+    store.py         the interface of a shard to rounds, services, storage and the simulator
+    arrays.py        float32 arrays for the kernels
+    spec.py          settings as a line of text
 
-For the whole server: `membership.py` (who lives, is active and holds others up; `replicas.py`: the lives of workers of
-several processes), `election.py` (who initialises), `pacing.py` (who may begin a step, and the calls that wait for it),
-`effects.py` (what a change requires), `bounds.py` (how far workers may set what moves the parameters), `vectors/`
-(vectors on the shards, and programs on them).
+For the whole server:
+
+    membership.py    which workers live, are active, or delay others (replicas.py: workers of several processes)
+    election.py      which worker initialises
+    pacing.py        which worker may begin a step, and the calls that wait for it
+    effects.py       the effects of an event
+    bounds.py        limits of rates, momenta and pushes
+    vectors/         vectors on the shards, and programs on them
 """

@@ -96,10 +96,7 @@ class Behaviour:
         return self.batch_growth is not None or any(term.epoch_examples for term in self.schedule.terms)
 
     def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None, shard_length: int) -> Weighing:
-        """Return the weighing that clips a push; `norm` is the push's, None where it is not known yet.
-
-        The gradient itself is scaled, as by torch.nn.utils.clip_grad_norm_, not the step.
-        """
+        # The gradient itself is scaled, as by torch.nn.utils.clip_grad_norm_, not the step.
         norm = norm_of(gradient, shard_length) if norm is None else norm
         if norm <= self.clip_norm:
             return weighing

@@ -1,4 +1,4 @@
-"""The operator's bounds on what workers and commands may set while a run trains."""
+"""The operator's limits for the rates, momenta and pushes of workers and commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of a run: who has joined, who is alive, who is active in rounds, and who holds others up."""
+"""The workers of a run: which have joined, are alive, are active in rounds, or delay others."""
 
 from __future__ import annotations
 

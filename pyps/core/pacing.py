@@ -157,7 +157,7 @@ class Pacer(ABC):
         return True
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
-        """Return the workers that one waits for, ascending; () if it does not wait, or waits for the quorum."""
+        """Return the workers that this one waits for, ascending; () if it does not wait, or waits for the quorum."""
         return tuple(sorted(self.waited_for([worker_id])))
 
     def waited_for(self, worker_ids: Iterable[str]) -> set[str]:

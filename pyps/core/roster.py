@@ -100,7 +100,7 @@ class Expectation:
 
 
 def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
-    """Return the run's roster with those of the parts, where workers are replicas or hold parts of the model."""
+    """Return the run's roster, with the rosters of the parts of the model."""
     entries = list(entries)
     by_part: dict[int, list[Entry]] = {REST: []}
     for entry in entries:

@@ -86,7 +86,7 @@ class BoundRule:
         *,
         sign: float = 1.0,
     ) -> None:
-        """`sign` multiplies what is pushed to make a gradient of it."""
+        """`sign` is -1 where pushes hold the opposite of a gradient: deltas, and moves of buffers."""
         kernel = _kernels.ShardKernel(rule.name, parameters, slots)
         self.length = parameters.size
         self.sign = sign

@@ -270,7 +270,7 @@ class Shard:
         return self._ledger.num_bytes
 
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
-        """Return the workers for whose gradients the present round waits, ascending."""
+        """Return the workers whose gradients the present round waits for, ascending."""
         with self._lock:
             return self.behaviour.aggregation.at(self.version).waiting_for(self._pending, roster)
 
@@ -294,7 +294,7 @@ class Shard:
         return cancel
 
     def finish(self) -> None:
-        """Refuse new pushes from now on; pending gradients are never applied. Pulls and repeated answers go on."""
+        """Refuse new pushes from now on; pending gradients are never applied. Pulls and retries are still answered."""
         with self._lock:
             self.finished = True
             parked = self._parked.take_all()
@@ -445,7 +445,7 @@ class Shard:
     def _apply(
         self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None
     ) -> tuple[Update, int]:
-        """Make an update; return it, and how many numbers were left out as no longer finite."""
+        """Make an update; return it, and how many numbers were left out because they were no longer finite."""
         left_out = apply_update(
             self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply
         )

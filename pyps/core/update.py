@@ -41,16 +41,16 @@ def apply_update(
     update_scale: float = 1.0,
     reply: Reply | None = None,
 ) -> int:
-    """Apply the parts to the rule's shard as one update; return how many numbers of volatile gradients were left out.
+    """Apply the parts to the rule's shard as one update, and write the new parameters to `reply` too.
 
-    Those are no longer finite. `rate` is the learning rate after schedules and before any staleness; `update_scale`
-    shortens the update as a whole, in addition to each gradient's own staleness; `version` is the number of updates
-    before this one. The new parameters are written to `reply` too.
+    `rate` is the learning rate after schedules and before any staleness; `update_scale` shortens the update as a whole,
+    in addition to each gradient's own staleness; `version` is the number of updates before this one. Return how many
+    numbers of volatile gradients were left out because they were no longer finite.
     """
     if len(parts) == 1 and parts[0].share == 1.0:
         gradient, _, weighing = parts[0].contribution
         if not gradient.extents and gradient.kind != PayloadKind.NOTHING:
-            # Most pushes. Equal, to the bit, to what the general path makes of it.
+            # Most pushes. The general path below gives the same bits.
             factor = rule.sign * weighing.weight
             if rule.adaptive:
                 rate *= weighing.rate_scale * update_scale

@@ -78,7 +78,7 @@ class Barrier(Aggregation):
         return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        """Return whether a round with so many gradients, while so many active workers have none in it, is complete."""
+        """Return whether a round of `num_gathered` gradients, without those of `num_late` workers, is complete."""
         return num_late == 0
 
     @abstractmethod

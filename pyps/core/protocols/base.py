@@ -17,7 +17,7 @@ from pyps.core.staleness import Weighing
 
 
 class Aggregation(ABC):
-    """Decides what becomes of each gradient that arrives.
+    """Decides on each gradient that arrives.
 
     A protocol is a frozen dataclass whose fields are its settings. It holds no state and serves all shards at once:
     each shard keeps its pending gradients. `decide`, `complete` and `settle` are called under a shard's lock, from many

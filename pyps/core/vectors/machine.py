@@ -253,8 +253,8 @@ class VectorMachine:
     def execute(self, program: Program, *, run_all: RunAll = in_sequence, secret: Secret = b"") -> Results:
         """Execute a program on all shards; return the sums of their answers, added in the order of the shards.
 
-        A retry of the last program gets its answer; a program that commits an earlier iteration is not executed. One
-        that changes what a checkpoint keeps waits while a checkpoint is copied.
+        A retry of the last program gets its answer. A program that commits an earlier iteration is not executed. A
+        program that changes what a checkpoint keeps waits while a checkpoint is copied.
 
         Raises:
             InvalidArgument: An instruction cannot be executed; none was.
@@ -283,7 +283,7 @@ class VectorMachine:
         return self._durable
 
     def state(self) -> MachineState:
-        """Return what a checkpoint keeps, without the vectors. Call it within `durable`."""
+        """Return the state for a checkpoint, without the vectors. Call it within `durable`."""
         table = self._table
         names = frozenset(table.kept) | (table.names & {POINT})
         return MachineState(self.coordinator_epoch, self.iteration, self.text, replace(table, names=names))
