@@ -489,6 +489,10 @@ def status_of(server: AnyServer) -> pb.Status:
     return status
 
 
+def memory_in_flight(server: AnyServer) -> int:
+    return int(inspect(server.control, "GetMemory").in_flight_bytes)
+
+
 def configure(server: AnyServer, **fields: object) -> pb.ConfigureReply:
     return inspect(server.control, "Configure", pb.ConfigureRequest(**fields))  # type: ignore[arg-type]
 

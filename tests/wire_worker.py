@@ -36,6 +36,7 @@ from support import DEADLINE_SECONDS, AnyServer
 
 T = TypeVar("T")
 
+HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 SMALL = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (7,))))
 _INCARNATIONS = itertools.count(time.time_ns())
 

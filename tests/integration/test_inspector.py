@@ -5,7 +5,6 @@ import socket
 import zlib
 from collections.abc import Iterator
 from threading import Event, Thread
-from typing import Any
 
 import grpc
 import numpy as np
@@ -16,7 +15,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, inspect, wait_until, workers_of
+from support import AnyServer, inspect, status_of, wait_until, workers_of
 from wire_worker import WireWorker, values_of
 
 MODEL = Model((Tensor("first", (40, 50)), Tensor("last", (3,)), Tensor("scalar", ())), shard_size=1008)
@@ -24,7 +23,7 @@ MODEL = Model((Tensor("first", (40, 50)), Tensor("last", (3,)), Tensor("scalar",
 
 def test_status_tells_what_is_in_force_and_what_happened(start_server):
     server = start_server("--staleness", "divide")
-    empty = inspect(server.control, "GetStatus")
+    empty = status_of(server)
     assert (empty.state, empty.num_shards, empty.last_update_seconds) == (common.RUN_STATE_EMPTY, 0, -1)
     assert (empty.data_address, empty.control_address, empty.metrics_address) == (
         *(server.data, server.control, server.metrics),
@@ -33,7 +32,7 @@ def test_status_tells_what_is_in_force_and_what_happened(start_server):
         worker.join(value=5.0)
         first = worker.push_request(1.0, example_count=3)
         worker.push(first, first, worker.push_request(1.0), worker.push_request(float("nan")))
-        status = inspect(server.control, "GetStatus")
+        status = status_of(server)
     assert (status.state, status.run_id, status.epoch) == (common.RUN_STATE_READY, "run-1", 0)
     assert (status.protocol, status.staleness, status.optimizer.rule) == ("async", "divide", "sgd")
     assert (status.num_shards, status.num_parameters, status.model_parameters) == (1, 37, 37)
@@ -117,7 +116,7 @@ def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_se
     tally = everybody.tally
     assert (tally.pushes_applied, tally.staleness_mean, tally.staleness_max, tally.updates) == (3, 1.0, 2, 3)
     assert tally.step_lost == pytest.approx(1 - (1 + 1 + 1 / 2) / 3)
-    assert (of_shard, status(server).tally, shard.tally, shard.examples) == (everybody, tally, tally, 3)
+    assert (of_shard, status_of(server).tally, shard.tally, shard.examples) == (everybody, tally, tally, 3)
     assert [bucket.staleness for bucket in only_b.buckets] == [1, 2]
     assert (of_b, of_b.step_lost) == (only_b.tally, 0.25)
     assert elsewhere == pb.StalenessHistogram(tally=pb.Tally(rate_scale_mean=1.0))
@@ -188,16 +187,8 @@ def test_calls_that_change_the_server_are_taken_from_its_own_machine_only(start_
 # A run that is changed while it goes on, and looked at while its workers wait for each other.
 
 
-def configure(server: AnyServer, **changes: Any) -> pb.ConfigureReply:
-    return inspect(server.control, "Configure", pb.ConfigureRequest(**changes))
-
-
 def events(server: AnyServer, **wanted: int) -> pb.ListEventsReply:
     return inspect(server.control, "ListEvents", pb.ListEventsRequest(**wanted))
-
-
-def status(server: AnyServer) -> pb.Status:
-    return inspect(server.control, "GetStatus")
 
 
 def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server):
@@ -206,14 +197,14 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server):
         for worker in (a, b):
             worker.join()
             worker.push(worker.push_request(1.0))
-        assert status(server).roster == ["a", "b"]
+        assert status_of(server).roster == ["a", "b"]
         receipt = a.push(a.push_request(1.0, base_version=1))[0]
         assert (receipt.min_version, list(receipt.waiting_for)) == (2, ["b"])
         want = wire.PullRequest.Want(shard_id=0, held_version=1, min_version=2)
         pull = Thread(target=a.pull, args=([want],), kwargs={"wait_seconds": 15.0})
         pull.start()
         wait_until(lambda: workers_of(server.control)["a"].waits_for == ["b"], what="the wait")
-        (reason,) = status(server).waiting_for
+        (reason,) = status_of(server).waiting_for
         assert "b" in reason
         assert inspect(server.control, "ListShards").shards[0].waiting_for == ["b"]
         b.push(b.push_request(1.0, base_version=1))
@@ -224,11 +215,11 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server):
         )
         assert [worker.worker_id for worker in told] == ["a"]
         assert not workers_of(server.control)["a"].waits_for
-        assert status(server).tally.blocked_seconds == told[0].tally.blocked_seconds
+        assert status_of(server).tally.blocked_seconds == told[0].tally.blocked_seconds
         b.leave()
         after = workers_of(server.control)
     assert (after["a"].counts, after["b"].counts) == (True, False)
-    assert status(server).roster == ["a"]
+    assert status_of(server).roster == ["a"]
 
 
 def test_events_come_oldest_first_and_go_on_after_a_number(start_server):
@@ -259,10 +250,10 @@ def test_a_warm_up_and_a_growing_minibatch_are_told(start_server):
     )
     with WireWorker(server.data) as worker:
         worker.join()
-        warming = status(server)
+        warming = status_of(server)
         for version in range(2):
             worker.push(worker.push_request(1.0, base_version=version, example_count=5))
-        warm = status(server)
+        warm = status_of(server)
     assert (warming.protocol, warming.warming_up, warm.warming_up) == ("softsync:n=2", True, False)
     assert "updates=2" in warm.warmup and warm.warmup == warming.warmup
     assert (warming.batch_size, warm.batch_size) == (8, 16)

@@ -10,9 +10,7 @@ from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
 from support import events_of, inspect, status_of, wait_for_event, wait_until
-from wire_worker import QUICK_LEASES, WireWorker, at_once, beating, crew, parked_pull, values_of
-
-HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
+from wire_worker import HARDSYNC, QUICK_LEASES, WireWorker, at_once, beating, crew, parked_pull, values_of
 
 
 def test_a_worker_that_dies_inside_a_round_holds_the_others_up_for_its_lease_at_most(start_server):

@@ -11,13 +11,12 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
 from pyps_wire.inspector_pb2 import ConfigureRequest
 from pyps_wire.partition import Model, Tensor
-from support import inspect, status_of, wait_until
+from support import inspect, memory_in_flight, status_of, wait_until
 from wire_worker import WireWorker, at_once, crew, refusal_of, values_of
 
 # Four shards of a megabyte each: their work is done on threads.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)
 TWO_SMALL = Model((Tensor("x", (32,)),), shard_size=16)
-HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 
 
 class Exchange:
@@ -37,10 +36,6 @@ class Exchange:
     def end(self) -> list[wire.ExchangeReply]:
         self._requests.put(None)
         return list(self.replies)
-
-
-def memory_in_flight(server) -> int:
-    return int(inspect(server.control, "GetMemory").in_flight_bytes)
 
 
 @pytest.mark.parametrize("model", [TWO_SMALL, LARGE], ids=["small", "large"])

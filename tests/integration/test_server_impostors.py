@@ -15,7 +15,7 @@ from pyps_client import NameHeld, NotAllowed
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire import vector_machine_pb2, work_pb2
-from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.contract import PROTOCOL_VERSION, stub_of
 from support import DEADLINE_SECONDS, ServerThread, events_of, inspect, wait_until, workers_of
 from wire_worker import QUICK_LEASES, SMALL, LocalSocket, LocalWorker, WireWorker, crew, refusal_of, sgd, values_of
 
@@ -61,12 +61,7 @@ def workers_calls() -> Iterator[Any]:
 
 def ask(channel: grpc.Channel, method: Any, sender: common.Sender, fields: Mapping[str, Any]) -> list[Message]:
     request = method.input_type._concrete_class(sender=sender, **fields)
-    kinds = ["stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming)]
-    call = getattr(channel, "_".join(kinds))(
-        f"/{method.containing_service.full_name}/{method.name}",
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=method.output_type._concrete_class.FromString,
-    )
+    call = getattr(stub_of(method.containing_service.full_name, channel), method.name)
     answer = call(iter([request]) if method.client_streaming else request, timeout=DEADLINE_SECONDS)
     return list(answer) if method.server_streaming else [answer]
 

@@ -7,6 +7,8 @@ import socket
 import threading
 import urllib.request
 
+import grpc
+
 from client_support import Clock, make_client
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
@@ -80,14 +82,22 @@ def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start
         assert "Traceback" not in server.output()
 
 
+# More than the buffers between server and worker ever take.
+HUGE = Model((Tensor("x", (16_000_000,)),))
+
+
+def unread_pull(worker: WireWorker) -> grpc.Call:
+    """Begin a run and a pull that nobody reads, which holds up the drain."""
+    worker.join()
+    pull = worker.stub.Pull(wire.PullRequest(sender=worker.sender, role=common.ROLE_OBSERVER), timeout=100)
+    assert next(pull).version == 0
+    return pull
+
+
 def test_the_first_signal_does_not_cut_an_end_short_that_began_before(start_server_process):
     server = start_server_process("--drain-seconds", "100", "--exit-when", "gone")
-    model = Model((Tensor("x", (16_000_000,)),))
-    with WireWorker(server.data, model=model) as worker:
-        worker.join()
-        # A pull that nobody reads holds up the drain.
-        pull = worker.stub.Pull(wire.PullRequest(sender=worker.sender, role=common.ROLE_OBSERVER), timeout=100)
-        assert next(pull).version == 0
+    with WireWorker(server.data, model=HUGE) as worker:
+        pull = unread_pull(worker)
         worker.leave()
         server.wait_for_output("server ends")
         server.signal(signal.SIGTERM)
@@ -97,13 +107,8 @@ def test_the_first_signal_does_not_cut_an_end_short_that_began_before(start_serv
 
 def test_a_second_signal_ends_the_server_at_once(start_server_process):
     server = start_server_process("--drain-seconds", "100")
-    model = Model((Tensor("x", (16_000_000,)),))
-    with WireWorker(server.data, model=model) as worker:
-        worker.join()
-        # A pull that nobody reads, of more than buffers on its way ever take, holds up the drain.
-        request = wire.PullRequest(sender=worker.sender)
-        pull = worker.stub.Pull(request, timeout=100)
-        assert next(pull).version == 0
+    with WireWorker(server.data, model=HUGE) as worker:
+        pull = unread_pull(worker)
         server.signal(signal.SIGTERM)
         server.wait_for_output("server ends")
         assert server.running

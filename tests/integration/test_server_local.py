@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from pyps_wire import common_pb2 as common
-from pyps_wire import local_pb2 as local
-from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import InvalidArgument, NotInitialized
 from pyps_wire.partition import Model, Tensor
 from support import configure, status_of, wait_until
@@ -185,19 +183,3 @@ def test_memory_can_be_attached_once_there_are_parameters(start_server):
         worker.initialize(welcome.term)
         worker.attach()
         assert worker.pull_here()
-
-
-def test_an_exchange_holds_one_push(start_server):
-    with local_worker(start_server().data, model=LARGE) as worker:
-        twice = worker.exchange_request([0, 0])
-        with pytest.raises(InvalidArgument, match="a shard twice"):
-            worker.exchanged(twice)
-        two = worker.exchange_request([0, 1])
-        two.exchange.shards[1].sequence += 1
-        with pytest.raises(InvalidArgument, match="one sequence"):
-            worker.exchanged(two)
-        with pytest.raises(InvalidArgument, match="names no shard"):
-            worker.exchanged(local.LocalRequest(exchange=local.LocalExchange()))
-        want = wire.PullRequest(codec=common.CODEC_FLOAT16)
-        with pytest.raises(InvalidArgument, match="attached with float32"):
-            worker.link.ask(local.LocalRequest(pull=local.LocalPull(request=want)))

@@ -33,6 +33,7 @@ from wire_worker import (
 )
 
 LARGE = Model((Tensor("x", (400_000,)),), shard_size=160_000)
+TWO_SHARDS = Model((Tensor("x", (32,)),), shard_size=16)
 PAGE = mmap.PAGESIZE
 
 
@@ -194,7 +195,7 @@ def test_a_stranger_that_asks_before_it_attaches_is_refused(start_server):
 
 
 def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_server):
-    with local_worker(start_server().data) as worker:
+    with local_worker(start_server().data, model=TWO_SHARDS) as worker:
 
         def refused(request: local.LocalRequest, words: str) -> None:
             with pytest.raises(InvalidArgument, match=words):
@@ -213,9 +214,15 @@ def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_serv
         refused(worker.exchange_request(each={"learning_rate": -1.0}), "learning_rate")
         refused(worker.exchange_request(each={"momentum": 1.5}), "momentum is 1.5")
         refused(worker.attach_request(), "attached once a connection")
+        refused(worker.exchange_request([0, 0]), "a shard twice")
+        two = worker.exchange_request([0, 1])
+        two.exchange.shards[1].sequence += 1
+        refused(two, "one sequence")
+        refused(local.LocalRequest(exchange=local.LocalExchange()), "names no shard")
         for fields, words in (
-            ({"wants": [wire.PullRequest.Want(shard_id=0)] * 40}, "names 40 shards, and this server holds 1"),
+            ({"wants": [wire.PullRequest.Want(shard_id=0)] * 40}, "names 40 shards, and this server holds 2"),
             ({"portion": work.LeaseRequest(sender=worker.sender)}, "wants a portion"),
+            ({"codec": common.CODEC_FLOAT16}, "attached with float32"),
         ):
             request = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, **fields)
             refused(local.LocalRequest(pull=local.LocalPull(request=request)), words)

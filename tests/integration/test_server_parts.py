@@ -11,9 +11,8 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import partition
 from replicas import CUT
 from support import AnyServer, ServerProcess, configure, events_of, inspect, status_of
-from wire_worker import WireWorker, at_once, refusal_of, values_of
+from wire_worker import HARDSYNC, WireWorker, at_once, refusal_of, values_of
 
-HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 FAILED = wire.LeaveRequest.CAUSE_FAILED
 
 

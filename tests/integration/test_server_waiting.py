@@ -18,7 +18,7 @@ from pyps.service.calls import LATE_MIN
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PARAMETER_SERVER, stub_of
 from pyps_wire.partition import Model, Tensor
-from support import connected, inspect, status_of, wait_until, workers_of
+from support import connected, inspect, memory_in_flight, status_of, wait_until, workers_of
 from wire_worker import CHANNEL_OPTIONS, WireWorker, crew, parked_pull, refusal_of
 
 # Four shards of a megabyte each.
@@ -219,10 +219,6 @@ def test_a_long_message_counts_while_its_call_lasts(start_server):
 def deaf_channel(server) -> grpc.Channel:
     """A channel on which nothing flows that nobody reads: gRPC would widen its windows as it sees fit."""
     return grpc.insecure_channel(server.data, options=[*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0)])
-
-
-def memory_in_flight(server) -> int:
-    return int(inspect(server.control, "GetMemory").in_flight_bytes)
 
 
 def test_the_control_plane_answers_while_the_data_plane_is_full(start_server):
