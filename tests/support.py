@@ -45,14 +45,14 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What is waited for takes a few seconds on a loaded two-core machine; this is for the worst day.
+# Far longer than any wait takes on a loaded two-core machine.
 DEADLINE_SECONDS = 60.0
 
 
 def wait_until(
     predicate: Callable[[], T], deadline_seconds: float = DEADLINE_SECONDS, what: str = "the condition"
 ) -> T:
-    """Calls `predicate` until it returns something true and returns that; fails after the deadline."""
+    """Call `predicate` until it returns something true, and return that; fail after the deadline."""
     deadline = time.monotonic() + deadline_seconds
     while True:
         value = predicate()
@@ -120,11 +120,11 @@ class Forker:
 
     def _listen(self) -> None:
         while message := self._connection.recv(1 << 16):
-            told = json.loads(message)
-            if "pid" in told:
-                self._jobs[told["id"]].pid_known.set_result(told["pid"])
+            news = json.loads(message)
+            if "pid" in news:
+                self._jobs[news["id"]].pid_known.set_result(news["pid"])
             else:
-                self._jobs.pop(told["id"]).ended.set_result(told["status"])
+                self._jobs.pop(news["id"]).ended.set_result(news["status"])
         for child in self._jobs.values():
             if not child.pid_known.done():
                 child.pid_known.set_exception(AssertionError("tests/forker.py ended; pytest's output says why"))
@@ -169,7 +169,7 @@ _forkers: list[Forker] = []
 
 
 def forker() -> Forker:
-    """The forker of this process; another one where it has died."""
+    """Return the forker of this process; start another if it has died."""
     if not _forkers or not _forkers[-1].running:
         _forkers.append(Forker())
     return _forkers[-1]
@@ -184,7 +184,7 @@ class PythonProcess:
 
     `PythonProcess("worker.py", "--steps", "5")` runs a script, `PythonProcess("-c", code)` a text,
     `PythonProcess("-m", "pyps", "status")` a module. It is a fork of a process that has imported torch and pyps;
-    `fresh=True` starts Python anew, where what an import does, or how much memory it takes, is the subject.
+    `fresh=True` starts a new Python, where what an import does, or how much memory it takes, is the subject.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class PythonProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, None while the process runs; the negative signal number of a killed one."""
+        """Return the exit status, None while the process runs; the negative signal number if it was killed."""
         return self._process.poll()
 
     @property
@@ -240,7 +240,7 @@ class PythonProcess:
             raise AssertionError(message) from None
 
     def wait_for_output(self, text: str, deadline_seconds: float = DEADLINE_SECONDS) -> str:
-        """Waits until `text` stands in the output and returns the output."""
+        """Wait until `text` is in the output; return the output."""
 
         def seen() -> bool:
             return text in self.output() or not self.running
@@ -344,16 +344,18 @@ class ServerThread(Addressed):
     def __init__(
         self, *flags: str, env: Mapping[str, str | None] | None = None, clock: Callable[[], float] = time.monotonic
     ):
-        """`clock` is the server's: one that runs ahead lets a lease end at a word."""
+        """`clock` is the server's: it may run ahead, to end a lease at once."""
         self._clock = clock
         environment = {name: value for name, value in (env or {}).items() if value is not None}
         self._log = io.StringIO()
         self._handler = logging.StreamHandler(self._log)
         self._handler.setFormatter(logs.TextFormatter())
         ports = {"port": str(server_port()), "control_port": "0", "metrics_port": "0", "lane_port": "0"}
-        told = ports | parse_flags(flags)
-        toml = told.pop("config", None)
-        self._config = resolve(told, environment, Path(toml) if toml else None, warn=logs.get("pyps.config").warning)
+        settings = ports | parse_flags(flags)
+        toml = settings.pop("config", None)
+        self._config = resolve(
+            settings, environment, Path(toml) if toml else None, warn=logs.get("pyps.config").warning
+        )
         logger = logging.getLogger("pyps")
         logger.setLevel(logging.INFO)
         logger.addHandler(self._handler)
@@ -380,7 +382,7 @@ class ServerThread(Addressed):
         return not self._ended.done()
 
     def wait_for_look(self) -> None:
-        """Waits until the server, which notices by its clock when it stood still, has looked at it once more."""
+        """Wait until the server has checked once more whether it stood still."""
         now = self._clock()
         standstill = self._server._standstill
         wait_until(lambda: standstill._looked_at >= now, what="a look at the server's clock")
@@ -389,7 +391,7 @@ class ServerThread(Addressed):
         return self._log.getvalue()
 
     def wait_for_output(self, text: str, deadline_seconds: float = DEADLINE_SECONDS) -> str:
-        """Waits until `text` has been logged and returns all that was."""
+        """Wait until `text` has been logged; return the whole log."""
         wait_until(lambda: text in self.output(), deadline_seconds, f"{text!r} in the server's log:\n{self.output()}")
         return self.output()
 
@@ -397,7 +399,7 @@ class ServerThread(Addressed):
         return self._ended.result(deadline_seconds)
 
     def stop(self, deadline_seconds: float = DEADLINE_SECONDS) -> int | None:
-        """Ends the server as SIGTERM would and returns the exit status; None where it never served."""
+        """End the server as SIGTERM would; return the exit status, None if it never served."""
         if self._server is not None and self.running:
             server_loop().call_soon_threadsafe(self._server.stop, "the test ends")
         try:
@@ -416,30 +418,30 @@ StartPython = Callable[..., PythonProcess]
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """The flags of `pyps serve` as fields: --run-id a, --run-id=a, --resume, --no-resume."""
+    """Return the flags of `pyps serve` as fields: --run-id a, --run-id=a, --resume, --no-resume."""
     fields = {flag_name(field.name): field.name for field in dataclasses.fields(ServerConfig)} | {"--config": "config"}
     switches = {flag_name(field.name) for field in dataclasses.fields(ServerConfig) if field.type in (bool, "bool")}
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     left = iter(flags)
     for flag in left:
         name, given, value = flag.partition("=")
         if name in switches or name.replace("--no-", "--", 1) in switches:
-            told[fields[name.replace("--no-", "--", 1)]] = not name.startswith("--no-")
+            settings[fields[name.replace("--no-", "--", 1)]] = not name.startswith("--no-")
         else:
-            told[fields[name]] = value if given else next(left)
-    return told
+            settings[fields[name]] = value if given else next(left)
+    return settings
 
 
 @functools.cache
 def server_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all servers in this process, on a thread of its own."""
+    """Return the event loop of all servers in this process, which runs on its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
     return loop
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Puts a text in a file's place, as whoever renews a secret does: readers find either whole."""
+    """Replace a file by a text, as a renewed secret would be: readers find either whole."""
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
@@ -450,14 +452,14 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def connected(address: str) -> Iterator[grpc.Channel]:
-    """A channel of the test's own to that address."""
+    """Yield a channel to that address, with its own connection."""
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=options) as channel:
         yield channel
 
 
 def inspect(address: str, method: str, request: Any = None) -> Any:
-    """Calls Inspector through its generated stub; the request is empty unless given."""
+    """Call Inspector through its generated stub, by default with an empty request."""
     request = request if request is not None else getattr(pb, f"{method}Request")()
     with connected(address) as channel:
         return getattr(stub_of(INSPECTOR, channel), method)(request, timeout=DEADLINE_SECONDS)
@@ -503,7 +505,7 @@ def events_of(server: AnyServer, kind: str) -> list[str]:
 
 
 def wait_for_event(server: AnyServer, kind: str, text: str = "", deadline_seconds: float = DEADLINE_SECONDS) -> str:
-    """The first event of that kind with that text in its message."""
+    """Wait for the first event of that kind with that text, and return its message."""
 
     def found() -> str:
         return next((message for message in events_of(server, kind) if text in message), "")

@@ -1,4 +1,4 @@
-"""Workers of a few lines, straight on the generated stubs and on the local socket: what tests of the server speak."""
+"""Small workers for tests of the server, on the generated stubs and on the local socket."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHANNEL_OPTIONS = [
 
 
 def secret_of(worker_id: str) -> bytes:
-    """The worker's own, with which a later life of it takes its place, or the one that a replica's processes share."""
+    """Return a worker's secret: the same in each of its lives, and for all processes of a replica."""
     return hashlib.sha256(worker_id.partition("/")[0].encode()).hexdigest()[:32].encode()
 
 
@@ -87,7 +87,7 @@ class WireWorker:
         parts: Sequence[int] = (),
         replica: str = "",
     ):
-        """`parts`: those of the model that it holds, all without; `replica`: the one of which it is a process."""
+        """`parts` are the parts of the model that it holds, by default all; `replica` is its replica."""
         self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = stub_of(PARAMETER_SERVER, self.channel)
         self.model = model
@@ -152,7 +152,7 @@ class WireWorker:
         )
 
     def join(self, value: float = 0.0) -> wire.HelloReply:
-        """Says Hello, and initialises the run where it is asked to."""
+        """Say Hello, and initialise the run if elected."""
         reply = self.hello()
         if reply.initialize:
             self.initialize(reply.term, value)
@@ -161,7 +161,7 @@ class WireWorker:
     def push_request(
         self, values: Floats | float, shard_id: int = 0, base_version: int = 0, **fields: object
     ) -> wire.PushRequest:
-        """One shard of a push; a number stands for a whole shard of it."""
+        """Return one shard of a push; a number fills the whole shard."""
         length = self.plan.shard(shard_id).length
         gradient = np.full(length, values, np.float32) if isinstance(values, int | float) else values
         request = wire.PushRequest(
@@ -185,7 +185,7 @@ class WireWorker:
     def push_step(
         self, values: float, base_versions: Mapping[int, int] | int = 0, **fields: object
     ) -> list[common.Receipt]:
-        """One push of all of its shards on this server, under one sequence number."""
+        """Push all of its shards on this server, under one sequence number."""
         sequence, shards = next(self._sequences), self.own.of_server(self.server_index)
         requests = [
             self.push_request(
@@ -203,7 +203,7 @@ class WireWorker:
     def train(
         self, num_steps: int, *, value: float = 1.0, clock: int = 0, wait_seconds: float = 30.0
     ) -> list[common.Receipt]:
-        """Takes steps as a client should: asks where asked to, pulls what it is to wait for, pushes; all receipts."""
+        """Take steps as a client does: proceed where required, pull, push; return all receipts."""
         receipts: list[common.Receipt] = []
         ask, min_versions = self.hello().ask_to_proceed, dict[int, int]()
         for step in range(clock, clock + num_steps):
@@ -243,7 +243,7 @@ class WireWorker:
         timeout: float = DEADLINE_SECONDS,
         **fields: int,
     ) -> list[wire.Parameters]:
-        """Pulls the shards that are newer than those held."""
+        """Pull the shards that are newer than those held."""
         request = wire.PullRequest(
             sender=self.sender,
             role=common.ROLE_WORKER,
@@ -256,7 +256,7 @@ class WireWorker:
         return list(self.stub.Pull(request, timeout=timeout, metadata=self.metadata))
 
     def observe(self) -> list[wire.Parameters]:
-        """Pulls everything without being a worker."""
+        """Pull everything as an observer."""
         request = wire.PullRequest(sender=self.sender, role=common.ROLE_OBSERVER)
         return list(self.stub.Pull(request, timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
@@ -270,7 +270,7 @@ class WireWorker:
 
 
 def parked_pull(worker: WireWorker, min_version: int, seconds: float = 100.0) -> grpc.Call:
-    """Starts a pull of shard 0 that waits for a version."""
+    """Start a pull of shard 0 that waits for a version."""
     want = wire.PullRequest.Want(shard_id=0, held_version=min_version - 1, min_version=min_version)
     request = wire.PullRequest(
         sender=worker.sender, epoch=worker.epoch, wants=[want], wait_milliseconds=round(seconds * 1000)
@@ -279,7 +279,7 @@ def parked_pull(worker: WireWorker, min_version: int, seconds: float = 100.0) ->
 
 
 def values_of(parameters: wire.Parameters) -> Floats:
-    """The numbers of a pulled shard."""
+    """Return the numbers of a pulled shard."""
     return np.frombuffer(parameters.payload, np.float32)
 
 
@@ -299,7 +299,7 @@ QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "6")
 
 @contextlib.contextmanager
 def crew(server: AnyServer, num_workers: int, **fields: object) -> Iterator[list[WireWorker]]:
-    """That many workers, "w0" first, all of them members of a run that serves."""
+    """Yield workers "w0", "w1" and so on, all members of a run that serves."""
     with contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(WireWorker(server.data, f"w{index}", **fields))  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def crew(server: AnyServer, num_workers: int, **fields: object) -> Iterator[list
 
 @contextlib.contextmanager
 def beating(workers: Iterable[WireWorker], seconds: float = 0.2) -> Iterator[None]:
-    """Gives heartbeats for the workers, as their clients would."""
+    """Send heartbeats for the workers meanwhile, as their clients would."""
     workers, ends = list(workers), threading.Event()
 
     def beat() -> None:
@@ -345,7 +345,7 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def make_segment(num_bytes: int, *, seals: int = SEALS) -> int:
-    """The descriptor of a memfd, allocated in full."""
+    """Return the descriptor of a memfd, allocated in full."""
     descriptor = os.memfd_create("pyps-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     os.posix_fallocate(descriptor, 0, num_bytes)
@@ -370,12 +370,12 @@ class LocalSocket:
             self.socket.sendall(frame)
 
     def receive(self) -> local.LocalReply:
-        """The next reply, whatever it says; EOFError when the server has closed the connection."""
+        """Return the next reply; EOFError if the server has closed the connection."""
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         return local.LocalReply.FromString(self._exactly(length))
 
     def ask(self, request: local.LocalRequest, *descriptors: int) -> local.LocalReply:
-        """The reply to a request; a refusal is raised as the error that it names."""
+        """Return the reply to a request; raise a refusal as the error that it names."""
         self.send(request, *descriptors)
         reply = self.receive()
         if reply.HasField("failure"):
@@ -384,7 +384,7 @@ class LocalSocket:
 
     @property
     def is_closed_by_the_server(self) -> bool:
-        """Waits for the server's next word: True when that is its end of the connection."""
+        """Wait for the server's next byte; return True if it closes the connection instead."""
         return self.socket.recv(1, socket.MSG_PEEK) == b""
 
     def close(self) -> None:
@@ -401,7 +401,7 @@ class LocalSocket:
 
 
 class Layout:
-    """Where a model's vectors lie in a segment: each on a page, behind one for the nonce."""
+    """The places of a model's vectors in a segment: each begins a page, behind a page for the nonce."""
 
     def __init__(self, model: Model, *, gradients: int = 1, codec: int = common.CODEC_FLOAT32, pull_codec: int = 0):
         self.model = model
@@ -420,7 +420,7 @@ class Layout:
 
 
 class LocalWorker(WireWorker):
-    """A worker with memory of its own; Hello and its like go over gRPC, rounds through the local socket."""
+    """A worker that shares memory: Hello and other calls go over gRPC, rounds through the local socket."""
 
     def __init__(self, address: str, worker_id: str = "a", *, gradients: int = 1, codec: int = 0, **options: Any):
         super().__init__(address, worker_id, **options)
@@ -462,7 +462,7 @@ class LocalWorker(WireWorker):
         return local.LocalRequest(attach=attach)
 
     def attach(self) -> LocalSocket:
-        """Connects and hands the memory over; the server has read its nonce."""
+        """Connect and attach the memory; the server reads its nonce."""
         self.link = LocalSocket(self.offer.address)
         reply = self.link.ask(self.attach_request(), self.descriptor)
         assert reply.attached.nonce == self.nonce
@@ -486,7 +486,7 @@ class LocalWorker(WireWorker):
         gradients: int = 0,
         each: Mapping[str, object] | None = None,
     ) -> local.LocalRequest:
-        """One push of these shards (of all), at the versions held; `each` goes into every shard's part."""
+        """Return a push of these shards, by default all, at the versions held; `each` is set in every part."""
         mine = [shard.shard_id for shard in self.own.of_server(self.server_index)]
         sequence = next(self._sequences)
         exchange = local.LocalExchange(gradients=gradients, pull=pull)
@@ -506,7 +506,7 @@ class LocalWorker(WireWorker):
         return local.LocalRequest(exchange=exchange)
 
     def exchange(self, shard_ids: Sequence[int] | None = None, **options: Any) -> list[wire.ExchangeReply]:
-        """A round: pushes what lies in the gradient vectors, notes the versions that came back."""
+        """Push the gradient vectors, and note the versions that come back."""
         return self.exchanged(self.exchange_request(shard_ids, **options))
 
     def exchanged(self, request: local.LocalRequest) -> list[wire.ExchangeReply]:
@@ -531,7 +531,7 @@ class LocalWorker(WireWorker):
         return local.LocalRequest(pull=local.LocalPull(request=request))
 
     def pull_here(self, min_versions: Mapping[int, int] | None = None, **options: Any) -> list[wire.Parameters]:
-        """Lets newer parameters be written into the memory; what was written."""
+        """Pull newer parameters into the memory; return what was written."""
         shards = list(self.link.ask(self.pull_request(min_versions, **options)).pulled.shards)
         self.versions.update({shard.shard_id: shard.version for shard in shards})
         return shards

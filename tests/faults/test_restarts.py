@@ -1,4 +1,4 @@
-"""One of two servers killed in a round, and back from its checkpoint: every update counts once, on any way."""
+"""One of two servers killed in a round, and back from its checkpoint: every update counts once, over any transport."""
 
 import gc
 import os

@@ -92,7 +92,7 @@ def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_serve
     assert "page_token is 'next'" in refused.value.details()
 
 
-def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_server):
+def test_staleness_and_receipts_are_reported_by_worker_and_by_shard(start_server):
     server = start_server("--staleness", "divide")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
@@ -191,7 +191,7 @@ def events(server: AnyServer, **wanted: int) -> pb.ListEventsReply:
     return inspect(server.control, "ListEvents", pb.ListEventsRequest(**wanted))
 
 
-def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server):
+def test_a_wait_is_reported_with_the_workers_waited_for_and_its_time(start_server):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         for worker in (a, b):
@@ -210,12 +210,12 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server):
         b.push(b.push_request(1.0, base_version=1))
         pull.join(15)
         assert not pull.is_alive()
-        told = wait_until(
+        found = wait_until(
             lambda: [i for i in workers_of(server.control).values() if i.tally.blocked_seconds], what="blocked time"
         )
-        assert [worker.worker_id for worker in told] == ["a"]
+        assert [worker.worker_id for worker in found] == ["a"]
         assert not workers_of(server.control)["a"].waits_for
-        assert status_of(server).tally.blocked_seconds == told[0].tally.blocked_seconds
+        assert status_of(server).tally.blocked_seconds == found[0].tally.blocked_seconds
         b.leave()
         after = workers_of(server.control)
     assert (after["a"].counts, after["b"].counts) == (True, False)
@@ -242,7 +242,7 @@ def test_events_come_oldest_first_and_go_on_after_a_number(start_server):
     assert (list(nothing.events), nothing.newest) == ([], everything.newest)
 
 
-def test_a_warm_up_and_a_growing_minibatch_are_told(start_server):
+def test_a_warm_up_and_a_growing_minibatch_are_reported(start_server):
     server = start_server(
         *("--warmup", "updates=2,protocol=serial", "--protocol", "softsync:n=2"),
         *("--batch-growth", "start=8,maximum=64,every=1,lr_scaling=linear", "--epoch-examples", "10"),

@@ -123,7 +123,7 @@ def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server):
     assert value(families, "pyps_workers_counted") == 2
 
 
-def test_what_live_workers_report_and_the_last_checkpoint_are_told(start_server, tmp_path):
+def test_the_reports_of_live_workers_and_the_last_checkpoint_are_shown(start_server, tmp_path):
     began = time.time()
     server = start_server("--checkpoint-dir", str(tmp_path), "--heartbeat-seconds", "0.2")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
@@ -139,7 +139,7 @@ def test_what_live_workers_report_and_the_last_checkpoint_are_told(start_server,
     assert not scrape(start_server())["pyps_checkpoint_timestamp_seconds"].samples
 
 
-def test_a_round_under_way_is_told(start_server):
+def test_a_round_under_way_is_shown(start_server):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data) as worker:
         worker.join()
@@ -150,7 +150,7 @@ def test_a_round_under_way_is_told(start_server):
     assert (value(families, "pyps_workers_counted"), value(families, "pyps_workers_missing")) == (1, 1)
 
 
-def test_many_shards_are_told_by_their_extremes(start_server):
+def test_of_many_shards_the_extremes_are_shown(start_server):
     server = start_server()
     with WireWorker(server.data, model=Model((Tensor("t", (2016,)),), shard_size=16)) as worker:
         worker.join()
@@ -223,7 +223,7 @@ def num_readers() -> int:
     return sum(task.get_name() == "metrics reader" for task in asyncio.all_tasks(server_loop()))
 
 
-def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server, tmp_path):
+def test_a_server_with_a_token_requires_it_for_its_page(start_server, tmp_path):
     (tmp_path / "token").write_text("correct horse", encoding="utf-8")
     server = start_server("--token-file", str(tmp_path / "token"))
     for token in ("", "wrong horse"):

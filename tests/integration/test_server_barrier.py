@@ -106,7 +106,7 @@ LATE_JOINED = (
 )
 
 
-def test_a_late_joiner_takes_its_steps_beside_the_others(start_server):
+def test_a_late_joiner_takes_its_steps_together_with_the_others(start_server):
     for protocol in LATE_JOINED:
         server = start_server("--protocol", protocol, "--staleness", "none")
         with (

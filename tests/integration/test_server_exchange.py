@@ -119,7 +119,7 @@ def test_parameters_come_only_where_they_are_newer_than_those_held(start_server)
         assert (refused.codec, refused.version, refused.payload) == (common.CODEC_UNSPECIFIED, 0, b"")
         behind = exchange.ask(worker.push_request(float("nan"), base_version=1, held_version=0))
         assert (behind.codec, behind.version, set(values_of(behind))) == (common.CODEC_FLOAT32, 1, {4.0})
-        # Whoever does not say what he holds always gets it, and so does who holds versions of another epoch.
+        # A worker that names no version, or one of another epoch, always gets the parameters.
         assert exchange.ask(worker.push_request(float("nan"), base_version=1)).version == 1
         other = exchange.ask(worker.push_request(1.0, base_version=1, held_version=9, epoch=7))
         assert (other.receipt.reason, other.version, other.epoch) == (common.REASON_EPOCH, 1, 0)

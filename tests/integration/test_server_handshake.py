@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server)
         assert "fingerprint 0123, here " + first.plan.fingerprint in text
 
 
-def test_a_server_told_its_run_takes_no_other(start_server):
+def test_a_server_started_for_a_run_takes_no_other(start_server):
     server = start_server("--run-id", "mine")
     with WireWorker(server.data, "a", run_id="other") as other, WireWorker(server.data, run_id="") as none:
         _, name, text = refusal_of(other.hello)

@@ -110,7 +110,7 @@ def test_no_call_in_another_workers_name_is_taken_or_changes_anything(start_serv
                 refused = refusal_of(ask, impostor.channel, method, lie, FIELDS.get(name, {}))
                 assert refused[:2] == ("PERMISSION_DENIED", "NotAllowed"), (name, lie, refused)
                 assert "'w0'" in refused[2] and "secret" in refused[2], refused
-            # As an earlier or a later life of it: a heartbeat and a Leave are told that nobody knows that one.
+            # As an earlier or a later life of it: a heartbeat and a Leave learn that the server does not know it.
             for lives in (-1, 1):
                 lie.incarnation = victim.sender.incarnation + lives
                 with contextlib.suppress(grpc.RpcError):

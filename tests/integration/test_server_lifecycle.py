@@ -186,7 +186,7 @@ def test_exit_when_gone_waits_for_all_expected_workers(start_server):
     assert "all workers are done" in server.output()
 
 
-def test_a_server_without_workers_ends_after_the_time_that_it_was_told_whether_any_came(start_server):
+def test_a_server_without_workers_ends_after_the_configured_time_whether_or_not_any_came(start_server):
     clock = Clock()
     flags = ("--exit-when", "idle=2", "--heartbeat-seconds", "0.1")
     servers = [start_server(*flags, clock=clock) for _ in range(2)]

@@ -50,9 +50,9 @@ def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server):
             replies = process.exchange()
             assert [reply.receipt.shard_id for reply in replies] == ids_of(process)
             np.testing.assert_array_equal(parameters, expected[part] - np.float32(part + 1.0))
-        told = workers_of(server.control)
+        found = workers_of(server.control)
         for part, process in enumerate(processes):
-            info = told[f"r/{part}"]
+            info = found[f"r/{part}"]
             assert (info.replica, list(info.parts), info.transport) == ("r", [part], "shm")
             assert list(info.shards_pushed) == list(info.shards_pulled) == ids_of(process)
         assert not set(ids_of(processes[0])) & set(ids_of(processes[1]))

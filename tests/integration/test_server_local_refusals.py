@@ -187,7 +187,7 @@ def test_a_ticket_is_of_one_life_of_a_worker_for_one_use_and_a_short_time(start_
         assert "'other'" in str(error)
 
 
-def test_a_stranger_that_asks_before_it_attaches_is_refused(start_server):
+def test_a_request_before_attach_is_refused(start_server):
     with joined(start_server()) as worker:
         for request in (worker.exchange_request(), worker.pull_request(), local.LocalRequest()):
             error = refusal_of(worker, request, worker.descriptor)
@@ -293,19 +293,19 @@ def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_ser
         wait_until(lambda: len(maps_of(server.pid)) == 1, 60, "the vanished worker's memory unmapped")
 
 
-def test_silent_strangers_are_hung_up_on_and_kept_few(start_server):
+def test_silent_callers_are_hung_up_on_and_kept_few(start_server):
     server = start_server("--max-workers", "4")
     with local_worker(server.data, "good") as good:
-        strangers = [LocalSocket(good.offer.address) for _ in range(24)]
-        for stranger in strangers[:4]:
-            assert stranger.is_closed_by_the_server
+        silent = [LocalSocket(good.offer.address) for _ in range(24)]
+        for caller in silent[:4]:
+            assert caller.is_closed_by_the_server
         assert good.exchange()[0].version == 1
         # After ten seconds of silence.
-        assert strangers[-1].is_closed_by_the_server
+        assert silent[-1].is_closed_by_the_server
         with joined(server, "late") as late:
             late.attach()
-        for stranger in strangers:
-            stranger.close()
+        for caller in silent:
+            caller.close()
 
 
 def test_a_caller_of_another_user_is_turned_away(start_server):

@@ -1,4 +1,4 @@
-"""Proceed on a real server: turns, clocks, and whom a waiting worker is told of."""
+"""Proceed on a real server: turns, clocks, and the workers that a wait names."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def test_64_parked_calls_hold_no_thread_and_are_answered_in_their_order_when_the
             call.cancel()
 
 
-def test_told_to_start_together_no_worker_begins_under_async_before_the_last_has_come(start_server):
+def test_with_start_together_no_worker_begins_under_async_before_the_last_has_come(start_server):
     server = start_server("--start-together", "--expected-workers", "2", "--run-id", "r")
     gradients = gradients_like(small_model(), 0)
     with make_client(server.data, worker_id="w0", run_id="r") as first, ThreadPoolExecutor(1) as thread:
@@ -66,7 +66,7 @@ def test_a_wait_ends_by_its_deadline_with_the_names(start_server):
         status, name, text = refusal_of(second.proceed, 0, wait_seconds=0.3)
         assert (status, name) == ("DEADLINE_EXCEEDED", "WaitTimedOut")
         assert text == "after 0.3 s: w1 waits to begin step 1, for w0"
-        # The answer that nobody took is given when it is asked for again.
+        # The next call gets the answer that nobody took.
         first.leave()
         second.proceed(0)
         second.proceed(0)
@@ -99,7 +99,7 @@ def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server):
     assert "Traceback" not in server.output()
 
 
-def test_servers_beside_the_first_never_ask(start_server):
+def test_servers_other_than_the_first_never_ask(start_server):
     server = start_server("--protocol", "serial")
     with WireWorker(server.data, server_index=1, num_servers=2) as worker:
         worker.hello()

@@ -84,7 +84,7 @@ def test_processes_that_initialise_at_once_make_one_run(start_server):
         [term] = {process.hello().term for process in processes}
         replies = at_once([partial(process.initialize, term, 3.0) for process in processes * 2])
         assert processes[0].hello().state == common.RUN_STATE_READY
-        # Whoever was last found the run begun.
+        # The last process finds the run begun.
         states = {reply.state for reply in replies}
         assert common.RUN_STATE_READY in states <= {common.RUN_STATE_INITIALIZING, common.RUN_STATE_READY}
         assert {float(number) for shard in processes[0].observe() for number in values_of(shard)} == {3.0}

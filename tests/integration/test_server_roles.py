@@ -35,7 +35,7 @@ REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 
 
 class Holders:
-    """Tokens and certificates, by the role that they give, and what servers and commands are told of them."""
+    """Tokens and certificates, by the role that they give, and the settings of servers and commands for them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -168,17 +168,17 @@ def test_a_server_listens_nowhere_but_at_the_ports_of_the_table(start_server):
 
     with WireWorker(server.data) as worker:
         reply = worker.hello()
-    told = {
+    found = {
         "data": server.data,
         "control": server.control,
         "metrics": server.metrics,
         "lane": f"127.0.0.1:{reply.lane.port}",
         "shared memory": reply.local.address,
     }
-    assert told.keys() == PORTS.keys()
+    assert found.keys() == PORTS.keys()
     # No row that nothing reads.
     assert not PORTS["lane"] and not PORTS["shared memory"]
-    assert opened == set(told.values())
+    assert opened == set(found.values())
 
 
 def test_an_observer_reads_all_and_changes_nothing(start_server, holders):
@@ -207,8 +207,8 @@ def test_each_command_shows_its_roles_token(start_server, holders, tmp_path):
     with WireWorker(server.data, token=holders.token(Role.WORKER)) as worker:
         worker.join()
         assert "wrote" in shell("save", "--servers", server.control, **files)
-        told = shell("save", "--servers", server.control, status=1, **workers)
-        assert "role operator" in told and "--operator-token-file (PYPS_OPERATOR_TOKEN_FILE)" in told
+        found = shell("save", "--servers", server.control, status=1, **workers)
+        assert "role operator" in found and "--operator-token-file (PYPS_OPERATOR_TOKEN_FILE)" in found
         for variable, file in files.items():
             assert "run-1" in shell("status", "--servers", server.control, **{variable: file})
         model = str(tmp_path / "model.safetensors")

@@ -168,7 +168,7 @@ def test_the_oldest_connections_without_a_call_end_for_newcomers(start_server, m
     server.wait_for_output("connections that made no call were ended for others")
 
 
-def test_beyond_loopback_a_server_wants_tls_and_a_token_or_to_be_told_in_plain_words(start_server, tmp_path, capsys):
+def test_beyond_loopback_a_server_requires_tls_and_a_token_or_insecure(start_server, tmp_path, capsys):
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
     token = ("--token-file", str(tmp_path / "token"))
     for flags, missing in (((), "without a token"), (token, "in the clear without TLS")):

@@ -55,7 +55,7 @@ def test_pulls_are_parked_until_the_version_arrives_and_say_what_they_wait_for(s
         assert list(status_of(server).waiting_for) == []
 
 
-def test_who_does_not_take_the_first_answer_for_long_gets_the_reason(start_server, monkeypatch):
+def test_a_caller_that_does_not_take_the_first_answer_gets_the_reason(start_server, monkeypatch):
     monkeypatch.setattr(calls, "CROWDED_WRITE_SECONDS", 3.0)
     monkeypatch.setattr(calls, "WRITE_SECONDS", 3.0)
     server = start_server()

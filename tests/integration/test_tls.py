@@ -60,7 +60,7 @@ def test_a_worker_trains_over_mutual_tls_on_all_ports(start_server: Start, made:
 
 
 def served_by(made: Path, kind: str) -> list[str]:
-    """A server's flags by the folder of its certificates; "mutual" asks callers for one, and "" is in the clear."""
+    """A server's flags by the folder of its certificates; "mutual" requires one of callers, and "" is in the clear."""
     name, _, mutual = kind.partition(" ")
     return served(made / name, mutual=bool(mutual)) if name else []
 
@@ -116,12 +116,12 @@ def test_wrong_certificates_are_reported_to_workers_and_commands(start_server: S
     assert time.monotonic() - began < 20
 
 
-def test_another_port_than_that_of_grpc_is_told_at_once(start_server: Start, made: Path) -> None:
+def test_a_port_that_is_not_grpc_s_is_reported_at_once(start_server: Start, made: Path) -> None:
     lane_port = str(server_port())
     server = start_server(*served(made / "sound", mutual=True), "--lane-port", lane_port)
     for address in (f"127.0.0.1:{lane_port}", server.metrics):
-        told = f"{re.escape(address)} answers by TLS, but not as gRPC: .* data port"
-        with pytest.raises(NotAuthenticated, match=told):
+        found = f"{re.escape(address)} answers by TLS, but not as gRPC: .* data port"
+        with pytest.raises(NotAuthenticated, match=found):
             make_client(address, start_wait_seconds=300.0, **shown(made / "sound", mutual=True))
 
 
@@ -176,8 +176,10 @@ def test_an_expired_certificate_replaces_no_good_one(start_server: Start, made: 
     for name in ("server.key", "server.crt"):
         replace_file(folder / name, (made / "expired" / name).read_text(encoding="utf-8"))
     assert "SERVING" in shell("health", "--servers", server.data, **own)
-    told = server.wait_for_output("server.crt is valid from")
-    assert re.search("the certificates stay as they were reason=.*server.crt is valid from .* only: make another", told)
+    found = server.wait_for_output("server.crt is valid from")
+    assert re.search(
+        "the certificates stay as they were reason=.*server.crt is valid from .* only: make another", found
+    )
     start_server(*served(made / "expired")).wait_for_output("no caller will trust this server")
 
 
@@ -226,9 +228,9 @@ def test_a_key_unknown_to_grpc_is_refused_by_name(start_server: Start, made: Pat
     replace_file(folder / "server.crt", certificate.public_bytes(Encoding.PEM).decode())
 
     assert "SERVING" in shell("health", "--servers", server.data, **variables(shown(made / "sound")))
-    told = server.wait_for_output("the certificates stay as they were")
+    found = server.wait_for_output("the certificates stay as they were")
     refused = "KEY_TOO_SMALL" if kind.startswith("RSA") else rf"a key that gRPC does not take \({kind}\)"
-    assert re.search(refused, told)
+    assert re.search(refused, found)
     with pytest.raises(ConfigError, match=f"--tls-cert .*{refused}"):
         start_server(*served(folder))
 
@@ -319,7 +321,7 @@ def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, m
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_ends_that_agree_on_no_tls_are_told_so_by_the_alert(made: Path, mutual: bool) -> None:
+def test_ends_that_agree_on_no_tls_learn_it_from_the_alert(made: Path, mutual: bool) -> None:
     own = Credentials(**shown(made / "sound", mutual=mutual))
     theirs, ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), own.context()
     theirs.load_cert_chain(made / "sound" / "server.crt", made / "sound" / "server.key")
@@ -332,8 +334,8 @@ def test_ends_that_agree_on_no_tls_are_told_so_by_the_alert(made: Path, mutual: 
         server.do_handshake()
     with pytest.raises(ssl.SSLError) as alert:
         worker.do_handshake()
-    told = own.explained("a:7610", alert.value)
-    assert "PROTOCOL_VERSION" in told and "`pyps certs check --servers a:7610`" in told
+    found = own.explained("a:7610", alert.value)
+    assert "PROTOCOL_VERSION" in found and "`pyps certs check --servers a:7610`" in found
 
 
 # What stands at the lane's port instead of the server's own, what the worker shows, and what it hears.
@@ -365,8 +367,8 @@ def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
             reference.check(client.exchange(gradients_like(model, step)))
         assert client.session.transport == "grpc"
 
-    told = words.format(f"127.0.0.1:{port}")
-    assert len(re.findall(f"by gRPC: no lane at port {port}: .*{told}", caplog.text)) == 1
+    found = words.format(f"127.0.0.1:{port}")
+    assert len(re.findall(f"by gRPC: no lane at port {port}: .*{found}", caplog.text)) == 1
 
 
 @pytest.mark.parametrize("at", ["callers at the lane", "readers of metrics"])
@@ -375,17 +377,17 @@ def test_tls_refusals_are_counted_and_the_newest_logged(start_server: Start, mad
     server = start_server("--lane-port", lane_port, *served(made / "sound"))
     port = lane_port if "lane" in at else server.metrics.rpartition(":")[2]
     for _ in range(30):
-        with socket.create_connection(("127.0.0.1", int(port)), 20) as stranger:
-            stranger.sendall(b"no TLS at all, and long enough to be read as such")
+        with socket.create_connection(("127.0.0.1", int(port)), 20) as caller:
+            caller.sendall(b"no TLS at all, and long enough to be read as such")
             # Once it is refused.
             with suppress(ConnectionResetError):
-                while stranger.recv(100):
+                while caller.recv(100):
                     continue
 
     def counts() -> list[int]:
         return [int(each) for each in re.findall(rf"{at} were refused by TLS count=(\d+) newest=127", server.output())]
 
-    wait_until(lambda: sum(counts()) == 30, what="all to be told")
+    wait_until(lambda: sum(counts()) == 30, what="all to be logged")
     assert len(counts()) < 10
 
 
@@ -397,7 +399,7 @@ def test_a_silent_tls_lane_is_closed(start_server: Start, made: Path, monkeypatc
         assert silent.recv(1) == b""
 
 
-def test_who_says_by_tls_that_it_sends_no_more_is_gone(start_server: Start, made: Path) -> None:
+def test_a_caller_that_ends_tls_is_disconnected(start_server: Start, made: Path) -> None:
     port = server_port()
     start_server("--lane-port", str(port), *served(made / "sound"))
     context = Credentials(tls_ca=shown(made / "sound")["tls_ca"]).context()

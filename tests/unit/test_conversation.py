@@ -66,7 +66,7 @@ def played(act: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
-class Asked(Request):
+class Job(Request):
     def __init__(self, shard_id: int, job: Callable[[], list[bytes]], num_parameters: int, held_bytes: int) -> None:
         self.shard_id, self.num_parameters, self.held_bytes = shard_id, num_parameters, held_bytes
         self.work = job  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ async def add(
     held_bytes: int | None = None,
 ) -> None:
     held_bytes = num_parameters if held_bytes is None else held_bytes
-    sent = replies.take(Asked(shard_id, job, num_parameters, held_bytes))
+    sent = replies.take(Job(shard_id, job, num_parameters, held_bytes))
     if sent is not None:
         await sent
 
@@ -107,7 +107,7 @@ async def test_replies_keep_the_order_of_their_messages_whatever_is_done_first(s
 
 
 @played
-async def test_little_work_with_nothing_under_way_is_done_where_it_is_asked_for(scene: Scene) -> None:
+async def test_little_work_with_nothing_under_way_is_done_on_the_event_loop(scene: Scene) -> None:
     caller, here = Caller(), threading.get_ident()
     async with scene.replies(caller) as replies:
         for size in (LITTLE, MUCH):

@@ -58,7 +58,7 @@ def test_a_push_is_left_undone_once_its_memory_is_attached_no_longer(memory, pul
         shard.push(gradient_in(numbers), roster=roster(), reply=reply, memory=memory.segment)
     assert (shard.version, shard.num_receipts) == (0, 0)
     assert not np.frombuffer(place, np.float32).any()
-    # It is none that was answered: sent again by another way it is made.
+    # It has no receipt: sent again over another transport it is applied.
     receipt = shard.push(gradient_in(numbers), roster=roster()).receipt
     assert (receipt.version_after, receipt.duplicate) == (1, False)
     memory.segment.let_go()
@@ -83,7 +83,7 @@ def test_large_memory_is_unmapped_on_a_thread():
     view = memory.segment.view(0, AT_ONCE_BYTES)
     view[-1] = 1
     memory.segment.close()
-    # Whoever waits for the end of its use does not wait for that.
+    # A wait for the end of its use does not include the unmapping.
     assert memory.segment.unused.done()
     assert memory.is_mapped
     [unmap] = memory.handed_over
@@ -91,7 +91,7 @@ def test_large_memory_is_unmapped_on_a_thread():
     assert not memory.is_mapped
 
 
-def test_a_worker_is_told_to_come_again_where_its_former_request_does_not_end(memory, monkeypatch):
+def test_hello_is_refused_while_an_earlier_request_does_not_end(memory, monkeypatch):
     monkeypatch.setattr(listener, "UNUSED_SECONDS", 0.05)
 
     async def come_back() -> None:

@@ -1,4 +1,4 @@
-"""Which role a caller has, by all that a server may ask for and all that a caller may show."""
+"""The role of a caller, by the server's settings and by what the caller shows."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ NONE, SEES, WORKS, RULES = None, Role.OBSERVER, Role.WORKER, Role.OPERATOR
 FIELDS = {SEES: "observer_token_file", WORKS: "token_file", RULES: "operator_token_file"}
 HERE, ELSEWHERE = "ipv4:127.0.0.1:5", "ipv4:10.0.0.1:5"
 
-# Whose tokens a server asks for and whether for certificates; the caller's token, certificate and place; what it is.
+# The roles that have tokens, True if certificates are required; the caller's token, certificate and address; its role.
 CASES = [
     ((), False, NONE, NONE, HERE, RULES),
     ((), False, NONE, NONE, ELSEWHERE, WORKS),
@@ -36,9 +36,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_caller_is_what_all_that_is_asked_for_allows(tmp_path, case):
-    asked, certified, token, certificate, place, expected = case
-    access = access_with(tmp_path, *asked, certified=certified)
+def test_a_caller_has_the_least_role_of_its_token_certificate_and_address(tmp_path, case):
+    guarded, certified, token, certificate, place, expected = case
+    access = access_with(tmp_path, *guarded, certified=certified)
     shown = None if token is None else f"Bearer the-token-of-{token.word}"
     subject = "CN=a" if certificate is None else f"OU={certificate.word},CN=a"
 
@@ -62,17 +62,17 @@ def test_a_token_in_two_files_gives_the_least_of_both_roles_and_no_file_s_none(t
             access.admit(METRICS, shown, peer=HERE, subject="")
 
 
-def test_who_shows_no_token_is_told_the_setting_of_the_role_that_the_call_needs(tmp_path):
-    asked, stop, hello = (SEES, WORKS, RULES), f"/{INSPECTOR}/Stop", f"/{PARAMETER_SERVER}/Hello"
+def test_a_caller_without_a_token_learns_the_setting_of_the_role_that_the_call_needs(tmp_path):
+    every, stop, hello = (SEES, WORKS, RULES), f"/{INSPECTOR}/Stop", f"/{PARAMETER_SERVER}/Hello"
     observer, worker = r"PYPS_OBSERVER_TOKEN_FILE \(as observer\)", r"PYPS_TOKEN_FILE \(as worker\)"
     operator = r"PYPS_OPERATOR_TOKEN_FILE \(as operator\)"
-    for roles, call, told in (
-        (asked, hello, f"{observer} or {worker} or {operator},"),
-        (asked, f"/{PARAMETER_SERVER}/Push", f"{worker} or {operator},"),
-        (asked, stop, f"{operator},"),
+    for roles, call, settings in (
+        (every, hello, f"{observer} or {worker} or {operator},"),
+        (every, f"/{PARAMETER_SERVER}/Push", f"{worker} or {operator},"),
+        (every, stop, f"{operator},"),
         ((SEES, WORKS), stop, f"{worker},"),
     ):
-        with pytest.raises(NotAuthenticated, match=f"wants a token: set {told}"):
+        with pytest.raises(NotAuthenticated, match=f"wants a token: set {settings}"):
             access_with(tmp_path, *roles).admit(call, None, peer=HERE, subject="")
 
 
@@ -132,7 +132,7 @@ def test_the_address_that_a_server_is_bound_to_is_its_own_machine_s():
     assert everybody.admit(METRICS, None, peer="ipv4:192.0.2.3:5", subject="") is WORKS
 
 
-def test_who_is_refused_for_the_place_learns_which_address_the_server_takes_for_its_own():
+def test_a_refusal_for_the_caller_s_machine_names_the_address_that_is_taken_for_the_server_s():
     for host, place in (
         ("0.0.0.0", "run it there, by 127.0.0.1,"),
         ("192.0.2.2", "run it there, by 192.0.2.2,"),

@@ -1,4 +1,4 @@
-"""Frames for Pull: shared by those who ask for the same version, within their bounds, and let go in time."""
+"""Frames for Pull: shared by pulls of the same version, within bounds, and dropped in time."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_two_pullers_of_one_version_get_the_same_bytes():
         assert message.payload == bytes(first.payload) == bytes(codec.encode(pull(shard)[1])), codec
 
 
-def test_those_who_ask_at_once_make_one_frame():
+def test_pulls_at_the_same_time_make_one_frame():
     cache, shard = Serializations(), large_shard()
     frames: list[ReplyFrame | None] = []
     run_together([lambda: frames.append(take(cache, shard))] * 8)
@@ -53,7 +53,7 @@ def test_another_version_or_codec_is_another_frame():
     assert cache.bytes_held == pytest.approx(2 * LENGTH * (4 + 2), abs=200)
 
 
-def test_who_holds_the_version_gets_nothing_and_small_frames_are_not_kept():
+def test_a_pull_of_the_version_held_gets_nothing_and_small_frames_are_not_kept():
     cache, shard, small = Serializations(), large_shard(), make_shard()
     assert take(cache, shard, held_version=0) is None
     assert take(cache, small) is not take(cache, small)
@@ -70,12 +70,12 @@ def test_the_bound_is_kept_and_what_was_made_first_goes_first():
         take(cache, shard, of_round=True) is frame for shard, frame in zip(shards[4:], frames[4:], strict=True)
     ] == ([True] * 4)
     assert take(cache, shards[0], of_round=True) is not frames[0]
-    # Who pulls without waiting for a round has less room.
+    # Pulls that do not wait for a round have less room.
     take(cache, shards[1])
     assert cache.bytes_held <= 2 * frame_bytes
 
 
-def test_tidying_lets_go_what_has_moved_on_or_was_reset():
+def test_tidying_drops_frames_of_old_versions_and_of_a_run_that_was_reset():
     cache, shards = Serializations(), {shard_id: large_shard(shard_id) for shard_id in range(3)}
     frames = {shard_id: take(cache, shard) for shard_id, shard in shards.items()}
     push(shards[0], np.ones(LENGTH))
