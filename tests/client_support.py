@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 import time
@@ -376,7 +377,9 @@ def lent(
     """Vectors of groups of these sizes, as a session lends them."""
 
     def vectors(name: str) -> list[np.ndarray]:
-        return [np.zeros(size, codec_of(name).dtype) for size in sizes]
+        # Each on pages of its own.
+        dtype = codec_of(name).dtype
+        return [np.frombuffer(mmap.mmap(-1, dtype.itemsize * size or 1), dtype, size) for size in sizes]
 
     return Lent(vectors(pull_codec), [vectors(codec) for _ in range(gradient_buffers)], private=private)
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from support import ROOT
 
@@ -30,3 +36,26 @@ def build_environment(folder: Path, *requirements: str) -> Path:
     run(*install, *requirements)
     run(*install, "--no-deps", "--editable", "client")
     return python
+
+
+def environment(*requirements: str) -> Any:
+    """A fixture of the tests of one file: the Python of an environment with these packages and the client."""
+
+    @pytest.fixture(scope="module", name="python")
+    def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+        folder = tmp_path_factory.mktemp("environment")
+        try:
+            yield build_environment(folder, *requirements)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return python
+
+
+def scripts_of(page: str) -> dict[str, str]:
+    """The Python script of each chapter of a page that has one, by the chapter's title."""
+    return {
+        chapter.splitlines()[0]: script
+        for chapter in re.split(r"^## ", page, flags=re.M)
+        for script in re.findall(r"^```python\n(.*?)^```", chapter, re.M | re.S)
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ from pyps.work import DataSpec, WorkQueue
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
-from pyps_client.torch.layout import plan
+from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.overlap import steps_of
-from pyps_client.torch.schedule import Pace
+from pyps_client.torch.schedule import Settings
+from pyps_client.torch.steps import Steps
 from pyps_wire import work_pb2 as wire
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import OptimizerSettings, Sender
@@ -54,6 +55,19 @@ def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
     return loss.detach()
 
 
+def train(data: Iterable[tuple[torch.Tensor, torch.Tensor]], *pairs: tuple[torch.nn.Module, Any]) -> None:
+    """Takes a step on each minibatch, with each model and its optimizer."""
+    for batch in data:
+        for model, optimizer in pairs:
+            backward(model, batch)
+            optimizer.step()
+
+
+def remote(model: torch.nn.Module, servers: Any, *, lr: float = 0.1, **settings: Any) -> Any:
+    """An SGD that has joined its run; `servers`: a server, or addresses."""
+    return joined(model, torch.optim.SGD(model.parameters(), lr=lr), getattr(servers, "data", servers), **settings)
+
+
 def joined(model: torch.nn.Module, optimizer: torch.optim.Optimizer, servers: Any = None, **settings: Any) -> Any:
     """A RemoteOptimizer that has joined its run, by settings of its own and of its Launch."""
     names = settings.keys() & Launch.__dataclass_fields__.keys()
@@ -61,6 +75,18 @@ def joined(model: torch.nn.Module, optimizer: torch.optim.Optimizer, servers: An
     optimizer = RemoteOptimizer(model, optimizer, launch=launch, **settings)
     optimizer.join()
     return optimizer
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    return plan(model, [{"params": list(model.parameters())}])
+
+
+def started_steps(session: Any, model: torch.nn.Module, *, local: float = 0.0, **settings: Any) -> Steps:
+    """A worker's steps on a session without a network, its parameters already pulled; `local`: local steps' rate."""
+    torch.set_num_threads(1)
+    steps = steps_of(session, layout_of(model), Settings(**settings), local_rates=lambda: [local])
+    steps.start()
+    return steps
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> np.ndarray:
@@ -234,9 +260,7 @@ class PortionWorker:
             setattr(self.session, name, value)
         model = torch.nn.Linear(SIZE, 1, bias=False)
         self.weight = model.weight
-        layout = plan(model, [{"params": list(model.parameters())}])
-        self.stepper = steps_of(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
-        self.stepper.start()
+        self.stepper = started_steps(self.session, model, **pace)
         self.stepper.tell_over = self._end  # type: ignore[method-assign]
 
     def step(self) -> None:

@@ -69,7 +69,8 @@ class Client:
         launch = Launch.of(servers, launch)
         launch.require_one_process("Client")
         self._model = _model_of(tensors, launch.shard_size)
-        self._places = {tensor.name: (tensor, begin) for tensor, begin in _places(self._model)}
+        places = zip(self._model.tensors, self._model.offsets, strict=True)
+        self._places = {tensor.name: (tensor, begin) for tensor, begin in places}
         self._codec = codec_of(launch.gradient_codec)
         self._pull_codec = codec_of(launch.parameter_codec)
         self._finite = FiniteGuard()
@@ -363,7 +364,7 @@ def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDAr
     The blocks of a split tensor are copied into one, with NaN in place of missing blocks.
     """
     tensors: dict[str, npt.NDArray[np.float32]] = {}
-    for tensor, begin in _places(model):
+    for tensor, begin in zip(model.tensors, model.offsets, strict=True):
         values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
         if tensor.whole_shape:
             whole = tensors.setdefault(tensor.name, np.full(tensor.whole_shape, np.nan, np.float32))
@@ -371,14 +372,6 @@ def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDAr
         else:
             tensors[tensor.name] = values
     return tensors
-
-
-def _places(model: Model) -> Iterator[tuple[Tensor, int]]:
-    """Yield each tensor, with the place where it begins in its group's vector."""
-    ends = [0] * model.num_groups
-    for tensor in model.tensors:
-        yield tensor, ends[tensor.group]
-        ends[tensor.group] += tensor.size
 
 
 def _settings_of(optimizer: Optimizer) -> OptimizerSettings:

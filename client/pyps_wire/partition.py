@@ -108,6 +108,16 @@ class Model:
         of_groups = groupby(self.tensors, key=lambda tensor: tensor.group)
         return tuple(sum(tensor.size for tensor in of_group) for _, of_group in of_groups)
 
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins in its group's vector."""
+        offsets: list[int] = []
+        ends = [0] * self.num_groups
+        for tensor in self.tensors:
+            offsets.append(ends[tensor.group])
+            ends[tensor.group] += tensor.size
+        return tuple(offsets)
+
     @property
     def num_groups(self) -> int:
         return len(self.group_sizes)

@@ -1,11 +1,10 @@
 """The oldest torch that the client's package names, in a fresh environment: it trains there as torch alone does."""
 
 import re
-import shutil
 
 import pytest
 
-from environments import build_environment, run
+from environments import environment, run
 from support import ROOT
 
 # The environment takes minutes to build, and gigabytes while it is there.
@@ -45,12 +44,10 @@ print(torch.__version__)
 """
 
 
-def test_a_worker_trains_as_torch_does_under_the_oldest_that_is_named(start_server, tmp_path):
-    folder = tmp_path / "environment"
-    try:
-        python = build_environment(folder, f"torch=={FLOOR}.0", "numpy==2.0.*", "grpcio", "protobuf")
-        output = run(str(python), "-c", PROGRAM, *(start_server().data for _ in range(2)))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+python = environment(f"torch=={FLOOR}.0", "numpy==2.0.*", "grpcio", "protobuf")
+
+
+def test_a_worker_trains_as_torch_does_under_the_oldest_that_is_named(start_server, python):
+    output = run(str(python), "-c", PROGRAM, *(start_server().data for _ in range(2)))
     grpc, shm, version = output.split()[-3:]
     assert (grpc, shm) == ("grpc", "shm") and version.startswith(FLOOR)

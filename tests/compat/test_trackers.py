@@ -2,13 +2,10 @@
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from environments import build_environment, run
+from environments import environment, run, scripts_of
 from support import ROOT, PythonProcess, shell, status_of, wait_until
 
 # The environment takes a minute to build, and more than a gigabyte while it is there.
@@ -20,11 +17,7 @@ PINNED = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 BENEATH = re.findall(r"^(?:torch|numpy|grpcio|protobuf)==\S+$", PINNED, re.M)
 
 PAGE = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")
-SCRIPTS = {
-    chapter.splitlines()[0]: script
-    for chapter in re.split(r"^## ", PAGE, flags=re.M)
-    for script in re.findall(r"^```python\n(.*?)^```", chapter, re.M | re.S)
-}
+SCRIPTS = scripts_of(PAGE)
 # Where each keeps what it has got, and what prints that as JSON: by figure a list of updates and values.
 KEPT = {
     "TensorBoard": (
@@ -58,13 +51,7 @@ KEPT = {
 }
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("trackers")
-    try:
-        yield build_environment(folder, *BENEATH, *TRACKERS)
-    finally:
-        shutil.rmtree(folder)
+python = environment(*BENEATH, *TRACKERS)
 
 
 def test_the_page_names_the_versions_that_are_tried():
@@ -77,8 +64,8 @@ def test_trackers_get_the_runs_figures(python, tmp_path, start_server_process, s
     server = start_server_process(*serve.split()[2:], "--heartbeat-seconds", "0.5")
 
     def start(command: str, *arguments: str, **apart: str | None) -> PythonProcess:
-        told = dict(word.split("=") for word in command.split() if word.startswith("PYPS_"))
-        return start_python(*arguments, cwd=apart.get("PWD"), env=told | {"PYPS_SERVERS": server.data} | apart)
+        variables = dict(word.split("=") for word in command.split() if word.startswith("PYPS_"))
+        return start_python(*arguments, cwd=apart.get("PWD"), env=variables | {"PYPS_SERVERS": server.data} | apart)
 
     start(train, str(ROOT / train.split()[-1]), "--epochs", "100000")
     trackers = {}

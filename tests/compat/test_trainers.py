@@ -1,13 +1,12 @@
 """The scripts of docs/trainers.md as they stand, each as two workers on two servers, to their own and the run's end."""
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from environments import build_environment
+from environments import environment, scripts_of
 from support import ROOT, StartPython
 
 # The environment takes a minute to build, and more than a gigabyte while it is there.
@@ -18,12 +17,7 @@ TRAINERS = ("accelerate==1.15.0", "lightning==2.6.6", "transformers==5.23.0")
 BENEATH = ("--constraint", "constraints.txt", "torch", "numpy", "grpcio", "protobuf")
 
 PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
-CHAPTERS = re.split(r"^## ", PAGE, flags=re.M)
-SCRIPTS = {
-    chapter.splitlines()[0]: script
-    for chapter in CHAPTERS
-    for script in re.findall(r"^```python\n(.*?)^```", chapter, re.M | re.S)
-}
+SCRIPTS = scripts_of(PAGE)
 # How the page's table saves, each worker its own copy, and goes on from that: what stands in the script, then what is
 # put there first, and what the second time.
 OWN = "os.environ['PYPS_WORKER_INDEX']"
@@ -49,13 +43,7 @@ CONTINUED = {
 UPDATES = 2 * 10 * 1024 // 64
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("trainers")
-    try:
-        yield build_environment(folder, *BENEATH, *TRAINERS)
-    finally:
-        shutil.rmtree(folder)
+python = environment(*BENEATH, *TRAINERS)
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -79,7 +67,7 @@ def run_job(
     return run
 
 
-def told(output: str) -> list[tuple[int, float]]:
+def printed(output: str) -> list[tuple[int, float]]:
     """Update and loss of each line with both, of both workers."""
     return [(int(update), float(loss)) for update, loss in re.findall(r"update (\d+): loss (\d\.\d+)", output)]
 
@@ -90,7 +78,7 @@ def test_the_page_names_the_versions_that_are_tried():
 
 
 def test_a_trainer_trains_through_the_servers_to_its_own_end(run_job):
-    lines = told(run_job())
+    lines = printed(run_job())
     assert max(update for update, _ in lines) == UPDATES
     losses = [loss for _, loss in sorted(lines)]
     assert max(losses[-2:]) < losses[0] / 2
@@ -98,13 +86,13 @@ def test_a_trainer_trains_through_the_servers_to_its_own_end(run_job):
 
 def test_a_trainer_ends_with_the_run(run_job):
     output = run_job(PYPS_STOP_AFTER="updates=60")
-    assert 60 <= max(update for update, _ in told(output)) < UPDATES
-    # What is told of a loop that goes on.
+    assert 60 <= max(update for update, _ in printed(output)) < UPDATES
+    # The warning of a loop that goes on.
     assert "steps do nothing any more" not in output
 
 
 def test_a_new_run_begins_at_the_parameters_of_a_trainer_s_checkpoint(run_job):
-    first, second = (told(run_job(life)) for life in (0, 1))
+    first, second = (printed(run_job(life)) for life in (0, 1))
 
     # The run begins anew, the parameters do not: after one more epoch the first lines tell of less than those before.
     assert second[0][0] < UPDATES / 2

@@ -196,7 +196,7 @@ def test_a_collected_optimizer_pushes_what_it_gathered_and_leaves(start_server, 
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = joined(*(model, sgd, server.data), worker_id="left", overlap=overlap, push_every=2, pull_every=2)
-    its_session = weakref.ref(optimizer._session)
+    its_session = weakref.ref(optimizer.stepper.session)
     # A scheduler and its optimizer hold each other.
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     model(torch.ones(1, 4)).sum().backward()

@@ -12,7 +12,7 @@ from pyps_client.early_shards import EarlyShards
 from pyps_client.replica.group import Group
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import inspect, status_of, wait_until, workers_of
-from training import backward, batches, gradients_of, joined, mlp, parameters_of
+from training import backward, batches, gradients_of, joined, mlp, parameters_of, train
 
 
 class Unused(torch.nn.Sequential):
@@ -34,12 +34,20 @@ def remote(model: torch.nn.Module, servers: str, **options) -> RemoteOptimizer:
     return joined(model, adam, servers, **how)
 
 
+def loss_of(model: torch.nn.Module, batch=None) -> torch.Tensor:
+    inputs, classes = batch or next(batches(1))
+    return torch.nn.functional.cross_entropy(model(inputs), classes)
+
+
 def backward_around(model: torch.nn.Sequential, hook) -> None:
     """Computes a minibatch's gradients, and calls the hook between the last layers' and the first layer's."""
-    inputs, classes = next(batches(1))
-    hidden = model[1](model[0](inputs))
-    hidden.register_hook(hook)
-    torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+
+    def add_hook(_module: torch.nn.Module, _inputs: object, hidden: torch.Tensor) -> None:
+        hidden.register_hook(hook)
+
+    with model[1].register_forward_hook(add_hook):
+        loss = loss_of(model)
+    loss.backward()
 
 
 # Over these a shard leaves by itself.
@@ -69,7 +77,7 @@ def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, p
                 optimizer.zero_grad(set_to_none=number % 2 == 0)
 
                 def closure(model=model, batch=batch) -> None:
-                    torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+                    loss_of(model, batch).backward()
 
                 if number % 4 == 3:
                     optimizer.step(closure)
@@ -104,7 +112,7 @@ def test_shards_go_amid_the_backward_pass_and_the_model_changes_in_step(start_se
 @over_messages
 def test_a_push_cut_amid_the_backward_pass_is_applied_once(start_server, proxies, monkeypatch, transport):
     monkeypatch.setattr("pyps_client.transport.tcp.OPEN_SECONDS", 1000.0)
-    trained, (inputs, classes) = [], next(batches(1))
+    trained = []
     for cuts in (False, True):
         server, model = start_server(), mlp()
         before = CuttingProxy(server.data)
@@ -117,11 +125,9 @@ def test_a_push_cut_amid_the_backward_pass_is_applied_once(start_server, proxies
                 proxy.cut()
                 wait_until(lambda: status_of(server).tally.pushes_duplicate > 0, 30, "what was lost, sent anew")
 
-            hidden = model[1](model[0](inputs))
             if cuts:
                 proxy.hold_replies()
-                hidden.register_hook(cut)
-            torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+            backward_around(model, cut if cuts else lambda _: None)
             optimizer.step()
             assert {receipt.version_after for receipt in optimizer.receipts} == {1}
             assert any(receipt.duplicate for receipt in optimizer.receipts) == cuts
@@ -177,7 +183,7 @@ def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, capl
     with joined(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:
         expected, num_first = parameters_of(model), sum(each.numel() for each in model[0].parameters())
         # A shard that the first layer has part of does not leave.
-        starts = [shard.offset for shard in optimizer._session.partition.shards]
+        starts = [shard.offset for shard in optimizer.stepper.session.partition.shards]
         start = min(each for each in starts if each >= num_first)
         num_left = sum(each >= start for each in starts)
 
@@ -208,9 +214,7 @@ def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, capl
 def test_zero_grad_raises_what_kept_a_pass_that_broke_off_from_its_server(start_server, caplog, transport):
     server, model = start_server(), mlp()
     with remote(model, server.data, transport=transport, loss_wait_seconds=0.2) as optimizer:
-        inputs, classes = next(batches(1))
-        torch.nn.functional.cross_entropy(model(inputs), classes).backward()
-        optimizer.step()
+        train(batches(1), (model, optimizer))
         optimizer.zero_grad()
         server.stop()
         early: list[EarlyShards] = []
@@ -234,21 +238,19 @@ def scaled(model: torch.nn.Module, _: RemoteOptimizer) -> None:
 
 
 def twice(model: torch.nn.Module, _: RemoteOptimizer) -> None:
-    for inputs, classes in batches(2):
-        torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+    for batch in batches(2):
+        loss_of(model, batch).backward()
 
 
 def unscaled(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    inputs, classes = next(batches(1))
-    scaler.scale(torch.nn.functional.cross_entropy(model(inputs), classes)).backward()
+    scaler.scale(loss_of(model)).backward()
     scaler.unscale_(optimizer)
 
 
 def within_a_closure_too(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
     backward(model, next(batches(1)))
-    inputs, classes = next(batches(1))
-    optimizer.step(lambda: torch.nn.functional.cross_entropy(model(inputs), classes).backward())
+    optimizer.step(lambda: loss_of(model).backward())
 
 
 def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
@@ -266,7 +268,7 @@ def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
         (at_another_rate, r"learning rate .* changed between backward\(\) and step\(\)"),
     ],
 )
-def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start_server, compute, words):
+def test_gradients_that_differ_from_the_sent_ones_are_refused_and_training_can_go_on(start_server, compute, words):
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         for _ in range(2):
@@ -277,19 +279,17 @@ def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start
             if compute in (twice, within_a_closure_too):
                 with pytest.raises(InvalidArgument, match="changed between"):
                     optimizer.step()
-            backward(model, next(batches(1)))
-            optimizer.step()
+            train(batches(1), (model, optimizer))
 
 
-def test_examples_are_told_before_the_backward_pass(start_server):
+def test_the_number_of_examples_must_be_set_before_the_backward_pass(start_server):
     model = mlp()
     with remote(model, start_server().data) as optimizer:
         backward(model, next(batches(1)))
         optimizer.examples_in_batch = 16
         with pytest.raises(InvalidArgument, match=r"examples_in_batch was set to 16 too late.* as those of 0 examples"):
             optimizer.step()
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_what_it_cannot_go_with_is_refused(start_server, flags, options, words):
         remote(mlp(), start_server(*flags).data, **options)
 
 
-def test_where_a_push_must_stay_whole_it_leaves_in_its_step_and_a_line_says_why(start_server, caplog):
+def test_a_push_that_must_stay_whole_is_sent_in_its_step_and_the_log_says_why(start_server, caplog):
     caplog.set_level("INFO", logger="pyps_client")
     for flags, transport, words in (
         (("--protocol", "serial"), "grpc", "serial grants steps one by one"),
@@ -324,13 +324,12 @@ def test_where_a_push_must_stay_whole_it_leaves_in_its_step_and_a_line_says_why(
         caplog.clear()
 
 
-def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, caplog):
+def test_nothing_is_sent_after_a_nan_and_shards_sent_before_count(start_server, caplog):
     server, model = start_server(), mlp()
     with remote(model, server.data) as optimizer:
         before = parameters_of(model)
         # From the loss on: nothing leaves.
-        inputs, classes = next(batches(1))
-        (torch.nn.functional.cross_entropy(model(inputs), classes) * float("nan")).backward()
+        (loss_of(model) * float("nan")).backward()
         optimizer.step()
         np.testing.assert_array_equal(parameters_of(model), before)
         assert (optimizer.skipped, status_of(server).version_max) == (1, 0)
@@ -348,8 +347,7 @@ def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, ca
         np.testing.assert_array_equal(after[: first // 2], before[: first // 2])
         assert (after[-10:] != before[-10:]).all()
         assert "were sent before a gradient was found that is not finite, and count" in caplog.text
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
         assert (parameters_of(model)[:10] != before[:10]).all()
 
 

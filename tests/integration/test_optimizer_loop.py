@@ -13,26 +13,7 @@ from pyps_client import Client, Launch, RemoteOptimizer
 from pyps_client.torch.joining import Joining
 from pyps_wire.errors import InvalidArgument, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
-from training import backward, batches, joined, mlp, parameters_of
-
-
-def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
-    return joined(model, sgd(model, lr), server.data, **options)
-
-
-def assert_trains_as_torch(start_server, make_model, make_optimizer, run_batch):
-    """Trains a model and its twin, one through a server and one by torch, and returns the first with its snapshot."""
-    model, twin = make_model(), make_model()
-    local = make_optimizer(twin)
-    with joined(model, make_optimizer(model), start_server().data) as optimizer:
-        for number in range(5):
-            for module, its in ((model, optimizer), (twin, local)):
-                its.zero_grad()
-                run_batch(module, number).backward()
-                its.step()
-        snapshot = optimizer.snapshot()
-    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
-    return model, snapshot
+from training import backward, batches, joined, mlp, parameters_of, remote, train
 
 
 def sgd(model: torch.nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -58,39 +39,6 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_se
         assert reported == pytest.approx(second)
 
 
-def test_a_channels_last_network_trains_as_with_torch_and_keeps_its_format(start_server):
-    def network() -> torch.nn.Module:
-        torch.manual_seed(0)
-        layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten()]
-        return torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
-
-    images = torch.randn(5, 2, 3, 8, 8).unbind()
-    model, snapshot = assert_trains_as_torch(
-        *(start_server, network, sgd),
-        lambda module, number: module(images[number].to(memory_format=torch.channels_last)).square().mean(),
-    )
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert tuple(snapshot["0.weight"].shape) == (8, 3, 3, 3)
-
-
-def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server):
-    def network() -> torch.nn.Module:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
-        model[1].weight = model[0].weight
-        return model
-
-    model, snapshot = assert_trains_as_torch(
-        *(start_server, network, lambda module: sgd(module, lr=0.5)),
-        lambda module, _: module(torch.tensor([1, 2, 3])).square().mean(),
-    )
-    assert list(snapshot) == ["0.weight", "1.weight"]
-    evaluated = network()
-    evaluated.load_state_dict(snapshot)
-    np.testing.assert_array_equal(parameters_of(evaluated), parameters_of(model))
-    assert model[1].weight is model[0].weight
-
-
 def test_another_setting_slots_and_a_later_group_are_refused(start_server):
     server = start_server()
     model = mlp()
@@ -110,17 +58,6 @@ def test_another_setting_slots_and_a_later_group_are_refused(start_server):
         assert optimizer.global_step == 0
 
 
-def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog):
-    for layers in ([], [torch.nn.BatchNorm1d(4)]):
-        with remote(torch.nn.Sequential(torch.nn.Linear(4, 4), *layers), start_server()):
-            warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(warnings) == len(layers)
-    assert warnings == [
-        "buffers (1.running_mean and 1 more) are not shared: each worker keeps its own, and pyps export does not "
-        "contain them (buffers='average' shares them)"
-    ]
-
-
 def test_every_setting_is_explained_where_help_shows_it():
     made = inspect.signature(RemoteOptimizer.__init__).parameters
     for name in [*made][3:]:
@@ -134,11 +71,9 @@ def test_a_launch_is_given_whole_or_as_servers(start_server):
     server, model = start_server(), mlp()
     launch = Launch(server.data, gradient_codec=torch.float16, transport="grpc")
     with RemoteOptimizer(model, sgd(model), launch=launch, push_every=2, pull_every=2) as optimizer:
-        for batch in batches(4):
-            backward(model, batch)
-            optimizer.step()
+        train(batches(4), (model, optimizer))
         assert (optimizer.transport, optimizer.global_step) == ("grpc", 2)
-        assert optimizer._session.launch.gradient_codec == "float16"
+        assert optimizer.stepper.session.launch.gradient_codec == "float16"
     for client in (RemoteOptimizer, Client):
         arguments = (model, sgd(model)) if client is RemoteOptimizer else ({"w": np.zeros(3, np.float32)}, ("sgd", {}))
         with pytest.raises(InvalidArgument, match=r"servers were given beside launch: name them in launch=Launch\("):
@@ -185,14 +120,15 @@ def test_what_no_server_could_do_is_refused_before_any_connection():
     for options, message in (
         ({"read_my_writes": True, "local_learning_rate": 0.0}, r"read_my_writes .* pass local_learning_rate"),
         ({"push_every": True}, "push_every is True; expected a whole number, or None"),
-        ({"push_every": 1.5}, "push_every is 1.5; expected a whole number, or None"),
+        ({"pull_every": 1.5}, "pull_every is 1.5; expected a whole number, or None"),
         ({"push_every": 0}, "push_every is 0; expected a whole number of minibatches, 1 or more"),
         ({"overlap": True}, "overlap is True; expected a string"),
-        ({"overlap": "on"}, "overlap is 'on'; expected 'off', 'step' or 'backward'"),
+        ({"overlap": "on"}, "overlap is 'on'; expected one of 'off', 'step', 'backward'"),
+        ({"compat": "tf"}, "compat is 'tf'; expected one of None, 'paper'"),
         ({"owns_schedule": "yes"}, "owns_schedule is 'yes'; expected True or False, or None"),
         ({"read_my_writes": "no"}, "read_my_writes is 'no'; expected True or False"),
         ({"local_learning_rate": "x"}, "local_learning_rate is 'x'; expected a number, or None"),
-        ({"buffers": "mine"}, "buffers is 'mine'; expected one of local"),
+        ({"buffers": "mine"}, "buffers is 'mine'; expected one of 'local', 'average', 'first'"),
         ({"replica": "mine"}, "replica is 'mine'; expected a pyps_client.torch.Replica"),
     ):
         with pytest.raises(InvalidArgument, match=message):
@@ -202,7 +138,7 @@ def test_what_no_server_could_do_is_refused_before_any_connection():
 
 
 @pytest.mark.parametrize(
-    ("protocol", "pace", "told"),
+    ("protocol", "pace", "words"),
     [
         ("async", {"pull_every": 4}, "every 4 minibatches (pull_every=4)"),
         ("asgd:accumulate=4", {}, "every 4 minibatches (asgd:accumulate=4)"),
@@ -210,17 +146,15 @@ def test_what_no_server_could_do_is_refused_before_any_connection():
         ("async", {}, ""),
     ],
 )
-def test_rest_between_pulls_is_reported_once(start_server, caplog, protocol, pace, told):
+def test_rest_between_pulls_is_reported_once(start_server, caplog, protocol, pace, words):
     model = mlp()
     adagrad = torch.optim.Adagrad(model.parameters())
     with joined(model, adagrad, start_server("--protocol", protocol).data, **pace) as worker:
         first = parameters_of(model)
-        for batch in batches(2):
-            backward(model, batch)
-            worker.step()
+        train(batches(2), (model, worker))
         assert (parameters_of(model) == first).all() == (protocol != "async" or "pull_every" in pace)
     warnings = [text for text in caplog.messages if "this worker's model stays as it is" in text]
-    assert [told in text for text in warnings] == [True] * bool(told)
+    assert [words in text for text in warnings] == [True] * bool(words)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
@@ -238,7 +172,7 @@ def test_local_steps_take_the_rate_that_the_servers_schedule_gives_now(start_ser
         assert np.diff(seen) == pytest.approx(expected, abs=1e-6)
 
 
-def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_goes_on(start_server, caplog):
+def test_steps_after_a_runs_end_do_nothing_and_warn_once(start_server, caplog):
     server = start_server("--stop-after", "updates=3")
     model = mlp()
     optimizer = remote(model, server)
@@ -250,7 +184,7 @@ def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_go
     np.testing.assert_array_equal(parameters_of(model), last)
     assert optimizer.global_step == 3
     assert optimizer.steps <= 5
-    assert len([record for record in caplog.records if "is over: steps do nothing" in record.getMessage()]) == 1
+    assert sum("is over: steps do nothing" in text for text in caplog.messages) == 1
     optimizer.close()
 
 
@@ -294,20 +228,23 @@ def test_a_state_dict_says_once_that_it_is_no_checkpoint_and_changes_nothing_in_
     server = start_server()
     model = mlp()
     with remote(model, server) as optimizer:
-        optimizer.load_state_dict(optimizer.state_dict())
+        changed = copy.deepcopy(optimizer.state_dict())
+        changed["param_groups"][0]["lr"] = 0.2
+        optimizer.load_state_dict(changed)
+        assert optimizer.state_dict() == changed
+        # A scheduler of the torch optimizer would still move the groups.
+        assert optimizer._wrapped.param_groups[0] is optimizer.param_groups[0]
         saved = get_optimizer_state_dict(model, optimizer)
         set_optimizer_state_dict(model, optimizer, saved)
         assert not saved["state"]
         assert status_of(server).version_max == 0
-        assert optimizer.param_groups[0]["lr"] == 0.1
-        backward(model, next(batches(1)))
-        optimizer.step()
-        assert optimizer.receipts[0].rate == pytest.approx(0.1)
-    told = [record.getMessage() for record in caplog.records if "--checkpoint-dir" in record.getMessage()]
-    assert len(told) == 1
+        train(batches(1), (model, optimizer))
+        assert optimizer.receipts[0].rate == pytest.approx(0.2)
+    warnings = [text for text in caplog.messages if "--checkpoint-dir" in text]
+    assert len(warnings) == 1
 
 
-def test_a_state_dict_of_another_update_tells_whose_parameters_count(start_server, caplog):
+def test_a_state_dict_of_another_update_warns_that_the_runs_parameters_are_used(start_server, caplog):
     server = start_server()
     with remote(mlp(seed=1), server) as first:
         saved = first.state_dict() | {"pyps_update": 7}
@@ -332,14 +269,14 @@ def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server):
                 copied(optimizer)
 
 
-def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_the_first(start_server):
+def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_refused(start_server):
     server = start_server()
-    told = (
+    words = (
         r"open RemoteOptimizer on .* already, .* cell is run twice, close\(\) the first.* servers for each; .* groups"
     )
     with remote(mlp(), server) as first:
         for second in (torch.nn.Linear(4, 1), mlp()):
-            with pytest.raises(InvalidArgument, match=told):
+            with pytest.raises(InvalidArgument, match=words):
                 remote(second, server)
         backward(first._model, next(batches(1)))
         first.step()
@@ -347,7 +284,7 @@ def test_a_second_optimizer_as_of_a_notebooks_cell_run_twice_is_told_to_close_th
         RemoteOptimizer(mlp().parameters(), torch.optim.SGD(mlp().parameters(), lr=0.1), servers=server.data)
 
 
-def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server, monkeypatch):
+def test_an_optimizer_that_failed_while_joining_blocks_no_other(start_server, monkeypatch):
     server = start_server()
 
     def fails(*_: object, **__: object) -> None:
@@ -375,8 +312,8 @@ def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_se
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_server, transport):
-    def told() -> dict[str, object]:
+def test_a_closed_optimizers_properties_keep_their_last_values(start_server, transport):
+    def properties() -> dict[str, object]:
         kind = RemoteOptimizer
         names = [name for name in vars(kind) if isinstance(getattr(kind, name), property)]
         assert {"transport", "global_step", "receipts"} <= set(names)
@@ -384,10 +321,9 @@ def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_se
 
     model = mlp()
     with remote(model, start_server(), transport=transport) as optimizer:
-        backward(model, next(batches(1)))
-        optimizer.step()
-        before = told()
-    assert told() == before
+        train(batches(1), (model, optimizer))
+        before = properties()
+    assert properties() == before
     assert before["transport"] == transport
 
 
@@ -411,7 +347,7 @@ def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed
     own.step()
 
 
-def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_left(start_server):
+def test_the_next_optimizer_waits_until_one_that_nobody_closed_has_left_the_run(start_server):
     server = start_server("--staleness", "none")
     model = torch.nn.Linear(1, 1, bias=False)
     begin = model.weight.item()

@@ -16,11 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pyps_client import Launch, RemoteOptimizer
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
 from support import server_port, status_of, workers_of
-from training import backward, batches, flat, gradients_of, joined, mlp, parameters_of
-
-
-def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
-    return joined(model, torch.optim.SGD(model.parameters(), lr=lr), server.data, **options)
+from training import backward, batches, flat, gradients_of, joined, mlp, parameters_of, remote, train
 
 
 def normed(seed: int = 0) -> torch.nn.Sequential:
@@ -35,10 +31,7 @@ def test_averaged_statistics_are_those_of_a_worker_alone_and_come_with_the_snaps
     model, twin = normed(), normed()
     local = torch.optim.SGD(twin.parameters(), lr=0.1)
     with remote(model, server, buffers="average") as optimizer:
-        for batch in batches(20):
-            for module, its in ((model, optimizer), (twin, local)):
-                backward(module, batch)
-                its.step()
+        train(batches(20), (model, optimizer), (twin, local))
         evaluated = normed(seed=1)
         evaluated.load_state_dict(optimizer.snapshot())
     for name, expected in twin.state_dict().items():
@@ -69,19 +62,20 @@ def test_the_first_workers_statistics_are_those_that_others_follow(start_server,
         optimizer.close()
 
 
-def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_server, caplog):
-    server = start_server()
-    model = mlp()
+def test_what_is_not_shared_is_named_at_joining(start_server, caplog):
+    model = normed()
     model[0].requires_grad_(False)
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with joined(model, sgd, server.data) as optimizer, caplog.at_level(logging.WARNING):
+    with joined(model, sgd, start_server().data) as optimizer:
         snapshot = optimizer.snapshot()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
+        "buffers (1.running_mean and 1 more) are not shared: each worker keeps its own, and pyps export does not "
+        "contain them (buffers='average' shares them)",
         "parameters (0.weight and 1 more) are not shared: each worker keeps its own, and pyps export does not contain "
-        "them (give the optimizer all parameters, frozen ones too, to share them)"
+        "them (give the optimizer all parameters, frozen ones too, to share them)",
     ]
-    mlp(seed=1).load_state_dict(snapshot)
+    normed(seed=1).load_state_dict(snapshot)
     assert torch.equal(snapshot["0.weight"], model[0].weight)
 
 
@@ -125,24 +119,6 @@ def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server):
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=2e-3)
 
 
-def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_examples(start_server):
-    server = start_server()
-    model, twin = mlp(), mlp()
-    local = torch.optim.Adam(twin.parameters())
-    data = list(batches(12))
-    with joined(model, torch.optim.Adam(model.parameters()), server.data) as optimizer:
-        optimizer.examples_in_batch = 4 * 16
-        for number, (inputs, classes) in enumerate(data, start=1):
-            for module, its in ((model, optimizer), (twin, local)):
-                (functional.cross_entropy(module(inputs), classes) / 4).backward()
-                if number % 4 == 0:
-                    its.step()
-                    its.zero_grad()
-        assert optimizer.global_step == 3
-        assert status_of(server).examples == 12 * 16
-    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.extended)])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server, backend):
@@ -166,7 +142,7 @@ def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_serv
         plain.load_state_dict(snapshot)
 
 
-def test_two_nets_of_one_shape_in_one_run_are_told_and_copies_of_one_are_not(start_server, caplog):
+def test_two_nets_of_one_shape_in_one_run_are_warned_of_and_copies_of_one_are_not(start_server, caplog):
     server = start_server()
 
     def net(last: torch.nn.Module) -> torch.nn.Sequential:
@@ -179,8 +155,9 @@ def test_two_nets_of_one_shape_in_one_run_are_told_and_copies_of_one_are_not(sta
         assert "they train one set of parameters" not in caplog.text
         with remote(decoder, server, worker_id="c", run_id="r"):
             pass
-    [told] = [record.getMessage() for record in caplog.records if "they train one set of" in record.getMessage()]
-    assert re.match(r"this worker's model is Sequential \(\w{8}\), that of run r was Sequential \(\w{8}\) where", told)
+    [warning] = [text for text in caplog.messages if "they train one set of" in text]
+    model = r"Sequential \(\w{8}\)"
+    assert re.match(rf"this worker's model is {model}, that of run r was {model} where", warning)
 
 
 def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server):
@@ -207,7 +184,7 @@ def test_parameters_that_are_loaded_after_joining_are_refused(start_server):
         for parameter in model.parameters():
             parameter.data.fill_(1)
 
-    told = r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer had joined"
+    words = r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer had joined"
     server = start_server()
     for load in (lambda model: model.load_state_dict(saved), assign, fill):
         for how in ({}, {"overlap": "step"}, {"parameter_codec": "bfloat16"}):
@@ -215,7 +192,7 @@ def test_parameters_that_are_loaded_after_joining_are_refused(start_server):
             with remote(model, server, run_id="r", worker_id="w", **how) as optimizer:
                 load(model)
                 backward(model, next(batches(1)))
-                with pytest.raises(InvalidArgument, match=told):
+                with pytest.raises(InvalidArgument, match=words):
                     optimizer.step()
     for move in (lambda model: model.share_memory(), lambda model: model.to(torch.bfloat16)):
         model = mlp()
@@ -233,7 +210,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("how", [{}, {"overlap": "step"}, {"overlap": "backward"}, {"parameter_codec": "bfloat16"}])
-def test_a_clamp_between_steps_is_told_once_and_the_servers_values_take_its_place(start_server, caplog, write, how):
+def test_a_clamp_between_steps_warns_once_and_the_servers_values_replace_it(start_server, caplog, write, how):
     model, server = mlp(), start_server()
     with remote(model, server, **how) as optimizer:
         for batch in batches(3):
@@ -244,9 +221,9 @@ def test_a_clamp_between_steps_is_told_once_and_the_servers_values_take_its_plac
         optimizer.step()
         if not how:
             np.testing.assert_array_equal(model[2].weight.detach(), optimizer.snapshot()["2.weight"])
-    told = [record.getMessage() for record in caplog.records if "were written between two steps" in record.getMessage()]
-    assert len(told) == 1
-    assert "(2.weight)" in told[0]
+    warnings = [text for text in caplog.messages if "were written between two steps" in text]
+    assert len(warnings) == 1
+    assert "(2.weight)" in warnings[0]
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
@@ -270,8 +247,7 @@ def test_who_puts_values_back_or_moves_the_model_is_not_warned(start_server, cap
 def test_model_and_optimizer_are_made_first_and_loaded_then(start_server, loads, caplog):
     source = mlp(seed=1)
     with remote(source, start_server(), lr=0.2) as optimizer:
-        backward(source, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (source, optimizer))
         saved = {"model": source.state_dict(), "optimizer": copy.deepcopy(optimizer.state_dict())}
 
     model, server = mlp(seed=2), start_server()
@@ -287,8 +263,7 @@ def test_model_and_optimizer_are_made_first_and_loaded_then(start_server, loads,
         optimizer.zero_grad()
         for name, values in optimizer.snapshot().items():
             torch.testing.assert_close(values, saved["model"][name])
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
         assert optimizer.receipts[0].rate == pytest.approx(0.2)
     assert "were written" not in caplog.text
 
@@ -359,13 +334,13 @@ def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_ste
         torch.distributed.destroy_process_group()
 
 
-def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is_taken_off_is_not(start_server):
+def test_replaced_parameters_are_refused_and_a_removed_layer_is_not(start_server):
     saved = mlp(seed=1).state_dict()
 
     def new_layer(model: torch.nn.Sequential) -> None:
         model[2] = torch.nn.Linear(model[2].in_features, model[2].out_features)
 
-    told = r"Parameters \(%s\) are no longer the model's: others were put in their place"
+    words = r"Parameters \(%s\) are no longer the model's: others were put in their place"
     ways = (
         (lambda model: model.load_state_dict(saved, assign=True), r"0\.weight and 5 more"),
         (new_layer, r"2\.weight and 1 more"),
@@ -375,12 +350,10 @@ def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is
     for steps_before, (replace, names) in itertools.product((0, 2), ways):
         model = mlp()
         with remote(model, server, run_id="r", worker_id="w") as optimizer:
-            for batch in batches(steps_before):
-                backward(model, batch)
-                optimizer.step()
+            train(batches(steps_before), (model, optimizer))
             replace(model)
             for _ in range(2):
-                with pytest.raises(InvalidArgument, match=told % names):
+                with pytest.raises(InvalidArgument, match=words % names):
                     optimizer.step()
 
     model = mlp()
@@ -405,7 +378,7 @@ def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, cap
     assert not [record for record in caplog.records if "written" in record.getMessage()]
 
 
-def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses(start_server, caplog):
+def test_torchs_defaults_change_nothing_and_a_float64_model_warns_of_float32(start_server, caplog):
     model, twin = mlp(), mlp()
     local = torch.optim.SGD(twin.parameters(), lr=0.1)
     data = list(batches(3))
@@ -421,8 +394,8 @@ def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    told = [record.getMessage() for record in caplog.records if "float64" in record.getMessage()]
-    assert told == [
+    warnings = [text for text in caplog.messages if "float64" in text]
+    assert warnings == [
         "0.weight and 5 more are float64, but servers hold and update float32: the model's numbers are float32's after "
         "each pull."
     ]

@@ -8,8 +8,7 @@ import torch
 from client_support import addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.rules import translate
-from pyps_wire import inspector_pb2 as pb
-from support import ServerThread, inspect, status_of, wait_until, workers_of
+from support import ServerThread, configure, status_of, wait_until, workers_of
 from training import SerialRule, backward, batches, gradients_of, joined, mlp, parameters_of
 
 ALONE = [
@@ -68,10 +67,6 @@ def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_ser
         assert status_of(server).workers_alive == 0, protocol
 
 
-def configure(server: ServerThread, protocol: str) -> None:
-    inspect(server.control, "Configure", pb.ConfigureRequest(protocol=protocol))
-
-
 def step(optimizer: RemoteOptimizer, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     backward(model, batch)
     optimizer.examples_in_batch = 16
@@ -85,10 +80,10 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with joined(model, sgd, server.data, overlap="step") as optimizer:
-        session = optimizer._session
+        session = optimizer.stepper.session
         for protocol in ("hardsync", "async", "backup:b=0"):
             if protocol != "hardsync":
-                configure(server, protocol)
+                configure(server, protocol=protocol)
                 wait_until(lambda protocol=protocol: session.terms.protocol == protocol, what="word of the change")
             optimizer._steps.flush()
             before = status_of(server).version_max

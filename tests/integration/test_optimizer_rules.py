@@ -15,7 +15,7 @@ from pyps_client import RemoteOptimizer
 from pyps_client.torch.rules import translate
 from pyps_wire.errors import ScheduleOwned, SettingsChanged
 from support import status_of
-from training import SerialRule, backward, batches, gradients_of, joined, mlp, parameters_of
+from training import SerialRule, backward, batches, gradients_of, joined, mlp, parameters_of, train
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -204,23 +204,6 @@ def test_each_group_has_its_own_schedule(start_server):
     assert_close(model, twin)
 
 
-def test_a_state_dict_goes_round_with_its_learning_rate(start_server):
-    server = start_server()
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with joined(model, sgd, server.data) as optimizer:
-        saved = copy.deepcopy(optimizer.state_dict())
-        assert saved["param_groups"][0]["lr"] == 0.1
-        saved["param_groups"][0]["lr"] = 0.2
-        optimizer.load_state_dict(saved)
-        assert optimizer.state_dict() == saved
-        # A scheduler of the torch optimizer would still move the groups.
-        assert sgd.param_groups[0] is optimizer.param_groups[0]
-        backward(model, next(batches(1)))
-        optimizer.step()
-        assert optimizer.receipts[0].rate == 0.2
-
-
 def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_server):
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -229,8 +212,7 @@ def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_se
         saved["param_groups"][0].update(lr=9.0, weight_decay=1.0)
         with pytest.raises(SettingsChanged, match="weight_decay"):
             optimizer.load_state_dict(saved)
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
         assert optimizer.receipts[0].rate == pytest.approx(0.001)
         # A change is refused before the backward pass sends anything, and a replaced list is read.
         optimizer.param_groups[0]["weight_decay"] = 1.0
@@ -239,8 +221,7 @@ def test_with_backward_overlap_only_accepted_settings_reach_the_servers(start_se
         assert optimizer.global_step == 1
         optimizer.zero_grad()
         optimizer.param_groups = [{**optimizer.param_groups[0], "weight_decay": 0.0, "lr": 0.002}]
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
         assert optimizer.receipts[0].rate == pytest.approx(0.002)
 
 
@@ -255,8 +236,7 @@ def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first
         return model, optimizer
 
     def step(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
 
     first, second = worker("a"), worker("b")
     step(*first)

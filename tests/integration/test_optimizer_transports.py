@@ -7,53 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from certified import served, shown
 from client_support import addresses
-from pyps_client import Launch, RemoteOptimizer
+from pyps_client import RemoteOptimizer
 from pyps_client.pull import Receiver
 from pyps_client.transport import Incoming
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import NotAuthenticated, NotFinite, PypsError, ServerUnavailable
+from pyps_wire.errors import NotFinite, ServerUnavailable
 from support import inspect, status_of
-from training import backward, batches, gradients_of, joined, mlp, parameters_of
+from training import backward, batches, gradients_of, mlp, parameters_of, remote, train
 
 TRANSPORTS = ["grpc", "tcp", "shm"]
-
-
-def remote(model: torch.nn.Module, servers: str, *, lr: float = 0.1, **options) -> RemoteOptimizer:
-    return joined(model, torch.optim.SGD(model.parameters(), lr=lr), servers, **options)
 
 
 def backward_in_place(model: torch.nn.Module, optimizer: RemoteOptimizer, batch) -> None:
     """As `backward`, with gradients that are made zero rather than None."""
     optimizer.zero_grad(set_to_none=False)
     torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-
-
-@pytest.mark.parametrize("transport", ["grpc", "tcp"])
-def test_an_optimizer_trains_over_mutual_tls_with_a_token(start_server, made, tmp_path, transport):
-    (tmp_path / "token").write_text("x" * 32, encoding="utf-8")
-    flags = [*served(made / "sound", mutual=True), "--token-file", str(tmp_path / "token"), "--local-socket", "off"]
-    server = start_server(*flags)
-    files = shown(made / "sound", mutual=True)
-    for settings, refused in (
-        (files | {"token_file": tmp_path / "token"}, None),
-        (files | {"token": "y" * 32}, NotAuthenticated),
-        ({"tls_ca": files["tls_ca"], "token_file": tmp_path / "token"}, PypsError),
-    ):
-        model = mlp()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        launch = Launch(server.data, transport=transport, shard_size=112, start_wait_seconds=5, **settings)
-        with RemoteOptimizer(model, sgd, launch=launch) as optimizer:
-            if refused is not None:
-                with pytest.raises(refused):
-                    optimizer.join()
-                continue
-            backward(model, next(batches(1)))
-            optimizer.step()
-            assert optimizer.transport == transport
-            assert len(optimizer.receipts) > 1, "shard_size"
-            assert optimizer.global_step == 1
 
 
 OPTIONS = [
@@ -64,7 +33,7 @@ OPTIONS = [
 ]
 
 
-def test_models_train_alike_over_each_transport_whatever_is_asked_for(start_server):
+def test_models_train_alike_over_each_transport_with_any_settings(start_server):
     for options in OPTIONS:
         trained = []
         for way in TRANSPORTS:
@@ -116,7 +85,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
 
 
-def test_over_grpc_halves_leave_and_reach_the_models_own_float32(start_server):
+def test_over_grpc_halves_are_converted_from_and_to_the_models_own_float32(start_server):
     for overlap, num_servers in (("off", 1), ("off", 2), ("step", 1)):
         model = mlp()
         halves = {"gradient_codec": "bfloat16", "parameter_codec": "float16", "overlap": overlap, "transport": "grpc"}
@@ -245,8 +214,7 @@ def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server):
             optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
             optimizer.register_step_post_hook(lambda *_: calls.append("after")),
         ]
-        backward(model, next(batches(1)))
-        optimizer.step()
+        train(batches(1), (model, optimizer))
         assert calls == ["before", "after"]
         for hook in hooks:
             hook.remove()

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.optim import swa_utils
 
 from replicas import ReplicaJob, serve
-from training import batches, joined, mlp, parameters_of
+from training import batches, joined, mlp, parameters_of, train
 
 Loop = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
 
@@ -25,15 +25,15 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def assert_trains_as_torch(
-    start_server, loop: Loop, make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd, **options: str
-) -> None:
-    """Runs the same loop with torch's own optimizer and with servers'."""
-    model, twin = mlp(), mlp()
+def assert_trains_as_torch(start_server, loop: Loop, make_optimizer=sgd, make_model=mlp, **options: str):
+    """Runs the same loop with torch's own optimizer and with servers'; returns the second model and its snapshot."""
+    model, twin = make_model(), make_model()
     loop(twin, make_optimizer(twin))
     with joined(model, make_optimizer(model), start_server().data, **options) as optimizer:
         loop(model, optimizer)
+        snapshot = optimizer.snapshot()
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    return model, snapshot
 
 
 def test_groups_with_decays_and_betas_of_their_own(start_server):
@@ -48,13 +48,47 @@ def test_groups_with_decays_and_betas_of_their_own(start_server):
             lr=0.01,
         )
 
+    assert_trains_as_torch(start_server, lambda model, optimizer: train(batches(5), (model, optimizer)), grouped)
+
+
+def test_a_channels_last_network_keeps_its_format(start_server):
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten()]
+        return torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    images = torch.randn(5, 2, 3, 8, 8)
+
     def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for batch in batches(5):
+        for batch in images:
             optimizer.zero_grad()
-            loss_of(model, batch).backward()
+            model(batch.to(memory_format=torch.channels_last)).square().mean().backward()
             optimizer.step()
 
-    assert_trains_as_torch(start_server, loop, grouped)
+    model, snapshot = assert_trains_as_torch(start_server, loop, sgd, network)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert tuple(snapshot["0.weight"].shape) == (8, 3, 3, 3)
+
+
+def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server):
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2, 3])).square().mean().backward()
+            optimizer.step()
+
+    model, snapshot = assert_trains_as_torch(start_server, loop, sgd, network)
+    assert list(snapshot) == ["0.weight", "1.weight"]
+    evaluated = network()
+    evaluated.load_state_dict(snapshot)
+    np.testing.assert_array_equal(parameters_of(evaluated), parameters_of(model))
+    assert model[1].weight is model[0].weight
 
 
 def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_server):
@@ -87,7 +121,7 @@ def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server)
     assert_trains_as_torch(start_server, loop)
 
 
-def test_an_average_of_the_model_that_is_kept_beside_it(start_server):
+def test_a_moving_average_of_the_model(start_server):
     for transport in ("grpc", "shm"):
         averages = []
 

@@ -228,7 +228,7 @@ class PortionComputation(PortionGradient):
         lent = session.lend(1, converter=TorchConverter() if on_host else None)
         self._private = lent.private
         devices = [block.device for block in layout.blocks if block.on_cuda]
-        self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
+        self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices)
         gathered = Gradients(layout, lent.gradients[0], codec=lent.converted_to)
         self._parameters = Parameters(layout, lent.parameters, alias=True, private=lent.private)
         self._written = Written(layout, self._parameters)
@@ -260,8 +260,7 @@ class PortionComputation(PortionGradient):
         self.release()
         if not self._private:
             self._parameters.separate()
-        if self._pinned is not None:
-            self._pinned.release()
+        self._pinned.release()
 
 
 def loss_function(

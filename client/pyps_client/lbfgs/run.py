@@ -14,7 +14,7 @@ from pyps_client.launch import Launch
 from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLoader, checked_length, loss_function
 from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult
 from pyps_client.log import logger
-from pyps_client.torch.layout import Layout, plan, several, shareable_buffers, tell_narrowed
+from pyps_client.torch.layout import Layout, plan, several, shareable_buffers, warn_of_float64
 from pyps_client.torch.memory import TorchConverter
 from pyps_client.torch.parameters import initial_values
 from pyps_client.worker import Worker
@@ -74,7 +74,7 @@ def sandblaster(
         )
     layout = plan(model, [{"params": trained}], shard_size=launch.shard_size)
     _warn(model, layout)
-    tell_narrowed(layout)
+    warn_of_float64(layout)
     launch.require_one_process("sandblaster()")
     session = Worker(
         layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices

@@ -12,7 +12,7 @@ import torch
 
 from pyps_client.replica.arrangement import Arrangement, Claim, Key
 from pyps_client.replica.group import Group, agreed
-from pyps_client.torch.layout import Layout, blocks_of
+from pyps_client.torch.layout import Layout
 from pyps_wire.blocks import check_block
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import InvalidArgument
@@ -59,23 +59,17 @@ class ModelCut:
         """Return the layout of the trained part. A tensor that servers hold in several blocks is several tensors."""
         held, claimed = self.arrangement.held, self.claimed
         model = Model(tuple(each.tensor for each in held), self.arrangement.model.shard_size)
-        ends = [0] * model.num_groups
         parameters: list[torch.Tensor] = []
-        offsets: list[int] = []
         apart: set[int] = set()
         for index, (tensor, claim, place) in enumerate(held):
             local = claimed.local[claim]
             if local is not claimed.parameters[claim] or tensor.shape != tuple(local.shape):
                 apart.add(index)
             parameters.append(local if tensor.shape == tuple(local.shape) else local.detach()[place])
-            offsets.append(ends[tensor.group])
-            ends[tensor.group] += tensor.size
         pairs = zip(claimed.parameters, claimed.claims, strict=True)
         return Layout(
             model=model,
             parameters=tuple(parameters),
-            group_offsets=tuple(offsets),
-            blocks=blocks_of(model.tensors, parameters, offsets),
             first_buffer=len(parameters),
             names={id(parameter): claim.name for parameter, claim in pairs},
             apart=frozenset(apart),

@@ -1,7 +1,7 @@
 """overlap="backward": a push that is sent, a shard at a time, while the backward pass still computes.
 
-One backward pass is one push. It begins with the first gradient, and ends within the step: shards that were not
-complete by then are sent too, and gradients that were sent must be unchanged.
+One backward pass is one push. It begins with the first gradient and ends within the step, which sends the shards that
+were not complete before. Gradients that were sent must not have changed by then.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import torch
 from pyps_client.early_shards import EarlyShards
 from pyps_client.fork import ForkGuard
 from pyps_client.log import logger
+from pyps_client.torch.gradients import Minibatch
 from pyps_client.torch.layout import several
 from pyps_client.torch.schedule import Due
-from pyps_client.torch.steps import Minibatch, Off, Steps
+from pyps_client.torch.steps import Off, Steps
 from pyps_client.transport.threads import Future, Threads
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import InvalidArgument
 
-# About so many numbers of each gradient show whether it was changed.
+# About how many numbers of each gradient are compared to find changes.
 NUM_SAMPLES = 16
 
 
 class Backward(Off):
-    """The push of the present backward pass. Autograd's threads complete gradients; all else happens in a step."""
+    """The push of the present backward pass. Autograd's threads report gradients; all else happens in a step."""
 
     may_alias = False
 
@@ -45,16 +46,16 @@ class Backward(Off):
         for shard in partition.shards:
             for piece in partition.pieces(shard.shard_id):
                 self._shards_of[piece.tensor_index].append(shard.shard_id)
-        # Autograd has a thread a device.
+        # Autograd has one thread per device.
         self._lock = threading.Lock()
-        # Guarded by _lock: whether a pass has begun; its shards, unless it is pushed whole; the examples it counts.
+        # Guarded by _lock: a pass has begun; its shards, unless it is pushed whole; its number of examples.
         self._has_begun = False
         self._early: EarlyShards | None = None
         self._example_count = 0
-        # Gradients that each shard lacks, and events after which a device's have come.
+        # How many gradients each shard still lacks, and events after which a device's gradients are on the host.
         self._missing: dict[int, int] = {}
         self._events: dict[int, list[torch.cuda.Event]] = {}
-        # Gradients that are in place for sending, with torch's count of their writes and some of their numbers.
+        # Gradients that are ready to be sent, with torch's count of their writes and some of their numbers.
         self._taken: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._pushing: Future[Sequence[Receipt]] | None = None
         # Weakly: the model may live longer than its optimizer.
@@ -81,27 +82,29 @@ class Backward(Off):
         return Off
 
     def step(self, gradients: Minibatch, due: Due) -> None:
+        early, pushing = self._early, self._pushing
         try:
-            if self._early is None:
+            if early is None or pushing is None:
                 super().step(gradients, due)
             else:
-                self._seal(self._early, gradients)
-                self._steps.push_and_pull(self._answers)
+                self._seal(early, pushing, gradients)
+                self._steps.push_and_pull(pushing.value)
         finally:
             self._end()
 
     def give_up(self) -> None:
-        early = self._early
+        early, pushing = self._early, self._pushing
         self._end()
-        if self._pushing is not None:
-            self._pushing.wait()
+        if pushing is None:
+            return
+        pushing.wait()
         if early is not None and early.num_answered:
             logger.warning(
                 "a backward pass was broken off, or no step() followed it: %d of %d shards were sent, as overlap is "
                 "'backward', and count; the rest of its push is left out",
                 *(early.num_answered, self._partition.num_shards),
             )
-        self._answers()
+        pushing.value()
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -109,10 +112,6 @@ class Backward(Off):
         if self._early is not None:
             self._early.abandon()
         self._threads.close()
-
-    def _answers(self) -> Sequence[Receipt]:
-        """Return the servers' answers to the push, sealed or given up; raise its error, once."""
-        return () if self._pushing is None else self._pushing.value()
 
     def _end(self) -> None:
         """End the pass; nothing more of its push is sent."""
@@ -154,7 +153,7 @@ class Backward(Off):
         steps.schedule.follow(steps.steps)
         if not steps.schedule.sends_early or steps.finished or self._gradients.minibatch_count or steps.torn:
             return
-        # As a step does before anything is sent.
+        # Before anything is sent, as in a step.
         if (check := steps.check_before()) is not None:
             check(steps.steps == 0)
         steps.written.check(is_first=steps.is_first)
@@ -171,7 +170,7 @@ class Backward(Off):
 
         self._missing = {shard.shard_id: 0 for shard in self._partition.shards}
         for parameter, shards in zip(self._layout.parameters, self._shards_of, strict=True):
-            # A gradient from before this pass is pushed too.
+            # A frozen parameter's gradient from before this pass is pushed too.
             if parameter.requires_grad or parameter.grad is not None:
                 for shard_id in shards:
                     self._missing[shard_id] += 1
@@ -193,7 +192,7 @@ class Backward(Off):
         for event in self._events.get(shard_id, ()):
             event.synchronize()
 
-    def _seal(self, early: EarlyShards, gradients: Minibatch) -> None:
+    def _seal(self, early: EarlyShards, pushing: Future[Any], gradients: Minibatch) -> None:
         """Send the rest of the push that the backward pass began, and wait for its end."""
         steps = self._steps
         if self._example_count != (steps.examples_in_batch or 0):
@@ -214,8 +213,7 @@ class Backward(Off):
                 "taken whole. Change gradients no more, or use overlap='step' or 'off'."
             )
         early.seal()
-        assert self._pushing is not None
-        self._pushing.wait()
+        pushing.wait()
         if not early.spoiled:
             steps.finite.passed()
         else:
@@ -225,19 +223,19 @@ class Backward(Off):
                     "the push is left out",
                     *(early.num_answered, self._partition.num_shards),
                 )
-            steps.finite.leave_out(gradients, for_others=False)
+            steps.finite.leave_out(gradients)
         # A pull follows where nothing was sent.
-        self._gradients.minibatch_count = int(self._pushing.error is not None or bool(early.sent))
+        self._gradients.minibatch_count = int(pushing.error is not None or bool(early.sent))
 
     def _changed(self, gradients: Minibatch) -> list[str]:
-        """Return the names of gradients that are others than those sent; take those that come late."""
+        """Return the names of gradients that differ from the sent ones; take those that this pass did not compute."""
         changed = []
         for index, gradient in enumerate(gradients):
             if (taken := self._taken.get(index)) is not None:
                 sent, version, numbers = taken
                 same = gradient is sent and sent._version == version and torch.equal(_some_of(sent), numbers)
             else:
-                # One that this pass did not compute: it was there before, or somebody else put it there.
+                # This pass did not compute it: it is an older gradient, or the script's.
                 same = gradient is None or all(self._missing[shard_id] > 0 for shard_id in self._shards_of[index])
                 if same and gradient is not None:
                     self._take(index, gradient)
@@ -247,7 +245,7 @@ class Backward(Off):
 
 
 def _some_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return some numbers of a gradient: torch does not count all writes, such as GradScaler's, which changes all."""
+    """Return some numbers of a gradient. They show a write that torch does not count, such as GradScaler's to all."""
     return gradient.detach().reshape(-1)[:: max(1, gradient.numel() // NUM_SAMPLES)].nan_to_num()
 
 

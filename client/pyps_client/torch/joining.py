@@ -1,29 +1,27 @@
-"""How a torch model joins a run: whole, sliced as the run's model is, or as the parts of a replica."""
+"""How a torch model joins a run: as a whole, split as the run's model is, or as the parts of a replica."""
 
 from __future__ import annotations
 
 import gc
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyps_client.join import model_of_run
-from pyps_client.launch import Launch, check_types
+from pyps_client.launch import Launch
 from pyps_client.replica.group import ALONE, Group, agreed, led
-from pyps_client.torch.buffers import BUFFER_MODES, SharedBuffers
+from pyps_client.torch.buffers import SharedBuffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import translate, translation_of
-from pyps_client.torch.schedule import Pace
+from pyps_client.torch.schedule import Settings
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, OptimizerSettings
@@ -33,47 +31,16 @@ from pyps_wire.partition import Model
 if TYPE_CHECKING:
     from pyps_client.replica.dtensor import ModelCut
 
-_gradient = attrgetter("grad")
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A run that a worker has joined, with the layout of the worker's model."""
-
-    session: Worker
-    layout: Layout
-    # This minibatch's gradients, one entry a tensor of the layout.
-    gradients: Callable[[], Iterable[torch.Tensor | None]]
-    # None where the model is not cut.
-    cut: ModelCut | None = None
-
-    @property
-    def groups_of_vectors(self) -> Sequence[int] | None:
-        """The optimizer's group of each pushed vector; None where it is the vector's number."""
-        return None if self.cut is None else self.cut.arrangement.own_param_groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Pace):
-    """The settings of a RemoteOptimizer."""
-
-    local_learning_rate: float | None = None
-    read_my_writes: bool = False
-    buffers: str = "local"
-    owns_schedule: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        Pace.__post_init__(self)
-        if self.buffers not in BUFFER_MODES:
-            raise InvalidArgument(f"buffers is {self.buffers!r}; expected one of {', '.join(BUFFER_MODES)}.")
-        rate = self.local_learning_rate
-        if rate is not None and not 0 <= rate < math.inf:
-            raise InvalidArgument(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
-
 
 class Joining:
-    """How one worker, or one process of a replica, joins a run."""
+    """Joins one worker, or one process of a replica, to a run."""
+
+    # Known once joined. `gradients` returns this minibatch's, one entry per tensor of the layout.
+    session: Worker
+    layout: Layout
+    gradients: Callable[[], Iterable[torch.Tensor | None]]
+    # The split model; None where the worker trains it whole.
+    _cut: ModelCut | None = None
 
     def __init__(
         self,
@@ -106,86 +73,81 @@ class Joining:
                 "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
             )
         self.module, self.launch, self.replica = module, launch, replica
-        self.param_groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
-        self.settings = replace(settings, local_rate_known=steps_known)
-        # The optimizer in the servers' words.
-        self.translation, self.optimizer = translation, translate(optimizer)
+        self._param_groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
+        self._settings = replace(settings, local_rate_known=steps_known)
+        # The servers' rule and settings.
+        self._optimizer = translate(optimizer)
+        self.rates = Rates(
+            *(translation, self._param_groups, self._optimizer),
+            owns_schedule=self._is_first if settings.owns_schedule is None else settings.owns_schedule,
+            local_rate=local_rate,
+        )
         if replica is ALONE:
-            self._layout()
+            self._whole_layout()
         else:
-            named_groups(module, optimizer.param_groups)
+            named_groups(module, self._param_groups)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the worker is the first of several, or has no index."""
-        return self.launch.worker_index in (None, 0)
-
-    def join(self) -> Joined:
+    def join(self) -> None:
         """Join the run; all processes of a replica call it, and raise the same error or none."""
         if self.replica is not ALONE:
             self._take_one_name()
-            return self._as_a_replica()
+            self._join_as_replica()
+            return
         try:
-            return self._whole()
+            self._join_whole()
         except ModelMismatch:
             run = self._run()
-            if run is None or run.num_parts == 1 or self.settings.buffers != "local":
+            if run is None or run.num_parts == 1 or self._settings.buffers != "local":
                 raise
-        return self._cut(run)
+            self._join_split(run)
 
-    def rates(self) -> Rates:
-        owns_schedule = self.settings.owns_schedule
-        return Rates(
-            *(self.translation, self.param_groups, self.optimizer),
-            owns_schedule=self.is_first if owns_schedule is None else owns_schedule,
-            local_rate=self.settings.local_learning_rate,
-        )
-
-    def steps(self, joined: Joined, rates: Rates) -> Steps:
-        session, cut = joined.session, joined.cut
-        none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
+    def steps(self) -> Steps:
+        session, cut, layout, rates, settings = self.session, self._cut, self.layout, self.rates, self._settings
+        if cut is not None:
+            rates.groups_of_vectors = cut.arrangement.own_param_groups
+        no_steps = [0.0] * layout.model.num_groups
         common: dict[str, Any] = {
-            "pace": self.settings,
-            "local_rates": lambda: rates.sizes(session.next_rates()) or none,
+            "local_rates": lambda: rates.sizes(session.next_rates()) or no_steps,
             "rate_changes": rates.changes,
         }
         if cut is not None and self.replica.count > 1:
             from pyps_client.torch.replica_steps import ReplicaSteps
 
             common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
-            steps: Steps = ReplicaSteps(session, joined.layout, **common)
-        elif cut is not None and self.settings.overlap == "backward":
+            return ReplicaSteps(session, layout, settings, **common)
+        if cut is not None and settings.overlap == "backward":
             raise InvalidArgument(
                 "overlap is 'backward', but this run's model is cut in parts: use overlap='step' or 'off'."
             )
-        else:
-            buffers = None
-            if joined.layout.kinds is not None:
-                overlaps = self.settings.overlap == "step"
-                buffers = SharedBuffers(
-                    *(self.module, joined.layout, self.settings.buffers), is_first=self.is_first, overlaps=overlaps
-                )
-            common |= {"buffers": buffers, "read_my_writes": self.settings.read_my_writes}
-            steps = steps_of(session, joined.layout, **common)
-        return steps
+        if layout.kinds is not None:
+            overlaps = settings.overlap == "step"
+            common["buffers"] = SharedBuffers(
+                *(self.module, layout, settings.buffers), is_first=self._is_first, overlaps=overlaps
+            )
+        return steps_of(session, layout, settings, **common)
 
-    def _layout(self) -> Layout:
+    @property
+    def _is_first(self) -> bool:
+        """True for the first of several workers, and for one without an index."""
+        return self.launch.worker_index in (None, 0)
+
+    def _whole_layout(self) -> Layout:
         return plan(
-            *(self.module, self.param_groups),
+            *(self.module, self._param_groups),
             shard_size=self.launch.shard_size,
-            with_buffers=self.settings.buffers != "local",
+            with_buffers=self._settings.buffers != "local",
         )
 
-    def _whole(self) -> Joined:
-        layout = self._layout()
-        # With a group for buffers, where they are shared.
+    def _join_whole(self) -> None:
+        self.layout, self._cut = self._whole_layout(), None
+        layout = self.layout
         settings = OptimizerSettings()
-        settings.CopyFrom(self.optimizer)
-        while len(settings.groups) < layout.model.num_groups:
+        settings.CopyFrom(self._optimizer)
+        # Shared buffers are one group more.
+        if layout.kinds is not None:
             settings.groups.add(kind=PAYLOAD_KIND_BUFFER)
-        trained = layout.parameters[: layout.first_buffer]
-        session = self._connected(layout, layout.model, settings)
-        return Joined(session, layout, partial(map, _gradient, trained))
+        self.gradients = partial(map, attrgetter("grad"), layout.parameters[: layout.first_buffer])
+        self._connect(layout.model, settings)
 
     def _take_one_name(self) -> None:
         """Take over the leader's name and place where nobody chose one, as under torchrun."""
@@ -194,57 +156,53 @@ class Joining:
         if not own.named:
             self.launch = own.with_(worker_id=name, worker_index=index, worker_count=count)
 
-    def _as_a_replica(self) -> Joined:
-        """Initialize the run, or take over its cut; again where another worker initialized it meanwhile."""
+    def _join_as_replica(self) -> None:
+        """Initialize the run, or take over its parts; again where another worker initialized it meanwhile."""
         self.replica.name = self.launch.worker_id
         agreed(self.replica, self._check_common)
         before = led(self.replica, self._run)
         try:
-            return self._cut(before)
+            self._join_split(before)
         except ModelMismatch as mismatch:
             run = led(self.replica, self._run)
             if run is None or run == before:
                 raise mismatch from None
-        return self._cut(run)
+            self._join_split(run)
 
-    def _cut(self, run: Model | None) -> Joined:
+    def _join_split(self, run: Model | None) -> None:
+        """Join by parts: those of the run's model, or of a split of this one where there is no run."""
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
         from pyps_client.replica.arrangement import arrange
         from pyps_client.replica.dtensor import ModelCut, claims_of
 
         replica = self.replica
-        groups = agreed(replica, lambda: named_groups(self.module, self.param_groups))
+        groups = agreed(replica, lambda: named_groups(self.module, self._param_groups))
         claimed = claims_of(groups, replica)
         claims = replica.all_gather(claimed.claims)
-        cut = ModelCut(arrange(claims, replica.index, run=run, shard_size=self.launch.shard_size), claimed)
-        layout, model = cut.layout(), cut.arrangement.model
-        parts = cut.arrangement.parts if model.num_parts > 1 else ()
-        session = self._connected(layout, model, cut.settings(self.optimizer), parts=parts, peers=replica)
-        return Joined(session, layout, cut.gradients, cut)
+        arrangement = arrange(claims, replica.index, run=run, shard_size=self.launch.shard_size)
+        self._cut = cut = ModelCut(arrangement, claimed)
+        self.layout, self.gradients = cut.layout(), cut.gradients
+        parts = arrangement.parts if arrangement.model.num_parts > 1 else ()
+        self._connect(arrangement.model, cut.settings(self._optimizer), parts=parts, peers=replica)
 
     def _run(self) -> Model | None:
         found = model_of_run(self.launch)
         return None if found is None else found[0]
 
-    def _connected(self, layout: Layout, model: Model, settings: OptimizerSettings, **part: Any) -> Worker:
-        initial = partial(initial_values, layout)
-        session = Worker(model, settings, launch=self.launch, initial=initial, device=layout.devices, **part)
-        session.connect()
-        return session
+    def _connect(self, model: Model, settings: OptimizerSettings, **part: Any) -> None:
+        initial, device = partial(initial_values, self.layout), self.layout.devices
+        self.session = Worker(model, settings, launch=self.launch, initial=initial, device=device, **part)
+        self.session.connect()
 
     def _check_common(self) -> None:
-        groups = [dict(sorted(group.hyperparameters.items())) for group in self.optimizer.groups]
+        """Raise InvalidArgument where the replica's processes have different settings."""
+        groups = [dict(sorted(group.hyperparameters.items())) for group in self._optimizer.groups]
+        paces = ("push_every", "pull_every", "overlap", "compat", "local_learning_rate")
         common = {
-            "The optimizer's rule": self.optimizer.rule,
+            "The optimizer's rule": self._optimizer.rule,
             **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
-            "push_every": self.settings.push_every,
-            "pull_every": self.settings.pull_every,
-            "overlap": self.settings.overlap,
-            "compat": self.settings.compat,
-            "local_learning_rate": self.settings.local_learning_rate,
-            "gradient_codec": self.launch.gradient_codec,
-            "parameter_codec": self.launch.parameter_codec,
-            "shard_size": self.launch.shard_size,
+            **{name: getattr(self._settings, name) for name in paces},
+            **{name: getattr(self.launch, name) for name in ("gradient_codec", "parameter_codec", "shard_size")},
             "The list of servers": ",".join(self.launch.servers),
             "PYPS_WORKER_ID": self.launch.worker_id,
             "PYPS_WORKER_INDEX": self.launch.worker_index,
@@ -259,13 +217,6 @@ class Joining:
                     )
 
 
-def check_examples(count: object) -> None:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
-        raise InvalidArgument(
-            f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more."
-        )
-
-
 class OwnModel:
     """Finds parameters that were replaced in a model: no step would train the new ones."""
 
@@ -278,17 +229,17 @@ class OwnModel:
         self._places = _places_in(module)
 
     def check(self, is_first: bool) -> None:
-        """Refuse a model whose trained parameters were replaced; at first also one in DistributedDataParallel."""
+        """Refuse a model whose trained parameters were replaced; before the first step, DistributedDataParallel too."""
         if is_first:
             unwrapped(self._module, self._replica)
-        # A walk through the modules takes longer than a step of a small model.
+        # To walk through all modules takes longer than a step of a small model.
         for table, name, held in self._places:
             if table.get(name) is not held:
                 break
         else:
             return
-        # A forward pass without a backward one leaves whole parameters in fully_shard's modules: the next would read
-        # these and not the pulled ones.
+        # After a forward pass without a backward pass, fully_shard's modules hold whole parameters: the next forward
+        # pass would read these and not the pulled ones.
         kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         for part in self._module.modules():
             if isinstance(part, kind):
@@ -296,7 +247,7 @@ class OwnModel:
         now = {id(parameter) for parameter in self._module.parameters()}
         known = {id(parameter): plain_name(name) for name, parameter in self._known.items()}
         lost = [name for key, name in known.items() if key in self._trained - now]
-        # A part may be removed, if nothing takes its place.
+        # A layer may be removed, if nothing takes its place.
         if lost and now - known.keys():
             raise InvalidArgument(
                 f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
@@ -307,15 +258,15 @@ class OwnModel:
 
 
 def _places_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return each module's table, name and value of its parameters and parts; torch.jit has no such tables."""
+    """Return table, name and value of each module's parameters and submodules; torch.jit has no such tables."""
     tables = (table for part in module.modules() for table in (part._parameters, part._modules))
     return [(table, name, held) for table in tables if isinstance(table, dict) for name, held in table.items()]
 
 
 def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
-    """Return the model without torch's wrapper for several processes, which must be one worker.
+    """Return the model without a DistributedDataParallel around it, whose processes must be one replica.
 
-    Refuses wrappers that average gradients among workers, each of which would push the average, or that hide slices.
+    Refuses wrappers that average gradients among workers, or that hide how a parameter is split.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
@@ -339,7 +290,7 @@ def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
                 "process is a worker, or give RemoteOptimizer replica=Replica() with all of them: one worker together."
             )
         if len(ranks) == replica.count:
-            # All hold these alike, with the same gradients.
+            # All processes have the same values and gradients of these.
             alike = set(map(id, part.parameters()))
             replica.replicated |= {plain_name(name) for name, tensor in inner.named_parameters() if id(tensor) in alike}
     whole: torch.nn.Module = inner
@@ -347,7 +298,7 @@ def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
 
 
 def _averagers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return each DistributedDataParallel over parameters of a module: trainers may pass on the wrapped part."""
+    """Return each DistributedDataParallel around parameters of a module: trainers may pass on the inner module."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_world_size() == 1:
         return []

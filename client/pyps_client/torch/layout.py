@@ -1,16 +1,19 @@
-"""The places of a torch model's tensors in their groups' vectors, and the part of its state that servers hold."""
+"""Where a torch model's tensors lie in the flat vectors of their groups, and which of its state servers hold."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from pyps_client.log import logger
+from pyps_client.torch.memory import is_plain, tensor_over
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
@@ -18,9 +21,9 @@ from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Neighbouring tensors of one block that are neighbours in their group's vector too."""
+    """Tensors of one block that are neighbours in their group's vector too."""
 
-    # The first number, in the block's buffer and in the group's vector.
+    # Where the range begins, in the block's buffer and in the group's vector.
     block_offset: int
     group_offset: int
     length: int
@@ -34,7 +37,7 @@ class Block:
     device: torch.device
     # Indices of tensors, in order, by dtype: torch handles many tensors of one dtype at once.
     batches: tuple[tuple[int, ...], ...]
-    # The first number of each tensor in the block's buffer, by index.
+    # Where each tensor begins in the block's buffer, by index.
     offsets: Mapping[int, int]
     ranges: tuple[Range, ...]
     length: int
@@ -44,20 +47,17 @@ class Block:
         return self.device.type == "cuda"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
-    """The plan by which parameters, in the optimizer's order, become one vector a group and back."""
+    """A model's parameters, in the optimizer's order, and their places in one vector per group."""
 
     model: Model
     parameters: tuple[torch.Tensor, ...]
-    # The first number of each tensor in its group's vector.
-    group_offsets: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    # The first of `parameters` that is a buffer (batch norm's statistics); buffers are the last group.
-    first_buffer: int
     # The servers' names of the module's tensors, by id.
     names: Mapping[int, str]
-    # Tensors that cannot move, as parts of a parameter or a DTensor.
+    # The first of `parameters` that is a buffer (batch norm's statistics); buffers are the last group.
+    first_buffer: int
+    # Tensors that cannot be moved: parts of a parameter or of a DTensor.
     apart: frozenset[int] = frozenset()
     # Tensors that their own modules write in each forward pass, such as Embedding(max_norm=...).
     shortened: frozenset[int] = frozenset()
@@ -74,6 +74,61 @@ class Layout:
         """The devices in words: "cuda:0", "cpu, cuda:1"."""
         return ", ".join(dict.fromkeys(str(block.device) for block in self.blocks))
 
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        members: dict[tuple[int, torch.device], list[int]] = {}
+        for index, tensor in enumerate(self.model.tensors):
+            members.setdefault((tensor.group, self.parameters[index].device), []).append(index)
+        return tuple(self._block(group, device, indices) for (group, device), indices in members.items())
+
+    def places(self, flat: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return each tensor's place in its group's vector, by index."""
+        offsets = zip(self.model.tensors, self.model.offsets, strict=True)
+        return {index: self._place(flat[tensor.group], at, index) for index, (tensor, at) in enumerate(offsets)}
+
+    def places_in_block(self, block: Block, flat: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the places of a block's tensors in its buffer, by index."""
+        return {index: self._place(flat, at, index) for index, at in block.offsets.items()}
+
+    def own_place(self, vectors: Sequence[npt.NDArray[Any]], index: int) -> torch.Tensor:
+        """Return a tensor's place in its group's vector as a storage of its own: it is saved without the others."""
+        parameter, offset = self.parameters[index], self.model.offsets[index]
+        vector = vectors[self.model.tensors[index].group]
+        return tensor_over(vector[offset : offset + parameter.numel()]).view(parameter.shape)
+
+    def may_lie_in_vectors(self, index: int) -> bool:
+        """Return whether a tensor, or its gradient, can lie in a float32 vector on the host: no buffer can."""
+        parameter = self.parameters[index]
+        return (
+            index < self.first_buffer
+            and index not in self.apart
+            and is_plain(parameter)
+            and parameter.dtype == torch.float32
+            and parameter.is_contiguous()
+            and parameter.numel() > 0
+        )
+
+    def _place(self, flat: torch.Tensor, offset: int, index: int) -> torch.Tensor:
+        """Return a view in the tensor's shape: in logical order, whatever its memory format."""
+        return flat.narrow(0, offset, self.model.tensors[index].size).view(self.parameters[index].shape)
+
+    def _block(self, group: int, device: torch.device, indices: Sequence[int]) -> Block:
+        batches: dict[torch.dtype, list[int]] = {}
+        begins: dict[int, int] = {}
+        ranges: list[Range] = []
+        length = 0
+        for index in indices:
+            size, offset = self.model.tensors[index].size, self.model.offsets[index]
+            batches.setdefault(self.parameters[index].dtype, []).append(index)
+            begins[index] = length
+            last = ranges[-1] if ranges else None
+            if last is not None and last.group_offset + last.length == offset:
+                ranges[-1] = Range(last.block_offset, last.group_offset, last.length + size)
+            else:
+                ranges.append(Range(length, offset, size))
+            length += size
+        return Block(group, device, tuple(map(tuple, batches.values())), begins, tuple(ranges), length)
+
 
 def plan(
     module: torch.nn.Module,
@@ -87,36 +142,28 @@ def plan(
     With buffers, the model's saved floating-point buffers follow as a group of their own.
     """
     groups = named_groups(module, param_groups)
-    cut = next((name for group in groups for name, parameter in group if hasattr(parameter, "placements")), None)
-    if cut is not None:
+    split = next((name for group in groups for name, parameter in group if hasattr(parameter, "placements")), None)
+    if split is not None:
         raise InvalidArgument(
-            f"Parameter {cut!r} is a DTensor, of which this process holds a part only: give RemoteOptimizer "
+            f"Parameter {split!r} is a DTensor, of which this process holds a part only: give RemoteOptimizer "
             f"replica=Replica()."
         )
     first_buffer = sum(map(len, groups))
     if with_buffers:
         groups.append([(plain_name(name), buffer) for name, buffer in shareable_buffers(module).items()])
-    parameters: list[torch.Tensor] = []
-    tensors: list[Tensor] = []
-    offsets: list[int] = []
-    for group_index, group in enumerate(groups):
-        offset = 0
-        for name, parameter in group:
-            tensors.append(Tensor(name, tuple(parameter.shape), group_index))
-            parameters.append(parameter)
-            offsets.append(offset)
-            offset += parameter.numel()
+    tensors = tuple(
+        Tensor(name, tuple(each.shape), index) for index, group in enumerate(groups) for name, each in group
+    )
+    parameters = tuple(parameter for group in groups for _, parameter in group)
     _refuse_overlaps(parameters, [tensor.name for tensor in tensors])
     shortened = {
         id(getattr(part, "weight", None)) for part in module.modules() if getattr(part, "max_norm", None) is not None
     }
     return Layout(
-        model=Model(tuple(tensors), shard_size=shard_size, name=_name_of(module)),
-        parameters=tuple(parameters),
-        group_offsets=tuple(offsets),
-        blocks=blocks_of(tensors, parameters, offsets),
+        Model(tensors, shard_size=shard_size, name=_name_of(module)),
+        parameters,
+        names={id(parameter): name for group in groups for name, parameter in group},
         first_buffer=first_buffer,
-        names={id(tensor): spec.name for tensor, spec in zip(parameters, tensors, strict=True)},
         shortened=frozenset(index for index, parameter in enumerate(parameters) if id(parameter) in shortened),
     )
 
@@ -131,7 +178,7 @@ def named_groups(
         raise InvalidArgument(f"Parameter group {empty} is empty: leave it out.")
     return [
         [
-            (_checked_name(parameter, names, group=group_index, index=index), parameter)
+            (_checked_name(parameter, names, f"Parameter {index} of group {group_index}"), parameter)
             for index, parameter in enumerate(group["params"])
         ]
         for group_index, group in enumerate(param_groups)
@@ -148,38 +195,10 @@ def shareable_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def blocks_of(
-    tensors: Sequence[Tensor], parameters: Sequence[torch.Tensor], offsets: Sequence[int]
-) -> tuple[Block, ...]:
-    """Return the tensors by group and device, each with its place in flat buffers."""
-    members: dict[tuple[int, torch.device], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        members.setdefault((tensor.group, parameters[index].device), []).append(index)
-    blocks = []
-    for (group, device), indices in members.items():
-        batches: dict[torch.dtype, list[int]] = {}
-        begins: dict[int, int] = {}
-        ranges: list[Range] = []
-        length = 0
-        for index in indices:
-            size = parameters[index].numel()
-            batches.setdefault(parameters[index].dtype, []).append(index)
-            begins[index] = length
-            last = ranges[-1] if ranges else None
-            if last is not None and last.group_offset + last.length == offsets[index]:
-                ranges[-1] = Range(last.block_offset, last.group_offset, last.length + size)
-            else:
-                ranges.append(Range(length, offsets[index], size))
-            length += size
-        blocks.append(Block(group, device, tuple(map(tuple, batches.values())), begins, tuple(ranges), length))
-    return tuple(blocks)
-
-
 def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the model's state dict with the servers' values, and this worker's own where servers hold none.
+    """Return the model's state dict on the CPU: the servers' float32 values, and this worker's where they have none.
 
-    Names are the model's original ones, without torch.compile's prefix; a tied tensor stands under each of its names.
-    The servers' values are float32; all are on the CPU.
+    Names are the model's original ones, without torch.compile's prefix; a tied tensor has an entry for each name.
     """
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -188,11 +207,11 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
             state[plain_name(name)] = held[shared]
         elif isinstance(value, torch.Tensor):
             state[plain_name(name)] = value.detach().to("cpu", copy=True)
-    # Then those of the replica's other processes.
+    # The other processes of a replica have more tensors.
     return state | {name: values for name, values in held.items() if name not in state}
 
 
-def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
+def warn_of_unshared(module: torch.nn.Module, layout: Layout) -> None:
     parameters = [name for name, value in module.named_parameters() if id(value) not in layout.names]
     buffers = [] if layout.kinds else list(shareable_buffers(module))
     for kind, names, remedy in (
@@ -206,7 +225,7 @@ def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
             )
 
 
-def tell_narrowed(layout: Layout) -> None:
+def warn_of_float64(layout: Layout) -> None:
     tensors = zip(layout.model.tensors, layout.parameters, strict=True)
     wide = [tensor.name for tensor, parameter in tensors if parameter.dtype == torch.float64]
     if wide:
@@ -221,25 +240,25 @@ def several(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _name_of(module: torch.nn.Module) -> str:
-    """Return the model's class, with a digest of its modules' classes, which tells two Sequential apart."""
-    # What torch.compile puts around a module is no part of it.
-    inner = getattr(module, "_orig_mod", module)
-    kinds: dict[str, str] = {}
-    for name, part in inner.named_modules():
-        kinds[plain_name(f"{name}.")] = getattr(part, "original_name", type(part).__name__)
-    text = "\n".join(f"{name} {kind}" for name, kind in kinds.items())
-    return f"{type(inner).__name__[:100]} ({zlib.crc32(text.encode()):08x})"
-
-
 def plain_name(name: str) -> str:
     """Return a tensor's name without torch.compile's prefix: compiled and plain workers must agree."""
     return name.replace("_orig_mod.", "")
 
 
-def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index: int) -> str:
+def _name_of(module: torch.nn.Module) -> str:
+    """Return the model's class, with a digest of its modules' classes to tell two Sequential apart."""
+    # torch.compile's wrapper is no part of the model.
+    inner = getattr(module, "_orig_mod", module)
+    kinds = {
+        plain_name(f"{name}."): getattr(part, "original_name", type(part).__name__)
+        for name, part in inner.named_modules()
+    }
+    text = "\n".join(f"{name} {kind}" for name, kind in kinds.items())
+    return f"{type(inner).__name__[:100]} ({zlib.crc32(text.encode()):08x})"
+
+
+def _checked_name(parameter: Any, names: Mapping[int, str], where: str) -> str:
     """Return the parameter's name in the model; refuse one that servers cannot hold."""
-    where = f"Parameter {index} of group {group}"
     if torch.nn.parameter.is_lazy(parameter):
         raise InvalidArgument(
             f"{where} has no shape yet: run one batch through the model before RemoteOptimizer is made."
@@ -250,8 +269,7 @@ def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index
             f"the model whose parameters the optimizer was made with, after it was moved or wrapped."
         )
     name = names[id(parameter)]
-    problem = _problem(parameter)
-    if problem:
+    if problem := _problem(parameter):
         raise InvalidArgument(f"{where}, {name!r} of shape {tuple(parameter.shape)}, {problem}.")
     return name
 
@@ -273,24 +291,22 @@ def _problem(parameter: torch.Tensor) -> str:
 
 
 def _refuse_overlaps(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Refuse different parameters on the same memory: each would be trained by itself and overwrite the other.
+    """Refuse different parameters on the same memory: each would overwrite the other.
 
     Disjoint views of one storage, as in a flattened LSTM, are fine.
     """
-    spans = sorted(
-        (str(parameter.device), parameter.data_ptr(), parameter.data_ptr() + _span_bytes(parameter), name)
-        for parameter, name in zip(parameters, names, strict=True)
-        if parameter.numel()
-    )
-    for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans):
+    spans = []
+    for parameter, name in zip(parameters, names, strict=True):
+        if parameter.numel():
+            reach = 1 + sum(
+                (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            begin = parameter.data_ptr()
+            spans.append((str(parameter.device), begin, begin + reach * parameter.element_size(), name))
+    for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(sorted(spans)):
         if device == next_device and begin < end:
             raise InvalidArgument(
                 f"The parameters {name!r} and {next_name!r} are different Parameter objects that share "
                 f"memory: they would be trained as two and overwrite each other. Tie them as one Parameter "
                 f"(model.a.weight = model.b.weight)."
             )
-
-
-def _span_bytes(parameter: torch.Tensor) -> int:
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return reach * parameter.element_size()

@@ -6,23 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyps_client.torch.backward import Backward
+from pyps_client.torch.gradients import Minibatch
 from pyps_client.torch.layout import Layout
-from pyps_client.torch.schedule import Due, Pace
-from pyps_client.torch.steps import Minibatch, Off, Steps
+from pyps_client.torch.schedule import Due, Settings
+from pyps_client.torch.steps import Off, Steps
 from pyps_client.transport.threads import Future, Threads
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
 
 # How many pushes' worth of minibatches may gather, and how many pulls may be missed, before the worker waits for the
-# one under way. Without a bound it would at last push a sum that no rate was meant for.
+# push or pull under way. Without a bound it would push a sum too large for its learning rate.
 BEHIND_MAX = 8
 
 
 class Step(Off):
-    """overlap="step": one push and one pull at a time go on, each on a thread, or both in one exchange.
+    """overlap="step": one push and one pull at a time, each on a thread of its own, or both in one exchange.
 
-    Gradients are never dropped: while a push is under way they gather in the other buffer, and go together after.
-    Where the protocol in force allows no overlap, the worker waits.
+    While a push is under way, gradients gather in the other buffer; the next push sends their sum. Where the protocol
+    in force allows no overlap, the worker waits.
     """
 
     num_buffers = 2
@@ -33,7 +34,7 @@ class Step(Off):
         super().__init__(steps)
         self._spare = steps.gradient_buffers[1]
         self._threads = Threads()
-        # A push, a pull, or both as one exchange: under way, or ended and not taken over yet.
+        # A push and a pull, or both as one exchange: under way, or ended and not taken over yet.
         self.pushing: Future[Sequence[Receipt]] | None = None
         self.pulling: Future[Any] | None = None
         # Minibatches that had left the buffer before the newest push.
@@ -51,7 +52,7 @@ class Step(Off):
             steps.push_and_pull()
             return
         if due.ends_portion:
-            # A push holds nothing of the next portion.
+            # A push must hold no gradients of the next portion.
             self.wait_for_push()
         self._go_on()
 
@@ -87,7 +88,8 @@ class Step(Off):
             self.in_flight.clear()
             self.pushing, self._spare, self.in_flight = None, self.in_flight, None
             # If this raises, a pull of its own stays to be taken over.
-            self._steps.note_answers(pushing.value())
+            self._steps.receipts = pushing.value()
+            self._steps.finite.note(self._steps.receipts)
         if pulled and pulling is not None and pulling is not pushing:
             self.pulling = None
             pulling.value()
@@ -146,5 +148,5 @@ class Step(Off):
 MODES: Mapping[str, type[Off]] = {"off": Off, "step": Step, "backward": Backward}
 
 
-def steps_of(worker: Worker, layout: Layout, *, pace: Pace, **options: Any) -> Steps:
-    return Steps(worker, layout, pace=pace, overlap=MODES[pace.overlap], **options)
+def steps_of(worker: Worker, layout: Layout, settings: Settings, **options: Any) -> Steps:
+    return Steps(worker, layout, settings, overlap=MODES[settings.overlap], **options)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from pyps_client.log import logger
 from pyps_client.push import GroupRate
-from pyps_client.torch.rules import TorchName, Translation, refuse_changes, text_of
+from pyps_client.torch.rules import Translation, refuse_changes, value_of
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import InvalidArgument, SettingsChanged
 
-# Group -> the learning rate and momentum that the push which begins now must carry.
+# Returns, by group, the learning rate and momentum that the next push must carry.
 RateChanges = Callable[[], Mapping[int, GroupRate]]
 
-_NO_CHANGES: Mapping[int, GroupRate] = {}
 _learning_rate = itemgetter("lr")
-# Settings that do not belong to what workers agree on: which parameters a group holds is fixed otherwise.
+_NO_CHANGES: Mapping[int, GroupRate] = {}
+# Settings that workers do not agree on; which parameters a group holds is fixed otherwise.
 _FREE = frozenset({"lr", "params"})
 
 
@@ -34,28 +33,26 @@ class Rates:
         self,
         translation: Translation,
         param_groups: Sequence[Mapping[str, Any]],
-        joined_with: OptimizerSettings,
+        agreed: OptimizerSettings,
         *,
         owns_schedule: bool,
         local_rate: float | None = None,
     ) -> None:
-        """`local_rate`: the configured size of the worker's own steps between pulls."""
+        """`agreed`: the settings that the run is joined with. `local_rate`: the configured size of local steps."""
         self._translation = translation
         # The optimizer's own list.
         self._param_groups = param_groups
-        self._joined_with = joined_with
+        self._agreed = agreed
         self._owns_schedule = owns_schedule
         self._local_rate = local_rate
         # The group of each of the worker's vectors, where a model in parts has more or fewer of them.
         self.groups_of_vectors: Sequence[int] | None = None
-        self._torch_momentum: TorchName = translation.hyperparameters.get(translation.momentum, "")
-        names = (self._torch_momentum,) if isinstance(self._torch_momentum, str) else self._torch_momentum
-        # The way to a group's momentum, if the rule has one.
-        self._momentum = [itemgetter(name) for name in names if name != ""]
+        # torch's name of the rule's momentum; empty without one.
+        self._momentum = translation.hyperparameters.get(translation.momentum, "")
         # Rate and momentum of each group that were last sent to the servers.
-        settings = [group.hyperparameters for group in joined_with.groups]
-        self._told = [(group["learning_rate"], group.get(translation.momentum)) for group in settings]
-        # Whether a change was sent.
+        settings = [group.hyperparameters for group in agreed.groups]
+        self._sent = [(group["learning_rate"], group.get(translation.momentum)) for group in settings]
+        # True once a change was sent.
         self._moved = False
         # Each group's parameters; the model holds them, so that an id stays its own.
         self._parameters = [_ids(group) for group in param_groups]
@@ -64,7 +61,7 @@ class Rates:
 
     @property
     def takes_local_steps(self) -> bool:
-        """Whether the worker takes local steps between pulls: by default under plain SGD only."""
+        """True where the worker takes local steps between pulls: by default under plain SGD only."""
         return not self._translation.stateful if self._local_rate is None else self._local_rate > 0
 
     def check(self, param_groups: Sequence[Mapping[str, Any]], *, follow: bool = False) -> None:
@@ -75,23 +72,23 @@ class Rates:
         if follow:
             self._param_groups = param_groups
         if len(param_groups) != len(self._checked):
-            return self._check_anew(param_groups)
+            return self._check_in_full(param_groups)
         for group, checked, parameters in zip(param_groups, self._checked, self._parameters, strict=True):
             if len(group) != len(checked) or list(map(id, group.get("params") or ())) != parameters:
-                return self._check_anew(param_groups)
+                return self._check_in_full(param_groups)
             for name, value in group.items():
                 if name not in _FREE and checked.get(name) != value:
-                    return self._check_anew(param_groups)
+                    return self._check_in_full(param_groups)
         return None
 
     def changes(self) -> Mapping[int, GroupRate]:
-        """Return the rates to send with the push that begins now, by vector; none where nothing changed."""
+        """Return the rates to send with the next push, by vector; none where nothing changed."""
         now = self._now()
         has_scheduler = False
         for group in self._param_groups:
             has_scheduler = has_scheduler or "initial_lr" in group
         claims = has_scheduler and not self._moved
-        if now == self._told and not claims:
+        if now == self._sent and not claims:
             return _NO_CHANGES
         if not self._owns_schedule and not self._moved:
             logger.info(
@@ -103,19 +100,19 @@ class Rates:
         # by hand, or by a plateau, on a worker that does not own the schedule stays on that worker.
         changes = {
             index: GroupRate(*rate, provisional=not self._owns_schedule)
-            for index, (rate, told) in enumerate(zip(now, self._told, strict=True))
-            if (claims or rate != told) and (self._owns_schedule or has_scheduler)
+            for index, (rate, sent) in enumerate(zip(now, self._sent, strict=True))
+            if (claims or rate != sent) and (self._owns_schedule or has_scheduler)
         }
         self._moved = True
-        self._told = now
+        self._sent = now
         if self.groups_of_vectors is None:
             return changes
         return {vector: changes[group] for vector, group in enumerate(self.groups_of_vectors) if group in changes}
 
-    def sizes(self, told: Mapping[int, float]) -> Sequence[float]:
-        """Return the sizes of a local step now, one a vector; none where there are no local steps.
+    def sizes(self, servers_rates: Mapping[int, float]) -> Sequence[float]:
+        """Return the sizes of a local step now, one per vector; none where there are no local steps.
 
-        By default they are the servers' learning rates; `told`: the known ones, by vector.
+        By default they are the servers' rates, as far as the worker knows them by vector.
         """
         if not self.takes_local_steps:
             return ()
@@ -123,12 +120,12 @@ class Rates:
         own = [now[group][0] for group in (self.groups_of_vectors or range(len(now)))]
         if self._local_rate is not None:
             return [self._local_rate] * len(own)
-        if self._owns_schedule and (self._moved or now != self._told):
+        if self._owns_schedule and (self._moved or now != self._sent):
             # The servers use them from the next push on.
             return own
-        return [told.get(vector, rate) for vector, rate in enumerate(own)]
+        return [servers_rates.get(vector, rate) for vector, rate in enumerate(own)]
 
-    def _check_anew(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    def _check_in_full(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         if [_ids(group) for group in param_groups] != self._parameters:
             sizes = [len(_ids(group)) for group in param_groups]
             raise SettingsChanged(
@@ -137,27 +134,25 @@ class Rates:
                 "optimizer all groups before RemoteOptimizer is made, and leave param_groups as they are but for lr "
                 "and momentum."
             )
-        refuse_changes(self._translation, self._joined_with, param_groups)
+        refuse_changes(self._translation, self._agreed, param_groups)
         # A list may be changed in place, and would equal itself.
         values = [value for group in param_groups for name, value in group.items() if name not in _FREE]
         changeable = any(isinstance(value, list) for value in values)
         self._checked = [{} if changeable else dict(group) for group in param_groups]
 
     def _now(self) -> list[tuple[float, float | None]]:
-        momenta: Iterable[Any] = self._param_groups
-        for item in self._momentum:
-            momenta = map(item, momenta)
-        rates = map(float, map(_learning_rate, self._param_groups))
+        """Return each group's learning rate and momentum; refuse values that no server takes."""
+        name = self._momentum
         try:
-            now: list[tuple[float, float | None]] = list(
-                zip(rates, map(float, momenta) if self._momentum else repeat(None), strict=False)
-            )
+            rates = list(map(float, map(_learning_rate, self._param_groups)))
+            momenta = [value_of(group, name) for group in self._param_groups] if name else [None] * len(rates)
         except (TypeError, ValueError):
-            said = ", ".join(repr(group["lr"]) for group in self._param_groups)
+            given = ", ".join(repr(group["lr"]) for group in self._param_groups)
             raise InvalidArgument(
-                f"lr is {said} in the parameter groups; expected finite numbers, 0 or more."
+                f"lr is {given} in the parameter groups; expected finite numbers, 0 or more."
             ) from None
-        if now != self._told:
+        now: list[tuple[float, float | None]] = list(zip(rates, momenta, strict=True))
+        if now != self._sent:
             for index, (rate, momentum) in enumerate(now):
                 if not 0 <= rate < math.inf:
                     raise InvalidArgument(
@@ -165,8 +160,8 @@ class Rates:
                     )
                 if momentum is not None and not 0 <= momentum < 1:
                     raise InvalidArgument(
-                        f"{text_of(self._torch_momentum)} of parameter group {index} is {momentum!r}; expected a "
-                        "number of at least 0 and less than 1."
+                        f"{name} of parameter group {index} is {momentum!r}; expected a number of at least 0 and less "
+                        "than 1."
                     )
         return now
 

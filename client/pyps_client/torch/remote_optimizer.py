@@ -8,6 +8,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,10 +21,11 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import LOCAL, Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, Group, agreed
-from pyps_client.torch.joining import Joining, OwnModel, Settings, check_examples, unwrapped
-from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
+from pyps_client.torch.joining import Joining, OwnModel, unwrapped
+from pyps_client.torch.layout import warn_of_float64, warn_of_unshared, whole_state
+from pyps_client.torch.schedule import Settings
 from pyps_client.torch.steps import Steps
-from pyps_client.worker import ONE_THREAD, Worker
+from pyps_client.worker import ONE_THREAD
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import InvalidArgument, SettingsChanged
@@ -35,25 +38,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _uncompiled(function: Function) -> Function:
-    """Keep torch.compile out of a function: it has nothing to compile, and much that cannot be traced."""
-    apart: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return apart
+    """Keep torch.compile out of a function, which it could not trace."""
+    plain: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return plain
 
 
 def _of_run(name: str, doc: str) -> Any:
-    """Return a property of the worker's run, for which the optimizer joins."""
+    """Return a property that joins the run and reads an attribute of its Worker."""
 
     def read(optimizer: RemoteOptimizer) -> Any:
         optimizer.join()
-        return getattr(optimizer._session, name)
+        return attrgetter(name)(optimizer._steps.session)
 
     return property(read, doc=doc)
 
 
 class _OnServers(defaultdict[torch.Tensor, Any]):
-    """The empty state of an optimizer whose slots lie on servers.
+    """The empty state of an optimizer whose slots are on servers.
 
-    It is true: torch.distributed.checkpoint would else fill it by a step, of all workers, at a rate of 0.
+    It is true, or torch.distributed.checkpoint would fill it by a step, of all workers, at a rate of 0.
     """
 
     def __init__(self) -> None:
@@ -72,11 +75,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     The worker joins the run at its first `zero_grad`, forward pass or `step`, or where a property of the run is read;
     `join` does so at once. Until then the model may be loaded or initialized: the first worker's parameters become
-    those of a new run. From then on the model has the run's parameters, and only `step` may change them: the first step
-    refuses parameters that were written since, and later writes are overwritten, with a warning.
+    those of a new run. Then the model has the run's parameters, and only `step` may change them: the first step refuses
+    parameters that were written since, and later writes are overwritten, with a warning.
 
-    Learning rate and momentum (Adam's betas[0]) may be moved, by torch's schedulers or by hand, on the worker that owns
-    the schedule; no other setting may. Parameters that are not the optimizer's stay each worker's own.
+    On the worker that owns the schedule, torch's schedulers or the script may change learning rate and momentum (Adam's
+    betas[0]); no other setting may change. Parameters that are not the optimizer's stay each worker's own.
 
     Errors are PypsErrors: after a ConfigurationError (a ValueError too) change the program or its settings; after a
     ConnectionFailed see to the servers; after a RunEnded leave the loop.
@@ -106,20 +109,20 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `overlap`: "off" waits for each push and pull. "step" makes them in parallel to the computation, which costs
         about one version of staleness; minibatches that end meanwhile are summed in the next push. "backward" sends a
         shard as soon as the backward pass has its gradients, and `step` waits for the rest: the result is that of
-        "off". It takes one backward pass a step, and refuses gradients, a rate or `examples_in_batch` that change
+        "off". It takes one backward pass per step, and refuses gradients, a rate or `examples_in_batch` that change
         before `step`. Where the protocol or the transport does not allow overlap, the worker waits, and logs why.
-        `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
-        a RemoteOptimizer, and take the same steps.
+        `replica`: the processes that hold one model together (model parallelism). All of them make a RemoteOptimizer,
+        and take the same steps.
         `push_every`, `pull_every`: minibatches in a push, and from pull to pull; by default what the protocol wants
         (asgd:accumulate=), or else 1.
-        `local_learning_rate`: the size of the worker's own steps between pulls. By default the servers' present rate
+        `local_learning_rate`: the size of the worker's own steps between pulls; by default the servers' present rate
         under plain SGD, and no local steps under other rules.
         `read_my_writes`: True repeats the worker's own steps on pulled parameters that may lack them.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
         `buffers`: batch norm's statistics and the like stay with each worker ("local"), are averaged over the workers
         ("average"), or are those of the first worker ("first"); the same for all workers.
-        `owns_schedule`: whether this worker's changes of learning rate and momentum apply to the run. By default worker
-        0's do, or those of a worker without an index; until it has pushed, each worker's scheduler does.
+        `owns_schedule`: True where this worker's changes of learning rate and momentum apply to the run. By default
+        worker 0's do, or those of a worker without an index; until it has pushed, each worker's scheduler does.
 
         Raises a ConfigurationError for a model, an optimizer or a setting that no run can have.
         """
@@ -144,21 +147,21 @@ class RemoteOptimizer(torch.optim.Optimizer):
             _require_first(joining.launch, optimizer)
             return joining
 
-        # A replica's processes raise one error together.
-        self._joining = joining = agreed(peers, checked)
-        self._groups_are_fixed = False
+        # All processes of a replica raise the same error.
+        joining = agreed(peers, checked)
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
-        self._groups_are_fixed = True
+        self._joining = joining
         self.state = _OnServers()
-        # The same groups, so that a scheduler that was made with the torch optimizer moves them too.
+        # The same groups: a scheduler of the torch optimizer moves them too.
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
         self._model = joining.module
-        self._rates = joining.rates()
         self._own_model = OwnModel(self._model, self.param_groups, peers)
-        self._is_joined = self._brought_others = self._finish_seen = self._warned_of_state = False
+        self._is_joined = self._warned_of_state = False
+        # True where joining replaced the model's own parameters.
+        self._replaced = False
         self._examples_in_batch: int | None = None
-        # The update at which a state dict was saved that was loaded before the worker joined.
+        # The update of a state dict that was loaded before the worker joined.
         self._loaded_update: int | None = None
         # The thread that takes a step now, or 0.
         self._stepping = 0
@@ -167,8 +170,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._ending.hooks.append(optimizer.register_step_pre_hook(partial(_refuse_step, self._guard)))
         self._forward_hooks: list[RemovableHandle] = []
         if peers is ALONE:
-            # Not in a replica: a process may wait for another's output before its own forward pass. On each part, which
-            # a program may call by itself.
+            # Not in a replica: a process may wait for another's output before its own forward pass. On each module: a
+            # script may call a part of the model.
             parts = [part for part in self._model.modules() if not isinstance(part, torch.jit.ScriptModule)]
             self._forward_hooks = [part.register_forward_pre_hook(_JoinFirst(self)) for part in parts]
             self._ending.hooks += self._forward_hooks
@@ -184,40 +187,38 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._guard.check()
         if self._ending.begun.locked():
             raise InvalidArgument(_CLOSED)
-        joining, optimizer = self._joining, self._wrapped
-        _require_first(joining.launch, optimizer)
+        joining = self._joining
+        _require_first(joining.launch, self._wrapped)
         self._own_model.check(True)
-        joined = joining.join()
-        session = joined.session
+        joining.join()
+        session, layout = joining.session, joining.layout
         try:
-            self._session, self._layout, self._gradients = session, joined.layout, joined.gradients
             # The servers hold the optimizer's state: this makes room for the worker's vectors.
-            optimizer.state.clear()
+            self._wrapped.state.clear()
             give_back_free_memory()
-            self._rates.groups_of_vectors = joined.groups_of_vectors
-            self._steps = steps = joining.steps(joined, self._rates)
+            self._steps = steps = joining.steps()
             steps.examples_in_batch = self._examples_in_batch
             # Weakly: `leave` holds the steps, and the model may hold the optimizer.
             steps.check_before = weakref.WeakMethod(self._check)
-            had = _first_values(self._layout.parameters)
+            before = _first_values(layout.parameters)
             steps.start()
-            brought = float(had != _first_values(self._layout.parameters))
-            self._brought_others = joining.replica.all_reduce([brought])[0] > 0
+            replaced = float(before != _first_values(layout.parameters))
+            self._replaced = joining.replica.all_reduce([replaced])[0] > 0
         except BaseException as error:
             session.close(*leave.cause_of(error))
             raise
-        # The session must not close by itself: what has gathered is pushed before.
+        # The session must not close by itself: gathered gradients are pushed before.
         leave.forget(session)
-        self._ending.joined = session, steps
+        self._ending.steps = steps
         leave.expect(self._ending, of=self)
         _made[self] = (session.launch.servers, session.launch.worker_id)
         self._is_joined = True
         for hook in self._forward_hooks:
             hook.remove()
-        tell_unshared(self._model, self._layout)
-        tell_narrowed(self._layout)
+        warn_of_unshared(self._model, layout)
+        warn_of_float64(layout)
         self._warn_of_update()
-        # The memory that the parameters lay in, where they lie in the session's now.
+        # The parameters' old memory, where they lie in the worker's vectors now.
         give_back_free_memory()
 
     @_uncompiled
@@ -232,7 +233,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         or workers ended, a RunEnded where another process took this worker's place, and a ConfigurationError for a
         model or settings that were changed.
         """
-        # Only for torch's profiler and for hooks.
         if (
             getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
             or self._optimizer_step_pre_hooks
@@ -243,9 +243,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             return _watched_step(self, closure)
         return self._step(closure)
 
-    # Else torch makes every step one of its profiler's ranges: a third of what a step of a small model costs here.
+    # Otherwise torch makes every step a range of its profiler, which adds a third to a step of a small model.
     step.hooked = True  # type: ignore[attr-defined]
-    # Nor need a scheduler wrap it: `_step` sets what that would.
+    # Nor need a scheduler wrap it: `_step` sets what the wrapper would.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @_uncompiled
@@ -253,31 +253,29 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Clear the gradients, as for every torch optimizer.
 
         With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, the next gradients are
-        computed in the memory that is pushed from, which saves a copy: clone those to keep. With overlap="backward" it
-        ends a backward pass that an error broke off, or that no `step` followed: shards that were sent count, which a
-        warning says, and an error of their push is raised.
+        computed in the memory that is pushed from, which saves a copy: clone gradients to keep them. With
+        overlap="backward" it ends a backward pass that an error broke off, or that no `step` followed: shards that were
+        sent count, which a warning says, and an error of their push is raised.
         """
         if not (self._ending.begun.locked() or self._guard.in_child):
             if not self._is_joined:
                 self.join()
-            self._steps.give_up_backward()
-            if not set_to_none:
-                self._steps.hand_out_gradients()
+            self._steps.before_clearing(in_place=not set_to_none)
         super().zero_grad(set_to_none)
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over: leave the loop."""
+        """True when the run is over: leave the loop."""
         self.join()
         return self._steps.finished
 
     def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
-        source = iter(() if self.finished else batches)
-        yield from itertools.takewhile(lambda _: not self.finished, source)
+        """Yield the batches up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
+        if not self.finished:
+            yield from itertools.takewhile(lambda _: not self.finished, batches)
 
     global_step: int = _of_run("global_step", "Updates of the whole run: the step to log figures under.")
-    batch_size: int = _of_run("batch_size", "Examples in a minibatch by the servers' batch_growth; 0 without it.")
+    batch_size: int = _of_run("terms.batch_size", "Examples in a minibatch by the servers' batch_growth; 0 without it.")
     run_id: str = _of_run("run_id", "The run's name.")
     transport: str = _of_run("transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".')
     num_workers: int = _of_run("num_workers", "Live workers of the run.")
@@ -289,25 +287,25 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def receipts(self) -> Sequence[Receipt]:
-        """The servers' answers to the newest answered push, one a shard."""
+        """The servers' answers to the newest answered push, one per shard."""
         return self._steps.receipts if self._is_joined else ()
 
     @property
     def skipped(self) -> int:
         """Gradients of this worker that were left out for NaN or infinity."""
-        return self._steps.skipped if self._is_joined else 0
+        return self._steps.finite.skipped if self._is_joined else 0
 
     @property
     def examples_in_batch(self) -> int | None:
-        """Examples in each minibatch from now on, for schedules and weights that count them; None: unknown.
+        """Examples in each minibatch from now on, which schedules and weights count; None: unknown.
 
-        `growing_batches` and `Portions` set it. Set it before backward(): `optimizer.examples_in_batch = len(x)`.
+        Set it before backward(): `optimizer.examples_in_batch = len(x)`. `growing_batches` and `Portions` do.
         """
         return self._steps.examples_in_batch if self._is_joined else self._examples_in_batch
 
     @examples_in_batch.setter
     def examples_in_batch(self, count: int | None) -> None:
-        check_examples(count)
+        _check_examples(count)
         self._examples_in_batch = count
         if self._is_joined:
             self._steps.examples_in_batch = count
@@ -321,22 +319,22 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def report(self, **scalars: float) -> None:
         """Send figures of this worker, such as loss=0.3, with its next heartbeat, for `pyps status`."""
         self.join()
-        self._session.report(**scalars)
+        self._steps.session.report(**scalars)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Return the model's state dict with the servers' present values: float32, on the CPU.
 
-        For evaluation: `twin.load_state_dict(optimizer.snapshot())`. The model and its training stay as they are. Each
-        shard is of one version, and values that servers do not hold are this worker's. In a replica any process may
-        call it alone, and gets the whole model.
+        For evaluation: `twin.load_state_dict(optimizer.snapshot())`. It changes neither the model nor its training.
+        Each shard is of one version, and values that servers do not hold are this worker's. In a replica any process
+        may call it alone, and gets the whole model.
         """
         self.join()
-        return whole_state(self._model, self._layout, self._steps.snapshot())
+        return whole_state(self._model, self._steps.layout, self._steps.snapshot())
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Push what has gathered, unless the cause is "failed", and leave the run. A second call does nothing.
+        """Push gathered gradients, unless the cause is "failed", and leave the run. A second call does nothing.
 
-        Without a call it happens when the optimizer is freed, or the program ends.
+        Without a call this happens when the optimizer is freed, or the program ends.
         """
         self._ending.close(cause, message, separate=True)
 
@@ -348,7 +346,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise SettingsChanged: all workers of a run agree on its parameters before the first step."""
-        if self._groups_are_fixed:
+        if hasattr(self, "_joining"):
             raise SettingsChanged(
                 "A parameter group cannot be added to a RemoteOptimizer: the run's parameters are agreed "
                 "upon when it starts. Give the torch optimizer all groups before RemoteOptimizer is made."
@@ -356,7 +354,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameter groups, with their learning rates, and the run's update; slots lie on the servers."""
+        """Return parameter groups, with their learning rates, and the run's update; slots are on the servers."""
         if not self._warned_of_state:
             self._warned_of_state = True
             logger.warning(
@@ -374,7 +372,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load parameter groups, with their learning rates, from `state_dict`; slots lie on the servers.
+        """Load parameter groups, with their learning rates; slots are on the servers.
 
         Warns of a state dict of another update than the run's, where the run's parameters replaced this worker's.
         """
@@ -388,9 +386,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict(dict(state_dict))
             loaded = self.param_groups
-            self._rates.check(loaded)
+            self._joining.rates.check(loaded)
         finally:
-            # The groups stay the same objects: schedulers of the torch optimizer hold them too.
+            # Schedulers of the torch optimizer hold these group objects.
             self.param_groups = groups
             self.state = _OnServers()
         for group, of_file in zip(groups, loaded, strict=True):
@@ -402,7 +400,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def _warn_of_update(self) -> None:
         update, self._loaded_update = self._loaded_update, None
-        if update not in (None, self.global_step) and self._brought_others:
+        if update not in (None, self.global_step) and self._replaced:
             logger.warning(
                 "a state dict of update %d was loaded in a run that is at update %d: the model's parameters are the "
                 "run's, not those that this worker came with. To begin with a checkpoint's, load it in every worker of "
@@ -412,7 +410,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def _check(self, is_first: bool) -> None:
         """Refuse a model or settings that were changed, before anything is sent ahead of a step."""
-        self._rates.check(self.param_groups, follow=True)
+        self._joining.rates.check(self.param_groups, follow=True)
         self._own_model.check(is_first)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -423,8 +421,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         joins = not self._is_joined
         if joins:
             self.join()
-        self._rates.check(self.param_groups, follow=True)
-        # Schedulers, of this or of the torch optimizer, look there for the step that goes before their own.
+        self._joining.rates.check(self.param_groups, follow=True)
+        # Schedulers of either optimizer read there that a step came before their own.
         self._opt_called = self._wrapped._opt_called = True  # type: ignore[attr-defined]
         loss = None
         if closure is not None:
@@ -432,10 +430,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 loss = closure()
             if loss is not None:
                 self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-        if self._finish_seen:
+        if self._steps.settled:
             self._steps.tell_over()
             return loss
-        # Between this look and the write threads do not switch. A lock might stay locked after Ctrl-C.
+        # Threads do not switch between this test and the assignment. A lock might stay locked after Ctrl-C.
         thread = threading.get_ident()
         if self._stepping and self._stepping != thread:
             raise InvalidArgument(ONE_THREAD)
@@ -443,21 +441,25 @@ class RemoteOptimizer(torch.optim.Optimizer):
         try:
             steps = self._steps
             self._own_model.check(steps.steps == 0)
-            gradients = list(self._gradients())
-            if joins and self._brought_others:
-                logger.warning(_BEFORE_JOINING)
+            gradients = list(self._joining.gradients())
+            if joins and self._replaced:
+                logger.warning(
+                    "the worker joined at its first step: that minibatch was computed on the worker's own parameters, "
+                    "not the run's, and is left out. Call zero_grad() or join() before the first forward pass."
+                )
                 gradients = [None] * len(gradients)
-            self._finish_seen = steps.step(gradients)
+            steps.step(gradients)
         finally:
             self._stepping = 0
         return loss
 
 
 class Ending:
-    """Leaves the run of an optimizer, which may be gone by then."""
+    """Leaves the run of an optimizer, which may have been freed before."""
 
     def __init__(self) -> None:
-        self.joined: tuple[Worker, Steps] | None = None
+        # Set when the optimizer joins.
+        self.steps: Steps | None = None
         self._guard = ForkGuard()
         # Hooks on the torch optimizer and the model.
         self.hooks: list[RemovableHandle] = []
@@ -465,32 +467,32 @@ class Ending:
         self.begun = threading.Lock()
 
     def close(self, cause: str = "finished", message: str = "", *, separate: bool = False) -> None:
-        """As RemoteOptimizer.close; with `separate` the model's parameters leave the memory that servers see."""
+        """As RemoteOptimizer.close; `separate`: the model's parameters leave the memory that servers see."""
         leave.check_cause(cause)
         if self._guard.in_child or not self.begun.acquire(blocking=False):
             return
         leave.forget(self)
         for hook in self.hooks:
             hook.remove()
-        if self.joined is None:
+        if self.steps is None:
             return
-        session, steps = self.joined
+        session = self.steps.session
         try:
             if cause == "finished":
                 session.hurry()
-                steps.flush()
+                self.steps.flush()
         except BaseException as error:
             cause, message = leave.cause_of(error)
             raise
         finally:
             try:
-                steps.close(separate=separate)
+                self.steps.close(separate=separate)
             finally:
                 session.close(cause, message)
 
 
 class _JoinFirst:
-    """A hook on the model that joins before its first forward pass. A copy of the model gets an idle one."""
+    """A hook that joins before the model's first forward pass. In a copy of the model it does nothing."""
 
     def __init__(self, optimizer: RemoteOptimizer | None = None) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
@@ -506,12 +508,8 @@ class _JoinFirst:
 
 
 _CLOSED = "This RemoteOptimizer was closed: make a new one to go on training."
-_BEFORE_JOINING = (
-    "the worker joined at its first step: that minibatch was computed on the worker's own parameters, not the run's, "
-    "and is left out. Call zero_grad() or join() before the first forward pass."
-)
 
-# A state dict's key for the update at which it was made.
+# A state dict's key for the run's update.
 _UPDATE = "pyps_update"
 # Servers and name of each joined worker.
 _made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] = weakref.WeakKeyDictionary()
@@ -535,14 +533,21 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _check_examples(count: object) -> None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
+        raise InvalidArgument(
+            f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more."
+        )
+
+
 def _first_values(parameters: Iterable[torch.Tensor]) -> list[Any]:
-    """Return a number of each parameter: a model's own differ from a run's."""
+    """Return a number of each parameter, which tells whether the run's parameters replaced the model's own."""
     return [tensor.detach()[(slice(1),) * tensor.dim()].tolist() for tensor in parameters]
 
 
 def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object) -> None:
     if guard.in_child or not any(group["lr"] for group in optimizer.param_groups):
-        # A forked child's own copy of the model; or a step at rate 0, as torch's checkpoints take one.
+        # A forked child trains its own copy of the model; torch's checkpoints take a step at rate 0.
         return
     raise InvalidArgument(
         f"This {type(optimizer).__name__} would train this worker's copy of the model alone: a RemoteOptimizer was "
@@ -550,5 +555,5 @@ def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object)
     )
 
 
-# `_step` with hooks, and a range for torch's profiler.
+# `_step` with hooks, and as a range of torch's profiler.
 _watched_step = torch.optim.Optimizer.profile_hook_step(RemoteOptimizer._step)

@@ -1,16 +1,17 @@
 """Downpour SGD's worker where several processes of a replica are one worker (Dean et al. 2012, sections 3 and 4.1).
 
 Each process pushes and pulls the shards of its own parts, and all take the same steps. With each push the worker
-agrees upon what servers want. The rest is decided here, by sums over the processes, in one order on all of them:
+agrees upon the servers' terms. The rest is decided here, by sums over the processes, in one order on all of them:
 
-* A minibatch counts for all processes or for none: where one of them finds NaN, all leave it out.
-* Numbers that several processes hold come to one of them, which hands them to the others before the next minibatch.
-* With overlap a push or pull begins at the same minibatch on all processes, and is over once they have found, between
-  two minibatches, that it is over on all. So all push sums of the same minibatches, and pull at the same ones. As with
-  one process, shards of one pull may be of different versions.
+* All processes take a minibatch or none does: where one of them finds NaN, all leave it out.
+* Gradients of numbers that several processes hold are summed on one process, which sends the new numbers to the others
+  before the next minibatch.
+* With overlap a push or pull begins at the same minibatch on all processes, and ends between two minibatches, once all
+  have found that it has ended on all. So all push sums of the same minibatches, and pull at the same ones. As with one
+  process, shards of one pull may be of different versions.
 
-Collective calls are made by the threads that train and by no other, or those of two threads would mix. An error that
-ends one process ends them all.
+Only the threads that train make collective calls, or those of two threads would mix. An error that ends one process
+ends them all.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pyps_client.arrays import Observer
 from pyps_client.push import Plan
 from pyps_client.replica.dtensor import ModelCut
 from pyps_client.replica.processes import Replica
-from pyps_client.torch.gradients import Finite, all_fit, surely_fit
+from pyps_client.torch.gradients import Minibatch, all_fit
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.overlap import Step
-from pyps_client.torch.schedule import Due, Pace
-from pyps_client.torch.steps import Minibatch, Off, Steps
+from pyps_client.torch.schedule import Due, Settings
+from pyps_client.torch.steps import Off, Steps
 from pyps_client.transport.threads import Future
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
@@ -36,7 +37,7 @@ from pyps_wire.errors import RunFinished
 
 
 class ReplicaStep(Step):
-    """overlap="step" in a replica: its processes find together, as they gather a minibatch, what is over."""
+    """overlap="step" in a replica: as its processes gather a minibatch, they find together what has ended."""
 
     def collect(self) -> None:
         pass
@@ -44,7 +45,7 @@ class ReplicaStep(Step):
     def _wait_for(self, future: Future[Any] | None) -> None:
         if future is not None and future is self.pushing:
             future.wait()
-            # Who waits for a push goes by its answers.
+            # The state of the run follows from the push's answers.
             self._steps.session.meet()
         super()._wait_for(future)
 
@@ -56,25 +57,20 @@ class ReplicaSteps(Steps):
         self,
         worker: Worker,
         layout: Layout,
+        settings: Settings,
         *,
-        pace: Pace,
         replica: Replica,
         cut: ModelCut,
         takes_local_steps: bool,
         **common: Any,
     ) -> None:
-        """`takes_local_steps`: whether local rates are ever other than 0. `common`: of Steps."""
-        super().__init__(worker, layout, pace=pace, overlap=ReplicaStep if pace.overlap == "step" else Off, **common)
-        self.finite = Finite(layout.model, checks=False)
+        """`takes_local_steps`: False where all local rates are always 0. `common`: of Steps."""
+        super().__init__(worker, layout, settings, overlap=ReplicaStep if settings.overlap == "step" else Off, **common)
         self._replica = replica
         self._cut = cut
         self._takes_local_steps = takes_local_steps
-        # Whether numbers have changed since copies were last handed on: so on all processes, or on none.
-        self._brought = False
-
-    def start(self) -> None:
-        super().start()
-        self._hand_on()
+        # True where numbers have changed since copies were last sent: the same on all processes.
+        self._changed = False
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Return the whole model's present parameters by name, as an observer: other processes need not call it."""
@@ -85,8 +81,8 @@ class ReplicaSteps(Steps):
 
     def gather(self, gradients: Minibatch, due: Due) -> None:
         present = [gradient for gradient in gradients if gradient is not None]
-        # As they gather.
-        fits = surely_fit(present, torch.float32) or all_fit(present, torch.float32)
+        # They gather in float32.
+        fits = all_fit(present, torch.float32)
         overlap = self.overlap
         busy: list[float] = []
         if isinstance(overlap, Step):
@@ -97,7 +93,7 @@ class ReplicaSteps(Steps):
         if refused:
             self.finite.leave_out(gradients, for_others=fits)
         elif contributed:
-            # Of a process without gradients too: the others' count for all.
+            # Where only other processes have gradients too: all count the same minibatches.
             self._add(gradients, due)
         if overlap.in_parallel or refused or not (contributed and self.push_due):
             # No push may follow, with which the processes would agree on the servers' answers.
@@ -118,7 +114,7 @@ class ReplicaSteps(Steps):
     def plan(self, *, pulls: bool) -> Plan:
         plan = super().plan(pulls=pulls)
         if self.overlap.in_parallel:
-            # Found here: a collective call of another thread would mix with this one's.
+            # Computed here: a collective call of another thread would mix with this one's.
             plan.gradient_norm = 0.0
             if self.view.state.terms.clip_norm > 0:
                 self.gradients.ready()
@@ -127,34 +123,21 @@ class ReplicaSteps(Steps):
 
     def take_pulled(self) -> bool:
         taken = super().take_pulled()
-        self._brought = self._brought or taken
+        self._changed = self._changed or taken
         return taken
-
-    def _step(self, gradients: Minibatch) -> None:
-        super()._step(gradients)
-        self._hand_on()
-
-    def _idle(self) -> None:
-        super()._idle()
-        self._hand_on()
-
-    def _settle(self) -> None:
-        super()._settle()
-        self._hand_on()
 
     def _add(self, gradients: Minibatch, due: Due) -> None:
         super()._add(gradients, due)
         # A step between pulls moves the owners' numbers, not their copies.
         steps_locally = self.schedule.overlaps or not due.pull
-        self._brought = self._brought or (self._takes_local_steps and steps_locally)
+        self._changed = self._changed or (self._takes_local_steps and steps_locally)
 
     def _exchange(self, *, pulls: bool, push: Callable[[], Sequence[Receipt]] | None = None) -> None:
         super()._exchange(pulls=pulls, push=push)
         if self.overlap.in_parallel:
             self.session.meet()
 
-    def _hand_on(self) -> None:
-        if self._brought:
-            self._brought = False
+    def send_copies(self) -> None:
+        if self._changed:
+            self._changed = False
             self._replica.spread(self._cut.arrangement.copies, self._cut.claimed.local)
-            self.written.note()

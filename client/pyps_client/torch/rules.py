@@ -11,12 +11,8 @@ import torch
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import PypsError, SettingsChanged, UnsupportedOptimizer
 
-# Torch's name for a setting; with an index where torch keeps it in a tuple, as Adam's betas.
-TorchName = str | tuple[str, int]
-
-
-# How the arithmetic is carried out, not what it is.
-_EXECUTION = frozenset({"foreach", "fused", "capturable"})
+# Settings that change no result, or none under the rules that ignore them: dampening acts through momentum only.
+_IGNORED = frozenset({"foreach", "fused", "capturable", "dampening", "decoupled_weight_decay"})
 _PLAIN = {"maximize": False, "differentiable": False}
 
 
@@ -27,16 +23,17 @@ class Translation:
     optimizer: type[torch.optim.Optimizer]
     # The servers' rule.
     rule: str
-    # Whether a step depends on earlier gradients, so that a worker alone cannot take it.
-    stateful: bool = True
-    # torch's names of the servers' hyperparameters.
-    hyperparameters: Mapping[str, TorchName]
-    # Settings that choose this rule among those of the class; every group must have them.
+    # torch's names of the servers' hyperparameters: "lr", "betas[0]".
+    hyperparameters: Mapping[str, str]
+    # Settings that select this rule among those of the class; every group must have them.
     when: Mapping[str, object] = field(default_factory=dict)
-    # Settings that the rule lacks, with the only value that it can take.
+    # Settings that the rule lacks, with their only possible values.
     fixed: Mapping[str, object] = field(default_factory=lambda: _PLAIN)
-    # Settings that change no result.
-    ignored: frozenset[str] = _EXECUTION
+
+    @property
+    def stateful(self) -> bool:
+        """True where a step depends on earlier gradients, so that a worker alone cannot take it."""
+        return self.rule != "sgd"
 
     @property
     def momentum(self) -> str:
@@ -44,21 +41,14 @@ class Translation:
         return next((name for name in ("momentum", "beta1") if name in self.hyperparameters), "")
 
 
-_SGD: Mapping[str, TorchName] = {"learning_rate": "lr", "weight_decay": "weight_decay"}
-_ADAM: Mapping[str, TorchName] = {**_SGD, "beta1": ("betas", 0), "beta2": ("betas", 1), "eps": "eps"}
+_SGD = {"learning_rate": "lr", "weight_decay": "weight_decay"}
+_ADAM = {**_SGD, "beta1": "betas[0]", "beta2": "betas[1]", "eps": "eps"}
+_ADAGRAD = {name: name for name in ("eps", "initial_accumulator_value", "lr_decay")}
 _NO_AMSGRAD = {**_PLAIN, "amsgrad": False}
 
-# For a class with several rules the first that fits.
+# The first entry that fits is used.
 TRANSLATIONS: tuple[Translation, ...] = (
-    Translation(
-        optimizer=torch.optim.SGD,
-        rule="sgd",
-        stateful=False,
-        hyperparameters=_SGD,
-        when={"momentum": 0, "nesterov": False},
-        # Dampening only acts through momentum.
-        ignored=_EXECUTION | {"dampening"},
-    ),
+    Translation(optimizer=torch.optim.SGD, rule="sgd", hyperparameters=_SGD, when={"momentum": 0, "nesterov": False}),
     Translation(
         optimizer=torch.optim.SGD,
         rule="momentum",
@@ -72,16 +62,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
         when={"nesterov": True},
         fixed={**_PLAIN, "dampening": 0},
     ),
-    Translation(
-        optimizer=torch.optim.Adagrad,
-        rule="adagrad",
-        hyperparameters={
-            **_SGD,
-            "eps": "eps",
-            "initial_accumulator_value": "initial_accumulator_value",
-            "lr_decay": "lr_decay",
-        },
-    ),
+    Translation(optimizer=torch.optim.Adagrad, rule="adagrad", hyperparameters={**_SGD, **_ADAGRAD}),
     Translation(
         optimizer=torch.optim.RMSprop,
         rule="rmsprop",
@@ -102,13 +83,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
         when={"decoupled_weight_decay": True},
         fixed=_NO_AMSGRAD,
     ),
-    Translation(
-        optimizer=torch.optim.AdamW,
-        rule="adamw",
-        hyperparameters=_ADAM,
-        fixed=_NO_AMSGRAD,
-        ignored=_EXECUTION | {"decoupled_weight_decay"},
-    ),
+    Translation(optimizer=torch.optim.AdamW, rule="adamw", hyperparameters=_ADAM, fixed=_NO_AMSGRAD),
 )
 
 
@@ -127,8 +102,8 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
             f"{', '.join(names[:-1])} and {names[-1]}."
         )
     for translation in of_class:
-        wanted = translation.when.items()
-        if all(group.get(name, value) == value for group in optimizer.param_groups for name, value in wanted):
+        required = translation.when.items()
+        if all(group.get(name, value) == value for group in optimizer.param_groups for name, value in required):
             return translation
     choice = next(iter(of_class[-1].when))
     values = [repr(group.get(choice)) for group in optimizer.param_groups]
@@ -139,42 +114,42 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
 
 
 def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
+    """Return the servers' rule and settings for a fresh optimizer; refuse one that they cannot replace."""
     translation = translation_of(optimizer)
-    _refuse_used(optimizer)
+    for state in optimizer.state.values():
+        # SGD counts no steps.
+        if float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None:
+            raise UnsupportedOptimizer(
+                f"The {_class_name(type(optimizer))} has taken steps already ({', '.join(state)}), and the servers "
+                f"cannot take over its state: create a fresh optimizer for RemoteOptimizer."
+            )
     _refuse_cycled_momentum(translation, optimizer.param_groups, UnsupportedOptimizer)
     _refuse_unknown(translation, optimizer)
-    return settings_of(translation, optimizer.param_groups)
-
-
-def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, Any]]) -> OptimizerSettings:
-    groups = [_group_settings(translation, index, group) for index, group in enumerate(param_groups)]
+    groups = [_group_settings(translation, index, group) for index, group in enumerate(optimizer.param_groups)]
     return OptimizerSettings(rule=translation.rule, groups=groups)
 
 
 def refuse_changes(
-    translation: Translation, asked: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
+    translation: Translation, agreed: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise SettingsChanged where a group's settings other than lr and momentum are no longer those of the start."""
+    """Raise SettingsChanged where a group's settings other than lr and momentum differ from the agreed ones."""
     _refuse_cycled_momentum(translation, param_groups, SettingsChanged)
     for index, group in enumerate(param_groups):
-        settings = asked.groups[index].hyperparameters
+        settings = agreed.groups[index].hyperparameters
         for ours, torchs in translation.hyperparameters.items():
             try:
                 value = value_of(group, torchs)
             except (LookupError, TypeError, ValueError):
-                name = torchs if isinstance(torchs, str) else torchs[0]
+                name = torchs.partition("[")[0]
                 raise SettingsChanged(
                     f"{name} of parameter group {index} is {group.get(name)!r} now; expected it as it was, "
-                    f"{text_of(torchs)}={settings[ours]:g}: put it back."
+                    f"{torchs}={settings[ours]:g}: put it back."
                 ) from None
-            if ours in ("learning_rate", translation.momentum):
-                continue
-            if value != settings[ours]:
+            if ours not in ("learning_rate", translation.momentum) and value != settings[ours]:
                 raise SettingsChanged(
-                    f"{text_of(torchs)} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
+                    f"{torchs} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
                     f"but this run's {ours} is held by the servers, for all workers: only lr and momentum (betas[0]) "
-                    f"may change while a run goes on. Remove what changes it, or start a run with "
-                    f"{text_of(torchs)}={value:g}."
+                    f"may change while a run goes on. Remove what changes it, or start a run with {torchs}={value:g}."
                 )
         for torchs, required in {**translation.when, **translation.fixed}.items():
             if torchs in group and group[torchs] != required:
@@ -182,6 +157,12 @@ def refuse_changes(
                     f"{torchs} of parameter group {index} was changed to {group[torchs]!r}; the servers' "
                     f"rule {translation.rule!r} has only {torchs}={required!r}."
                 )
+
+
+def value_of(group: Mapping[str, Any], name: str) -> float:
+    """Return a group's setting by torch's name: "lr", "betas[0]"."""
+    key, _, index = name.partition("[")
+    return float(group[key][int(index[:-1])] if index else group[key])
 
 
 def _group_settings(translation: Translation, index: int, group: Mapping[str, Any]) -> GroupSettings:
@@ -201,17 +182,9 @@ def _group_settings(translation: Translation, index: int, group: Mapping[str, An
     return GroupSettings(hyperparameters=settings)
 
 
-def value_of(group: Mapping[str, Any], name: TorchName) -> float:
-    return float(group[name] if isinstance(name, str) else group[name[0]][name[1]])
-
-
-def text_of(name: TorchName) -> str:
-    return name if isinstance(name, str) else f"{name[0]}[{name[1]}]"
-
-
 def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) -> None:
-    of_rule = {name if isinstance(name, str) else name[0] for name in translation.hyperparameters.values()}
-    known = {*of_rule, *translation.when, *translation.fixed, *translation.ignored}
+    of_rule = {name.partition("[")[0] for name in translation.hyperparameters.values()}
+    known = {*of_rule, *translation.when, *translation.fixed, *_IGNORED}
     for index, group in enumerate(optimizer.param_groups):
         for setting in optimizer.defaults.keys() - known:
             if group.get(setting):
@@ -224,23 +197,13 @@ def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) 
 def _refuse_cycled_momentum(
     translation: Translation, param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]
 ) -> None:
-    """Refuse groups whose momentum a scheduler moves where the rule has none; the scheduler left its bounds there."""
+    """Refuse a scheduler that moves a momentum where the rule has none; it has left its bounds in the groups."""
     for index, group in enumerate(param_groups):
         if "max_momentum" in group and not translation.momentum:
             raise error_class(
                 f"A learning-rate scheduler moves the momentum of parameter group {index} too, which the servers' rule "
                 f"{translation.rule!r} does not have: make the scheduler with cycle_momentum=False, or take SGD with "
                 f"momentum, Adam or AdamW."
-            )
-
-
-def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
-        # SGD counts no steps.
-        if float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None:
-            raise UnsupportedOptimizer(
-                f"The {_class_name(type(optimizer))} has taken steps already ({', '.join(state)}), and the servers "
-                f"cannot take over its state: create a fresh optimizer for RemoteOptimizer."
             )
 
 

@@ -4,16 +4,13 @@ The threads of the appendix's pseudo-code race. Here they do not:
 
 * A push begins after every `push_every` minibatches and carries all of them; with compat="paper" the literal test
   `step % push_every == 0` pushes the first minibatch alone.
-* While a push is under way, gradients gather in the other buffer: the sum of all pushed payloads is the sum of all
-  computed gradients.
-* Pulled parameters land in a buffer of their own and enter the model between minibatches only.
-* They may lack this worker's gradients that are still under way, as in the paper; with read_my_writes the worker
-  takes those steps on them itself.
-* The first pull is over before the first minibatch.
+* While a push is under way, gradients gather in the other buffer: no gradient is lost or pushed twice.
+* Pulled parameters arrive in a buffer of their own and enter the model between minibatches; the first before the first.
+* They may lack this worker's gradients that are under way; with read_my_writes the worker takes those steps itself.
 
-What a protocol wants beyond the paper comes with the servers' answers and holds from the next step on: the worker asks
-before its next step where steps are granted (serial, ssp), waits for the version that its round makes (hardsync, backup
-workers), overlaps nothing under either, and sums as many minibatches as are wanted (asgd:accumulate).
+The servers' answers say what the protocol in force wants from the next step on: a worker asks before each step (serial,
+ssp), waits for the version that its round makes (hardsync, backup), overlaps nothing under either, or sums minibatches
+(asgd:accumulate).
 """
 
 from __future__ import annotations
@@ -30,18 +27,16 @@ from pyps_client.log import logger
 from pyps_client.pull import LeaseCall
 from pyps_client.push import Plan
 from pyps_client.torch.buffers import SharedBuffers
-from pyps_client.torch.gradients import Finite, Gradients
+from pyps_client.torch.gradients import Finite, Gradients, Minibatch
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.memory import PinnedPages, TorchConverter
-from pyps_client.torch.parameters import LocalSteps, Parameters, Written
+from pyps_client.torch.parameters import Parameters, Written
 from pyps_client.torch.rates import RateChanges
-from pyps_client.torch.schedule import Due, Pace, Schedule
+from pyps_client.torch.schedule import Due, Schedule, Settings
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.work_pb2 import LeaseReply
-
-Minibatch = Sequence[torch.Tensor | None]
 
 
 class Off:
@@ -49,9 +44,9 @@ class Off:
 
     # Buffers for gradients.
     num_buffers = 1
-    # Whether parameters may lie in the memory that is pulled into: nothing is pulled but within a step.
+    # True where parameters may lie in the memory that is pulled into, since only a step pulls.
     may_alias = True
-    # Whether pushes and pulls go on during the computation.
+    # True where pushes and pulls go on during the computation.
     in_parallel = False
     # Gradients whose push is under way.
     in_flight: Gradients | None = None
@@ -61,7 +56,7 @@ class Off:
 
     @classmethod
     def possible_with(cls, session: Worker) -> type[Off]:
-        """Return the mode, or the one to use instead in this session, which has shared its memory."""
+        """Return this mode, or the one to use instead with this worker's transports."""
         return cls
 
     @property
@@ -84,7 +79,7 @@ class Off:
         """Return once nothing is under way, with pulled parameters in the model; raise errors."""
 
     def give_up(self) -> None:
-        """End a backward pass without its step: its gradients are about to be cleared."""
+        """End a backward pass that has no step: its gradients are about to be cleared."""
 
     def close(self) -> None:
         """End the threads and hooks."""
@@ -93,63 +88,63 @@ class Off:
 class Steps:
     """One worker's steps: gathers gradients, pushes, pulls, and steps locally in between. Used by one thread.
 
-    Its worker is connected, and shares memory for gradients and parameters. For portions of data it is a
-    `pyps_client.data.portions.Stepper`.
+    Its worker is connected. For portions of data it is a `pyps_client.data.portions.Stepper`.
     """
 
     def __init__(
         self,
         worker: Worker,
         layout: Layout,
+        settings: Settings,
         *,
-        pace: Pace,
         local_rates: Callable[[], Sequence[float]],
         rate_changes: RateChanges = dict,
         overlap: type[Off] = Off,
         buffers: SharedBuffers | None = None,
-        read_my_writes: bool = False,
     ) -> None:
-        """`local_rates`: the sizes of a local step now, one a parameter group; empty or zero for none."""
+        """`local_rates`: the sizes of a local step now, one per parameter group; empty or zero for none."""
         self.session = worker
         # Returns the check of model and settings to make before anything is sent ahead of a step; the check takes
-        # whether the step is the first.
+        # True before the first step.
         self.check_before: Callable[[], Callable[[bool], object] | None] = lambda: None
         # Examples in each minibatch from now on; None for an unknown number.
         self.examples_in_batch: int | None = None
         self.layout = layout
         self.view = worker.view
-        self.schedule = Schedule(pace, worker.view)
+        self.schedule = Schedule(settings, worker.view)
         self.rate_changes = rate_changes
         self._local_rates = local_rates
         self._buffers = buffers
-        self._read_my_writes = read_my_writes
+        self._read_my_writes = settings.read_my_writes
         # A device converts to the wire's type before the bus.
         on_host = all(block.device.type == "cpu" for block in layout.blocks)
-        lent = worker.lend(overlap.num_buffers, converter=TorchConverter() if on_host else None)
+        memory = worker.lend(overlap.num_buffers, converter=TorchConverter() if on_host else None)
         overlap = overlap.possible_with(worker)
-        self._private = lent.private
+        self._private = memory.private
         devices = [block.device for block in layout.blocks if block.on_cuda]
-        self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
-        self.gradient_buffers = [Gradients(layout, vectors, codec=lent.converted_to) for vectors in lent.gradients]
+        self._has_gpu = bool(devices)
+        self._pinned = PinnedPages(chain(memory.parameters, *memory.gradients), devices)
+        self.gradient_buffers = [Gradients(layout, each, codec=memory.converted_to) for each in memory.gradients]
         # The buffer that gathers now.
         self.gradients = self.gradient_buffers[0]
-        self.parameters = Parameters(layout, lent.parameters, alias=overlap.may_alias, private=lent.private)
+        self.parameters = Parameters(layout, memory.parameters, alias=overlap.may_alias, private=memory.private)
         if devices:
             worker.tell_landed(self.parameters.land)
         # Versions of pulled parameters that are not in the model yet; and of those in the model.
         self._pulled: Mapping[int, int] | None = None
         self.versions: Mapping[int, int] = {}
-        # Whether an error left a part of some shard in the model: such a shard has no version.
+        # True where an error left a part of some shard in the model: such a shard has no version.
         self.torn = False
-        self._local = LocalSteps(layout, self.parameters)
         self.written = Written(layout, self.parameters)
-        # Until a step, or a push in a backward pass, has begun.
+        # True until a step, or a push in a backward pass, has begun.
         self.is_first = True
         self.push_due = self.pull_due = False
         self.steps_since_pull = 0
         self.finite = Finite(layout.model)
-        self._finished = self._settled = self._told_of_end = False
-        # Minibatches so far, empty steps included; and those that have left the buffer, under way or left out.
+        self._finished = self._warned_of_end = False
+        # True once the last parameters of a run that is over are in the model.
+        self.settled = False
+        # Minibatches so far, empty steps included; and those that have left the buffer: under way, or left out.
         self.steps = self.sent = 0
         # The servers' answers to the newest answered push.
         self.receipts: Sequence[Receipt] = ()
@@ -159,11 +154,6 @@ class Steps:
     def finished(self) -> bool:
         """True when the run is over and takes no more gradients."""
         return self._finished or self.view.state.finished
-
-    @property
-    def skipped(self) -> int:
-        """Minibatches and sums of minibatches that were left out because they were not finite."""
-        return self.finite.skipped
 
     @property
     def steps_answered(self) -> int:
@@ -181,10 +171,11 @@ class Steps:
         except RunFinished:
             self._finished = True
         self._pull()
+        self.send_copies()
         self.written.note()
 
-    def step(self, gradients: Minibatch) -> bool:
-        """Take one minibatch's gradients, one entry a parameter (None: no gradient); return whether the run is over."""
+    def step(self, gradients: Minibatch) -> None:
+        """Take one minibatch's gradients."""
         self.written.check(is_first=self.is_first)
         try:
             self._step(gradients)
@@ -192,10 +183,8 @@ class Steps:
             self._finished = True
         finally:
             self.written.note()
-        finished = self._finished or self.view.state.finished
-        if finished and not self._settled:
+        if (self._finished or self.view.state.finished) and not self.settled:
             self._settle()
-        return finished
 
     def tell_examples(self, count: int) -> None:
         self.examples_in_batch = count
@@ -217,13 +206,13 @@ class Steps:
 
     def finish(self) -> None:
         self._finished = True
-        if not self._settled:
+        if not self.settled:
             self._settle()
 
     def tell_over(self) -> None:
         """Log once that a loop goes on although the run is over."""
-        if not self._told_of_end:
-            self._told_of_end = True
+        if not self._warned_of_end:
+            self._warned_of_end = True
             logger.warning(
                 "the run %s is over: steps do nothing any more. Leave the loop where optimizer.finished is true, or "
                 "write `for batch in optimizer.until_finished(loader)`.",
@@ -271,22 +260,20 @@ class Steps:
         tensors = split_tensors(self.layout.model, vectors)
         return {name: torch.from_numpy(values) for name, values in tensors.items()}
 
-    def hand_out_gradients(self) -> None:
-        """Let the next minibatch's gradients be computed in the memory that is pushed from, where it goes alone.
+    def before_clearing(self, *, in_place: bool) -> None:
+        """End a backward pass that no step followed, before its gradients are cleared; raise the error of its push.
 
-        The model's gradients lose their values, and must become zero.
+        `in_place`: the model's gradients become zero; they move to the pushed memory where the next minibatch is a push
+        of its own.
         """
-        if not self.overlap.in_parallel and self.schedule.pushes_after(self.steps):
-            self.gradients.hand_out()
-        else:
-            self.gradients.take_back()
-
-    def give_up_backward(self) -> None:
-        """End a backward pass that broke off, or that no step followed; raise the error of its push."""
         try:
             self.overlap.give_up()
         except RunFinished:
             self._finished = True
+        if in_place and not self.overlap.in_parallel and self.schedule.pushes_after(self.steps):
+            self.gradients.hand_out()
+        elif in_place:
+            self.gradients.take_back()
 
     def close(self, *, separate: bool = True) -> None:
         """End the threads, and the use of the shared memory; without `separate` the model's parameters stay in it."""
@@ -295,12 +282,12 @@ class Steps:
             # Other processes see this memory: the model keeps its values elsewhere.
             self.gradients.take_back()
             self.parameters.separate()
-        if self._pinned is not None:
-            self._pinned.release()
+        self._pinned.release()
 
-    # What a mode of overlap calls.
+    # The modes of overlap call these.
 
     def gather(self, gradients: Minibatch, due: Due) -> None:
+        """Add one minibatch to what has gathered, unless its gradients are absent or of no version."""
         if self.torn:
             # The gradients were computed on no version that ever existed: this step only pulls.
             logger.warning("the parameters came in part when a step failed: the minibatch computed on them is left out")
@@ -317,7 +304,7 @@ class Steps:
         return self.finite.seal(self.gradients)
 
     def push_and_pull(self, push: Callable[[], Sequence[Receipt]] | None = None) -> None:
-        """Push and pull what is due, and wait: in one call where both are due, and nothing comes in between.
+        """Push and pull what is due, and wait: in one call where both are due and possible together.
 
         `push` waits for a push that is under way already.
         """
@@ -331,10 +318,8 @@ class Steps:
                     # Parameters that came before the error serve the next step.
                     self.take_pulled()
                     raise
-                self.pull_due = self.pull_due and not pulls
-                if pulls and self.view.state.terms.ask_to_proceed:
-                    # These parameters came before the permission to begin a step.
-                    self.pull_due = True
+                # Parameters that came before the permission to begin a step are pulled again.
+                self.pull_due = self.pull_due and (not pulls or self.view.state.terms.ask_to_proceed)
             if self.view.state.terms.ask_to_proceed:
                 self.session.proceed()
         if self.pull_due or self.session.pull_needed:
@@ -344,6 +329,7 @@ class Steps:
             self.take_pulled()
 
     def plan(self, *, pulls: bool) -> Plan:
+        """Return the push of what has gathered; `pulls`: with a pull in the same exchange."""
         gathered = self.gradients
         return Plan(
             gathered.vectors,
@@ -368,10 +354,6 @@ class Steps:
         """Note that the buffer holds newer parameters than the model."""
         self._pulled = self.session.held_versions
 
-    def note_answers(self, receipts: Sequence[Receipt]) -> None:
-        self.receipts = receipts
-        self.finite.note(receipts)
-
     def take_pulled(self) -> bool:
         """Bring pulled parameters into the model; False where there are none."""
         versions, self._pulled = self._pulled, None
@@ -379,13 +361,11 @@ class Steps:
             return False
         if self.written.spoiled:
             self.written.spoiled = False
-            if self.parameters.aliases.tensors:
+            if self.parameters.aliases:
                 # The user wrote into the buffer, and not every shard has come since.
                 versions = self.session.snapshot(self.parameters.vectors)
                 self.parameters.separate()
         self.parameters.write()
-        if self._local.masters:
-            self._local.reset()
         if self._read_my_writes or self._buffers is not None:
             self._reapply()
         if self._buffers is not None:
@@ -395,9 +375,13 @@ class Steps:
         self.steps_since_pull = 0
         return True
 
+    def send_copies(self) -> None:
+        """Send changed numbers to the other processes of a replica that hold copies."""
+
     def _step(self, gradients: Minibatch) -> None:
-        # Before the step counts: it may raise the error of an earlier one.
-        self.overlap.collect()
+        # Before this step is counted, since it may raise the error of an earlier one.
+        if self.overlap.in_parallel:
+            self.overlap.collect()
         due = self.schedule.at(self.steps)
         self.steps = self.session.clock = self.steps + 1
         self.is_first = False
@@ -408,6 +392,7 @@ class Steps:
             self.gradients.take_back()
         else:
             self.sent = self.steps
+        self.send_copies()
 
     def _idle(self) -> None:
         """Push that there is no gradient, and wait as every worker does."""
@@ -423,13 +408,15 @@ class Steps:
             self.sent = self.steps
         self.session.proceed()
         self._pull()
+        self.send_copies()
 
     def _settle(self) -> None:
-        self._settled = True
+        self.settled = True
         self.session.hurry()
         self.flush()
         self.overlap.wait()
         self._pull()
+        self.send_copies()
         self.written.note()
 
     def _add(self, gradients: Minibatch, due: Due) -> None:
@@ -437,15 +424,15 @@ class Steps:
         buffers = self._buffers
         moves = buffers.moves() if buffers is not None else []
         everything = [*gradients, *moves]
-        # Else the pull that follows overwrites a local step.
+        # A pull that follows at once would overwrite a local step.
         steps_locally = self.schedule.overlaps or not due.pull
         accepted = self.finite.add(
             everything,
             to=self.gradients,
             versions=self.versions,
             example_count=self.examples_in_batch or 0,
-            # It goes alone and at once to a server that looks for NaN before it applies any of it; else the worker
-            # takes a step with it, or would have to undo its buffers.
+            # The server checks the whole push before it applies any of it. The worker must check where it sums, steps
+            # locally, or would have to undo its buffers.
             server_checks=(
                 not self.overlap.in_parallel
                 and self.push_due
@@ -462,13 +449,12 @@ class Steps:
             buffers.accepted(moves)
         if accepted and steps_locally and (sizes := self._local_rates()):
             # Buffers, the last group if there are any, have moved already.
-            self._local.step(everything, [*sizes, 0.0])
+            self.parameters.step_locally(everything, [*sizes, 0.0])
 
     def _exchange(self, *, pulls: bool, push: Callable[[], Sequence[Receipt]] | None = None) -> None:
         """Push sealed gradients, and pull in the same call; the buffer is empty then."""
         gradients = self.gradients
-        if self._pinned is not None:
-            # Devices may still copy.
+        if self._has_gpu:
             gradients.ready()
             self.parameters.wait_until_free()
         try:
@@ -500,6 +486,6 @@ class Steps:
         sizes = (self._local_rates() if self._read_my_writes else ()) or [0.0] * num_groups
         trained = sizes[: num_groups - (self._buffers is not None)]
         if self._read_my_writes and self.overlap.in_flight is not None:
-            self._local.step(self.overlap.in_flight.sums(), [*trained, 0.0])
+            self.parameters.step_locally(self.overlap.in_flight.sums(), [*trained, 0.0])
         # A buffer's move is added whole: what has gathered does not gather again.
-        self._local.step(self.gradients.sums(), [*trained, -1.0])
+        self.parameters.step_locally(self.gradients.sums(), [*trained, -1.0])

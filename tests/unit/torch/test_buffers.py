@@ -6,7 +6,7 @@ from client_support import RecordingSession, values_of
 from pyps_client.torch.buffers import SharedBuffers
 from pyps_client.torch.layout import plan
 from pyps_client.torch.overlap import BEHIND_MAX, steps_of
-from pyps_client.torch.schedule import Pace
+from pyps_client.torch.schedule import Settings
 from pyps_wire.common_pb2 import PAYLOAD_KIND_BUFFER, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import InvalidArgument
 
@@ -21,13 +21,13 @@ class Worker:
         self.module = torch.nn.BatchNorm1d(SIZE)
         layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
         self.session = session or RecordingSession(values_of(layout), rate=0.1)
-        wishes = Pace(**pace)
+        settings = Settings(**pace)
         self.steps = steps_of(
             self.session,
             layout,
-            pace=wishes,
+            settings,
             local_rates=lambda: [0.0],
-            buffers=SharedBuffers(self.module, layout, mode, is_first=is_first, overlaps=wishes.overlap == "step"),
+            buffers=SharedBuffers(self.module, layout, mode, is_first=is_first, overlaps=settings.overlap == "step"),
         )
         self.steps.start()
 

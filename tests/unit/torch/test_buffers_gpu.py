@@ -6,18 +6,11 @@ import torch
 
 from client_support import RecordingSession, lent_for, values_of
 from pyps_client.torch.gradients import Gradients
-from pyps_client.torch.layout import Layout, plan
-from pyps_client.torch.overlap import steps_of
 from pyps_client.torch.parameters import Parameters
-from pyps_client.torch.schedule import Pace
-from pyps_client.torch.steps import Steps
 from pyps_wire.partition import ShardRange
+from training import flat, layout_of, started_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-def layout_of(model: torch.nn.Module) -> Layout:
-    return plan(model, [{"params": list(model.parameters())}])
 
 
 def network(*, spread: bool = False) -> torch.nn.Sequential:
@@ -28,19 +21,12 @@ def network(*, spread: bool = False) -> torch.nn.Sequential:
     return model
 
 
-def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Steps:
-    layout = layout_of(model)
-    worker = steps_of(session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
-    worker.start()
-    return worker
-
-
 def random_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [torch.randn_like(parameter) for parameter in model.parameters()]
 
 
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten().float().cpu() for tensor in tensors])
+def on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.from_numpy(flat([tensor.cpu() for tensor in tensors]))
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -54,7 +40,7 @@ def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread):
     buffer.add(second, versions={0: 1})
     assert buffer.seal()
     buffer.ready()
-    expected = (flat(first) + flat(second)).to(getattr(torch, codec))
+    expected = (on_host(first) + on_host(second)).to(getattr(torch, codec))
     bits = torch.int32 if codec == "float32" else torch.int16
     assert np.array_equal(buffer.vectors[0].view(expected.view(bits).numpy().dtype), expected.view(bits).numpy())
 
@@ -69,13 +55,13 @@ def test_parameters_go_to_the_device_and_back(spread):
         buffer.wait_until_free()
         buffer.vectors[0][:] = np.arange(len(buffer.vectors[0])) * value
         buffer.write()
-    assert torch.equal(flat(list(model.parameters())), torch.arange(3 * 65 * 64.0) * 2)
+    assert torch.equal(on_host(list(model.parameters())), torch.arange(3 * 65 * 64.0) * 2)
     assert np.array_equal(values_of(layout)[0], np.arange(3 * 65 * 64) * 2)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(spread):
+def test_shards_are_copied_to_the_device_while_others_arrive(spread):
     model = network(spread=spread)
     layout = layout_of(model)
     buffer = Parameters(layout, lent_for(layout).parameters)
@@ -86,20 +72,20 @@ def test_shards_that_land_go_to_the_device_beside_the_others_and_come_in_order(s
         for begin in range(0, length // 2, 1000):
             buffer.land(ShardRange(begin, 0, begin, 1000))
         buffer.write()
-        assert torch.equal(flat(list(model.parameters())), torch.arange(length, dtype=torch.float32) + number)
+        assert torch.equal(on_host(list(model.parameters())), torch.arange(length, dtype=torch.float32) + number)
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
 def test_a_gpu_worker_pushes_all_it_computes(overlap):
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
-    worker = worker_of(session, model, overlap=overlap)
+    worker = started_steps(session, model, overlap=overlap)
     total = torch.zeros(3 * 65 * 64, dtype=torch.float64)
     for _ in range(20):
         model.zero_grad()
         model(torch.randn(8, 64, device="cuda")).square().mean().backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        total += flat(gradients)
+        total += on_host(gradients)
         worker.step(gradients)
     worker.flush()
     worker.close()
@@ -110,17 +96,17 @@ def test_a_gpu_worker_pushes_all_it_computes(overlap):
 def test_a_nan_on_the_device_is_not_sent():
     model = network()
     session = RecordingSession(values_of(layout_of(model)))
-    worker = worker_of(session, model)
+    worker = started_steps(session, model)
     gradients = random_gradients(model)
     gradients[-1][-1] = float("nan")
     worker.step(gradients)
     assert session.pushes == []
 
 
-def test_what_the_session_lends_is_pinned_while_the_worker_is_open():
+def test_vectors_are_pinned_while_the_worker_is_open():
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
-    worker = worker_of(session, model)
+    worker = started_steps(session, model)
     lent = [*worker.parameters.vectors, *worker.gradients.vectors]
     assert all(torch.from_numpy(vector).is_pinned() for vector in lent)
     worker.step(random_gradients(model))
@@ -134,19 +120,19 @@ def test_what_the_session_lends_is_pinned_while_the_worker_is_open():
 def test_parameters_cross_the_bus_as_they_travelled_and_are_converted_on_the_device(codec, spread):
     model = network(spread=spread)
     session = RecordingSession(values_of(layout_of(model)), rate=0.01, pull_codec=codec)
-    worker = worker_of(session, model)
+    worker = started_steps(session, model)
     for _ in range(3):
         worker.step(random_gradients(model))
     expected = torch.from_numpy(session.parameters[0]).to(getattr(torch, codec)).float()
-    assert torch.equal(flat(list(model.parameters())), expected)
+    assert torch.equal(on_host(list(model.parameters())), expected)
     worker.close()
 
 
 def test_gradients_stay_on_the_device_when_made_zero_in_place():
     model = network()
     session = RecordingSession(values_of(layout_of(model)), rate=0.01)
-    worker = worker_of(session, model)
+    worker = started_steps(session, model)
     model(torch.randn(8, 64, device="cuda")).square().mean().backward()
-    worker.hand_out_gradients()
+    worker.before_clearing(in_place=True)
     assert all(parameter.grad.is_cuda for parameter in model.parameters())
     worker.close()

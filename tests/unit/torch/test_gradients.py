@@ -6,14 +6,10 @@ import torch
 
 from client_support import lent_for
 from pyps_client.torch.gradients import LARGE_BYTES, Gradients
-from pyps_client.torch.layout import Layout, plan
 from pyps_wire.codecs import BFLOAT16, FLOAT16
+from training import layout_of
 
 VERSIONS = {0: 7}
-
-
-def layout_of(model: torch.nn.Module) -> Layout:
-    return plan(model, [{"params": list(model.parameters())}])
 
 
 def gradient_buffer(model: torch.nn.Module, codec: str = "float32") -> Gradients:
@@ -138,18 +134,8 @@ def test_gradients_of_another_type_or_format_stay_where_they_are():
         assert model.weight.grad is before
 
 
-def test_a_gradient_saves_without_the_others_memory(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(2, 2))
-    buffer = gradient_buffer(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    buffer.hand_out()
-    torch.save(model[1].weight.grad, tmp_path / "gradient.pt")
-    assert (tmp_path / "gradient.pt").stat().st_size < 10_000
-
-
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
-def test_one_look_answers_both_questions_and_the_next_minibatch_asks_anew(codec, monkeypatch):
+def test_one_pass_over_memory_checks_a_minibatch_and_its_push(codec, monkeypatch):
     looked = []
     dot = torch.dot
     monkeypatch.setattr(torch, "dot", lambda *pair: looked.append(pair[0].numel()) or dot(*pair))

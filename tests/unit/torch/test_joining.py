@@ -5,7 +5,8 @@ import torch
 
 from pyps_client import Launch
 from pyps_client.replica.group import Group
-from pyps_client.torch.joining import Joining, Settings
+from pyps_client.torch.joining import Joining
+from pyps_client.torch.schedule import Settings
 
 
 class Follower(Group):

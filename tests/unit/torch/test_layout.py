@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from pyps_client.torch.layout import Range, blocks_of, plan
+from pyps_client.torch.layout import Layout, Range, plan
 from pyps_wire.errors import InvalidArgument
-from pyps_wire.partition import Tensor
+from pyps_wire.partition import Model, Tensor
 
 
 def groups(*parameters: torch.Tensor) -> list[dict]:
@@ -26,7 +26,7 @@ def test_tensors_lie_end_to_end_in_the_optimizers_order_by_group():
         ("0.weight", (2, 3), 1),
         ("0.bias", (2,), 1),
     ]
-    assert layout.group_offsets == (0, 2, 0, 6)
+    assert layout.model.offsets == (0, 2, 0, 6)
     assert layout.model.group_sizes == (3, 8)
 
 
@@ -80,9 +80,9 @@ def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused():
 
 def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_ranges():
     devices = ["cpu", "meta", "meta", "cpu", "meta"]
-    parameters = [torch.zeros(size, device=device) for size, device in enumerate(devices, start=1)]
-    tensors = [Tensor(f"p{index}", (size,)) for index, size in enumerate(range(1, 6))]
-    here, there = blocks_of(tensors, parameters, [0, 1, 3, 6, 10])
+    parameters = tuple(torch.zeros(size, device=device) for size, device in enumerate(devices, start=1))
+    model = Model(tuple(Tensor(f"p{size}", (size,)) for size in range(1, 6)))
+    here, there = Layout(model, parameters, names={}, first_buffer=5).blocks
     assert (here.device.type, here.ranges, here.length) == ("cpu", (Range(0, 0, 1), Range(1, 6, 4)), 5)
     assert (there.device.type, there.ranges) == ("meta", (Range(0, 1, 5), Range(5, 10, 5)))
     assert there.offsets == {1: 0, 2: 2, 4: 5}

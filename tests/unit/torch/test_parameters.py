@@ -14,17 +14,13 @@ from client_support import lent_for, values_of
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.parameters import Parameters, initial_values
 from pyps_wire.partition import ShardRange, partition
-
-
-def layout_of(model: torch.nn.Module) -> Layout:
-    return plan(model, [{"params": list(model.parameters())}])
+from training import layout_of
 
 
 def layout_elsewhere(model: torch.nn.Module) -> Layout:
     """As on a device: "meta" has no numbers, but takes every copy."""
-    layout, device = layout_of(model), torch.device("meta")
-    blocks = tuple(replace(block, device=device) for block in layout.blocks)
-    return replace(layout, parameters=tuple(tensor.to(device) for tensor in layout.parameters), blocks=blocks)
+    layout = layout_of(model)
+    return replace(layout, parameters=tuple(tensor.to("meta") for tensor in layout.parameters))
 
 
 def parameter_buffer(model: torch.nn.Module, codec: str = "float32", **options: bool) -> Parameters:
@@ -123,14 +119,6 @@ def test_parameters_of_another_type_or_format_are_copied():
         assert model.weight.data_ptr() == place
         fill(buffer, start=2)
         assert model.weight.flatten()[:4].tolist() == [2, 3, 4, 5]
-
-
-def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_others_follow():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).to(torch.bfloat16))
-    buffer = aliased(model)
-    fill(buffer, start=1)
-    assert lies_in(buffer.vectors[0], model[0].weight)
-    assert values(model) == list(range(1, 15))
 
 
 def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follow():
@@ -247,7 +235,7 @@ def test_a_shard_goes_to_the_device_once_as_it_lands_or_with_the_rest(landed):
         assert sorted(covered) == list(range(100))
 
 
-def test_a_vector_that_was_read_anew_goes_to_the_device_whole():
+def test_a_vector_that_was_read_again_is_copied_to_the_device_whole():
     layout = layout_elsewhere(torch.nn.Linear(9, 10))
     buffer = Parameters(layout, lent_for(layout).parameters)
     buffer.land(ShardRange(1, 0, 30, 30))

@@ -4,21 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from pyps_client.torch.memory import PinnedPages, whole_pages
+from pyps_client.torch.memory import PinnedPages
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 PAGE = mmap.PAGESIZE
 
 
-def test_pages_of_neighbouring_arrays_are_one_range_and_of_distant_ones_two():
-    memory = np.frombuffer(mmap.mmap(-1, 10 * PAGE), np.uint8)
-    start = memory.ctypes.data
-    arrays = [memory[10:20], memory[PAGE - 1 : PAGE + 1], memory[2 * PAGE : 3 * PAGE], memory[5 * PAGE + 7 : 6 * PAGE]]
-    assert whole_pages(arrays) == [(start, start + 3 * PAGE), (start + 5 * PAGE, start + 6 * PAGE)]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_lent_memory_is_pinned_until_it_is_released():
+def test_memory_is_pinned_until_it_is_released():
     memory = np.frombuffer(mmap.mmap(-1, 16 * PAGE), np.float32)
     pages = PinnedPages([memory[:100], memory[3 * PAGE // 4 :]], [torch.device("cuda:0")])
     on_host = torch.from_numpy(memory)
@@ -30,9 +23,7 @@ def test_lent_memory_is_pinned_until_it_is_released():
     assert not torch.from_numpy(memory).is_pinned()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_memory_that_cannot_be_pinned_is_said_and_leaves_no_error_for_others(caplog):
+def test_memory_that_cannot_be_pinned_is_logged_and_leaves_no_cuda_error(caplog):
     caplog.set_level("INFO")
     memory = np.frombuffer(mmap.mmap(-1, PAGE), np.float32)
     first = PinnedPages([memory], [torch.device("cuda:0")])

@@ -168,7 +168,7 @@ def test_a_tied_weight_counts_once_with_both_its_uses_and_an_unused_one_is_zero(
     assert model.frozen.grad is None
 
 
-def test_a_loss_of_no_use_is_told_in_one_sentence():
+def test_a_useless_loss_is_refused_in_one_sentence():
     portion = batches(*examples(40, torch.bfloat16), 16)
 
     def summed(model: nn.Module, batch: Any, **options: str) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_a_loss_of_no_use_is_told_in_one_sentence():
             Worker(make_model(torch.bfloat16), loss_of).portion(portion, portion)
 
 
-def test_one_of_two_losses_is_asked_for_and_batches_that_are_no_pairs_need_one_of_their_own():
+def test_exactly_one_loss_is_required_and_batches_that_are_no_pairs_need_loss_of():
     for loss, loss_of, words in (
         (None, None, "Neither of loss and loss_of were given"),
         (functional.cross_entropy, lambda model, batch: 0, "Both of loss and loss_of were given"),

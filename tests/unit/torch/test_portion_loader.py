@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client.lbfgs.gradient import PortionLoader, checked_length
 from pyps_wire.errors import InvalidArgument
@@ -75,18 +74,7 @@ def test_an_error_of_the_data_set_is_raised_where_the_batch_is_used(loader):
     assert numbers(loader.batches(Portion(start=0, stop=2))) == [[0, 1]]
 
 
-def test_batches_are_those_of_torchs_loader():
-    torch.manual_seed(0)
-    dataset = TensorDataset(torch.randn(10, 3), torch.arange(10))
-    loader = PortionLoader(dataset, batch_size=4)
-    pairs = zip(loader.batches(Portion(start=0, stop=10)), DataLoader(dataset, batch_size=4), strict=True)
-    for (ours, count), theirs in pairs:
-        assert type(ours) is type(theirs) and count == len(theirs[1])
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    loader.close()
-
-
-def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_is_used():
+def test_getitems_and_the_callers_collate_are_used():
     class Many:
         def __len__(self) -> int:
             return 6
@@ -110,6 +98,6 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_
         ([], "The data set, a list, is empty; expected at least one example"),
     ],
 )
-def test_a_data_set_that_cannot_be_cut_is_told_in_one_sentence(dataset, words):
+def test_a_data_set_without_length_or_index_is_refused_in_one_sentence(dataset, words):
     with pytest.raises(InvalidArgument, match=words):
         checked_length(dataset)

@@ -67,7 +67,7 @@ def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before)
         scheduler.step()
 
 
-def test_another_workers_change_is_sent_as_provisional_where_a_scheduler_makes_it_and_said_once(caplog):
+def test_a_scheduler_of_another_worker_sends_provisional_rates_and_the_log_says_so_once(caplog):
     for by_scheduler in (True, False):
         optimizer = sgd(momentum=0.5)
         rates = rates_of(optimizer, owns_schedule=False)
@@ -116,7 +116,7 @@ def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it():
         assert list(theirs.sizes({0: 0.25})) == [0.25 if rate == 0.125 else rate for rate in expected]
 
 
-def test_rates_of_a_cut_model_are_told_of_each_vector():
+def test_a_split_model_sends_a_rate_for_each_vector():
     optimizer = sgd()
     rates = rates_of(optimizer)
     rates.groups_of_vectors = [1, 0, 1]
@@ -125,7 +125,7 @@ def test_rates_of_a_cut_model_are_told_of_each_vector():
     assert rates.changes() == {0: (0.25, None, False), 2: (0.25, None, False)}
 
 
-def test_settings_that_workers_share_are_looked_at_whenever_they_are_others():
+def test_changed_settings_are_checked_again():
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
     rates = rates_of(optimizer)
     group = optimizer.param_groups[0]

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_support import RecordingSession
-from pyps_client.torch.layout import plan
-from pyps_client.torch.overlap import BEHIND_MAX, steps_of
-from pyps_client.torch.schedule import Pace
+from pyps_client.torch.overlap import BEHIND_MAX
 from pyps_client.torch.steps import Steps
-from pyps_wire.errors import InvalidArgument, RunFinished, ServerUnavailable
+from pyps_wire.errors import RunFinished, ServerUnavailable
 from support import wait_until
+from training import started_steps
 
 SIZE = 4
 
@@ -27,19 +26,14 @@ def make_worker(
     rate: float = 0.0,
     local: float = 0.0,
     session_has=None,
-    read_my_writes=False,
-    **pace,
+    **settings,
 ) -> tuple[Steps, RecordingSession, torch.nn.Parameter]:
-    """A worker of a model of one tensor of numbers `first`, its parameters already pulled."""
-    torch.set_num_threads(1)
+    """A worker of a model of one tensor of numbers `first`."""
     model = torch.nn.Linear(SIZE, 1, bias=False).to(dtype)
     session = make_session([np.full(SIZE, first, np.float32)], rate=rate)
     for name, value in (session_has or {}).items():
         setattr(session, name, value)
-    layout = plan(model, [{"params": list(model.parameters())}])
-    worker = steps_of(session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes)
-    worker.start()
-    return worker, session, model.weight
+    return started_steps(session, model, local=local, **settings), session, model.weight
 
 
 def gradient(value: float) -> list[torch.Tensor]:
@@ -100,20 +94,6 @@ def test_a_push_states_its_oldest_and_its_newest_base_version():
     (pushed,) = session.pushes
     assert (pushed.base_version, pushed.newest_base_version) == (0, 9)
     assert (pushed.minibatch_count, pushed.example_count) == (3, 24)
-
-
-def test_a_nan_among_gathered_minibatches_spoils_only_its_own():
-    worker, session, _ = make_worker(push_every=3)
-    for value in (1.0, float("inf"), 2.0):
-        worker.step(gradient(value))
-    assert payloads(session) == [3.0]
-    assert session.pushes[0].minibatch_count == 2
-
-
-def test_a_sparse_gradient_is_refused_by_name():
-    worker, _, _ = make_worker()
-    with pytest.raises(InvalidArgument, match=r"gradient of 'weight' has layout torch\.sparse_coo"):
-        worker.step([torch.ones(1, SIZE).to_sparse()])
 
 
 def test_a_snapshot_leaves_the_model_and_its_base_version_alone():
@@ -188,7 +168,7 @@ def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch):
     worker.close()
 
 
-def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computation():
+def test_a_push_and_a_pull_that_are_due_together_are_one_exchange_during_the_computation():
     worker, session, _ = make_worker(overlap="step", pull_every=2)
     for expected in (["push"], ["exchange"], ["push"]):
         del session.events[:]
@@ -204,18 +184,7 @@ def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computatio
     worker.close()
 
 
-def test_an_error_on_a_thread_comes_out_of_the_next_step():
-    worker, session, _ = make_worker(overlap="step")
-    session.failure = ServerUnavailable("127.0.0.1:1 did not answer for 600 s")
-    session.gate.clear()
-    worker.step(gradient(1.0))
-    session.gate.set()
-    with pytest.raises(ServerUnavailable, match="did not answer"):
-        wait_until(lambda: worker.step(gradient(1.0)), what="the push's end")
-    worker.close()
-
-
-def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model():
+def test_a_pull_that_ended_while_a_push_failed_enters_the_model():
     worker, session, parameter = make_worker(overlap="step", pull_every=2)
     session.parameters[0][:] = 3.0
     session.version = 4
@@ -291,17 +260,6 @@ def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, 
     assert sum(pushed.minibatch_count for pushed in session.pushes) == len(values)
 
 
-def test_a_wrong_setting_is_refused_with_its_value():
-    for setting, message in (
-        ({"push_every": 0}, "push_every is 0; expected a whole number"),
-        ({"pull_every": 1.5}, r"pull_every is 1\.5"),
-        ({"compat": "tf"}, "compat is 'tf'; expected None or 'paper'"),
-        ({"overlap": "full"}, "overlap is 'full'; expected 'off', 'step' or 'backward'"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            make_worker(**setting)
-
-
 def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_are():
     """The model's parameters lie where a server writes them: the next gradient is computed on them."""
 
@@ -326,31 +284,17 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
 # The protocol in force: what it grants, what it wants summed, what it takes.
 
 
-def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull():
-    worker, session, _ = make_worker(push_every=2, session_has={"ask_to_proceed": True})
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull(overlap):
+    worker, session, parameter = make_worker(
+        rate=1.0, push_every=2, overlap=overlap, session_has={"ask_to_proceed": True}
+    )
     for _ in range(4):
         worker.step(gradient(1.0))
     round_of_two = ["pull", "push", "proceed", "pull"]
     assert session.events == ["proceed", "pull", *round_of_two, *round_of_two]
-
-
-def test_where_steps_are_granted_nothing_goes_on_beside_the_computation():
-    worker, session, parameter = make_worker(rate=1.0, overlap="step", session_has={"ask_to_proceed": True})
-    for count in range(1, 4):
-        worker.step(gradient(1.0))
-        assert session.events[-3:] == ["push", "proceed", "pull"]
-        # The parameters of the next minibatch hold this one's update.
-        assert float(parameter.detach()[0, 0]) == -count
+    assert float(parameter.detach()[0, 0]) == -4
     worker.close()
-
-
-def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are():
-    worker, session, _ = make_worker(pull_every=10)
-    worker.step(gradient(1.0))
-    assert session.pulls == 1
-    session.pull_needed = True
-    worker.step(gradient(1.0))
-    assert session.pulls == 2
 
 
 def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps():
@@ -366,7 +310,7 @@ def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps():
 
 
 @pytest.mark.parametrize("setting", ["push_every", "pull_every"])
-def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(setting, caplog):
+def test_the_users_push_every_overrides_the_protocols_with_one_warning(setting, caplog):
     make_worker(push_every=4, pull_every=4, session_has={"accumulate": 4})
     assert caplog.messages == []
     worker, session, _ = make_worker(**{setting: 2}, session_has={"protocol": "asgd:accumulate=4"})
@@ -380,7 +324,7 @@ def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(settin
     assert payloads(session) == expected
 
 
-def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rests_between_them(caplog):
+def test_a_protocol_that_spaces_pulls_later_warns_once_where_there_are_no_local_steps(caplog):
     worker, session, _ = make_worker(local_rate_known=False)
     for wanted in (0, 4, 0, 2):
         assert len(caplog.messages) == (worker.steps > 1), wanted
@@ -442,7 +386,7 @@ def test_what_was_answered_is_known_by_the_number_of_minibatches():
     assert worker.steps_answered == 5
 
 
-def test_a_portions_end_leaves_the_workers_own_beat_alone():
+def test_a_portions_end_does_not_change_the_workers_own_push_every():
     worker, session, _ = make_worker(push_every=3)
     worker.end_portion_after(3)
     for _ in range(6):
@@ -450,7 +394,10 @@ def test_a_portions_end_leaves_the_workers_own_beat_alone():
     assert [pushed.minibatch_count for pushed in session.pushes] == [3, 3]
 
 
-def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it():
+def test_an_idle_step_pushes_nothing_and_only_where_others_wait_for_it():
+    worker, session, _ = make_worker()
+    worker.idle()
+    assert (session.pushes, worker.steps) == ([], 0)
     for name in ("current_version_only", "ask_to_proceed"):
         for overlap in ("off", "step"):
             worker, session, _ = make_worker(session_has={name: True}, overlap=overlap)
@@ -461,9 +408,3 @@ def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it():
             assert (worker.steps, session.clock, session.pulls > pulls) == (2, 2, True)
             assert worker.steps_answered == 2
             worker.close()
-
-
-def test_an_idle_step_is_none_where_nobody_waits_for_it():
-    worker, session, _ = make_worker()
-    worker.idle()
-    assert (session.pushes, worker.steps) == ([], 0)

@@ -5,31 +5,22 @@ import pytest
 import torch
 
 from client_support import RecordingSession, values_of
-from pyps_client.torch.layout import plan
-from pyps_client.torch.overlap import steps_of
-from pyps_client.torch.schedule import Pace
 from pyps_wire.errors import ServerUnavailable
+from training import layout_of, started_steps
 
 
 class Worker:
     """A linear layer without bias on a plain SGD session, trained as RemoteOptimizer would."""
 
-    def __init__(
-        self, *, rate: float = 1.0, local: float = 0.0, session_has=None, read_my_writes=False, **pace
-    ) -> None:
-        torch.set_num_threads(1)
+    def __init__(self, *, rate: float = 1.0, session_has=None, **settings) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(3, 1, bias=False)
-        layout = plan(self.model, [{"params": list(self.model.parameters())}])
-        self.session = RecordingSession(values_of(layout), rate=rate, **(session_has or {}))
-        self.steps = steps_of(
-            self.session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes
-        )
-        self.steps.start()
+        self.session = RecordingSession(values_of(layout_of(self.model)), rate=rate, **(session_has or {}))
+        self.steps = started_steps(self.session, self.model, **settings)
 
     def step(self, gradient: float | list[float], *, zero: bool | None = False) -> None:
         if zero:
-            self.steps.hand_out_gradients()
+            self.steps.before_clearing(in_place=True)
         if zero is False:
             self.model.zero_grad()
         elif zero:
@@ -65,6 +56,7 @@ def test_a_push_and_a_pull_of_one_step_are_one_exchange():
         ({"push_every": 2, "pull_every": 3}, ["push", "pull", "push", "exchange"]),
         # In a round that others complete the worker pulls after it, and so waits.
         ({"session_has": {"pull_needed": True}}, ["exchange", "pull"] * 6),
+        ({"pull_every": 10, "session_has": {"pull_needed": True}}, ["push", "pull"] * 6),
     ):
         worker = Worker(**setting)
         for _ in range(6):
@@ -163,22 +155,22 @@ def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull():
     assert worker.session.events.count("snapshot") == 1
 
 
-def test_who_looks_first_makes_no_difference_to_what_is_learned():
+def test_training_is_the_same_whether_worker_or_server_checks_for_nan():
     for codec, skipped in (("float32", 2), ("float16", 3)):
         workers = [Worker(session_has={"checks_first": first, "codec": codec}) for first in (False, True)]
         for worker in workers:
             for value in (1.0, float("nan"), 1e5, 2.0, float("-inf"), 3.0):
                 worker.step(value, zero=True)
         assert workers[0].weight == workers[1].weight
-        assert [worker.steps.skipped for worker in workers] == [skipped] * 2
+        assert [worker.steps.finite.skipped for worker in workers] == [skipped] * 2
 
 
-def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push():
+def test_a_worker_checks_for_nan_where_one_would_spoil_more_than_its_own_push():
     for setting in ({"push_every": 2}, {"pull_every": 2, "local": 1.0}, {"overlap": "step"}):
         worker = Worker(session_has={"checks_first": True}, **setting)
         for skipped, value in enumerate((float("nan"), 1.0, float("nan")), start=1):
             worker.step(value)
-            assert worker.steps.skipped == (skipped + 1) // 2, setting
+            assert worker.steps.finite.skipped == (skipped + 1) // 2, setting
             assert np.isfinite(worker.weight).all(), setting
         worker.steps.flush()
         worker.steps.close()
@@ -204,4 +196,4 @@ def test_a_gradient_beyond_float32_is_skipped():
     worker.model.double()
     worker.steps.step([torch.full((1, 3), 1e300, dtype=torch.float64)])
     assert worker.session.pushes == []
-    assert worker.steps.skipped == 1
+    assert worker.steps.finite.skipped == 1
