@@ -159,12 +159,12 @@ def test_a_server_that_never_comes_is_named_with_the_seconds_waited():
         make_client(f"127.0.0.1:{port}", start_wait_seconds=0.3)
 
 
-def test_a_host_without_a_name_is_told_so():
+def test_a_host_that_cannot_be_resolved_is_reported():
     with pytest.raises(ServerUnavailable, match="the host name cannot be resolved"):
         make_client("no-such-host.invalid:7610", start_wait_seconds=0.3)
 
 
-def test_a_run_that_nobody_initialises_is_told_so(start_server):
+def test_a_run_that_no_worker_initialises_is_reported(start_server):
     with pytest.raises(WaitTimedOut, match=r"for the first parameters on server 0 .*no worker has finished"):
         Observer(launch=Launch(start_server().data, start_wait_seconds=0.3))
 
@@ -212,7 +212,7 @@ def test_a_worker_takes_the_runs_slices_over_whatever_it_would_have_made(start_s
         np.testing.assert_array_equal(values, seen[name])
 
 
-def test_tokens_are_asked_for_and_compared(start_server, tmp_path):
+def test_a_missing_and_a_wrong_token_are_refused(start_server, tmp_path):
     token = tmp_path / "token"
     token.write_text("correct-horse\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
@@ -283,7 +283,7 @@ def test_a_token_that_goes_to_another_machine_in_the_clear_is_said(caplog):
         assert caplog.text.count("in the clear, and to whoever answers there: set tls_ca") == told, address
 
 
-def test_a_worker_whose_token_is_taken_out_is_told_once_while_it_trains_on(start_server, tmp_path, monkeypatch, caplog):
+def test_a_worker_whose_token_is_removed_logs_it_once_and_trains_on(start_server, tmp_path, monkeypatch, caplog):
     refusals: list[Exception] = []
     monkeypatch.setattr(Lease, "_refused", lambda _, error: refusals.append(error))
     token = tmp_path / "token"

@@ -31,7 +31,7 @@ LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.f
 
 
 @pytest.mark.parametrize(("protocol", "secured"), [("async", False), ("asgd:mutex=whole", False), ("async", True)])
-def test_a_cut_applies_once(start_server, made, proxies, protocol, secured):
+def test_a_push_over_a_lost_lane_is_applied_once(start_server, made, proxies, protocol, secured):
     reference, generator = Reference(LARGE), random.Random(protocol)
     server = start_server("--protocol", protocol, *(served(made / "sound") if secured else []))
     own = shown(made / "sound") if secured else {}
@@ -55,7 +55,7 @@ def test_a_cut_applies_once(start_server, made, proxies, protocol, secured):
     assert proxy.num_cuts == 10
 
 
-def test_a_pull_cut_midway_asks_again_for_the_rest(start_server, proxies):
+def test_a_pull_that_loses_its_lane_goes_on_with_the_missing_shards(start_server, proxies):
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
         [proxy] = proxies.values()
@@ -125,7 +125,7 @@ def test_a_lane_that_breaks_under_load_again_and_again_means_grpc(start_server, 
     assert caplog.text.count("was lost again and again") == 1
 
 
-def test_who_insists_on_a_lane_is_refused_before_the_server_hears_of_it(start_server):
+def test_a_worker_that_requires_a_lane_is_refused_before_the_server_knows_of_it(start_server):
     server = start_server("--lane-port", "off")
     with pytest.raises(ServerUnavailable, match=r"transport is 'tcp'.*it offers no lane.*--lane-port.*'auto'"):
         make_client(server.data, transport="tcp")
@@ -167,7 +167,7 @@ def test_a_failed_round_leaves_no_answer_to_the_next(start_server, monkeypatch):
         reference.check(client.pull())
 
 
-def test_a_deadline_that_who_sends_meets_first_is_told_as_one(start_server):
+def test_a_deadline_that_the_sending_thread_meets_first_is_reported(start_server):
     with make_client(start_server().data, transport="tcp") as client, socket.create_server(("127.0.0.1", 0)) as server:
         [connection] = client.session._servers.connections
         # Nobody reads what comes, and only sending has a limit.

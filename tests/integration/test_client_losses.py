@@ -41,7 +41,7 @@ def make_proxy() -> Iterator[MakeProxy]:
 
 
 @pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
-def test_what_is_cut_midway_is_applied_exactly_once(start_server, make_proxy, protocol):
+def test_a_push_over_a_lost_connection_is_applied_exactly_once(start_server, make_proxy, protocol):
     """Shards that had arrived before the cut keep their receipts; the others are sent again."""
     reference = Reference(LARGE)
     proxy = make_proxy(start_server("--protocol", protocol).data)
@@ -150,7 +150,7 @@ def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server_pr
     client.close("failed")
 
 
-def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process, tmp_path):
+def test_the_owner_sends_its_rate_again_to_a_restored_server(start_server_process, tmp_path):
     flags = ("--staleness", "none", "--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "1000")
     server = start_server_process(*flags)
     vector = np.concatenate([gradient.reshape(-1) for gradient in gradients_like(small_model(), 0).values()])
@@ -199,7 +199,7 @@ def test_a_gradient_slower_than_the_lease_keeps_the_membership(start_server, mak
     assert "lease ran out" not in server.output()
 
 
-def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server):
+def test_workers_learn_of_the_runs_end_and_can_still_pull(start_server):
     server = start_server("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for step in range(2):
@@ -212,7 +212,7 @@ def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server):
         np.testing.assert_array_equal(b.pull()["embed"], a.pull()["embed"])
 
 
-def test_proxy_variables_are_ignored_unless_asked_for(start_server, monkeypatch):
+def test_proxy_variables_are_ignored_without_use_proxy(start_server, monkeypatch):
     server = start_server()
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -140,7 +140,7 @@ def test_a_lost_connection_neither_stops_nor_doubles_turns(start_server, pool):
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=0"])
-def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(start_server, pool, monkeypatch, caplog, protocol):
+def test_a_long_wait_calls_again_and_logs_the_other_workers(start_server, pool, monkeypatch, caplog, protocol):
     monkeypatch.setattr("pyps_client.pull.PARK_SECONDS", 0.2)
     server = start_server("--protocol", protocol)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:

@@ -79,7 +79,7 @@ def error_of(call: Callable[[], object]) -> PypsError:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_a_replica_founds_a_run_each_process_for_its_own_shards(start_server, transport):
+def test_a_replica_creates_a_run_each_process_with_its_own_shards(start_server, transport):
     servers = start_servers(start_server, 2)
     told = addresses(servers)
     meeting = Meeting("r", 2)
@@ -117,7 +117,7 @@ def test_a_replica_founds_a_run_each_process_for_its_own_shards(start_server, tr
     )
 
 
-def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(start_server):
+def test_the_leader_joins_a_server_without_shards_too(start_server):
     """Somebody has to: a later worker would take a server that knows of no run for one that lost it."""
     model = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)
     servers = start_servers(start_server, 3)
@@ -176,7 +176,7 @@ def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server):
     assert "'scale'" in str(errors[0]) and "'shift'" in str(errors[0])
 
 
-def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process):
+def test_an_error_of_one_process_is_raised_on_all(start_server_process):
     """Here one server cannot be reached: only process 1 has to do with it once the run is there."""
     servers = start_servers(start_server_process, 2)
     told = addresses(servers)
@@ -214,7 +214,7 @@ def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server):
     assert_equal(snapshot(told), moved(-3.0))
 
 
-def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_server):
+def test_two_replicas_take_turns_under_serial(start_server):
     servers = start_servers(start_server, 2, "--protocol", "serial", "--expected-workers", "2")
     told = addresses(servers)
 

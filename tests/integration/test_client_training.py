@@ -42,7 +42,7 @@ def test_an_absent_tensor_is_not_a_zero_gradient(start_server, num_servers):
         }
 
 
-def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server):
+def test_the_servers_schedule_sets_the_size_of_the_next_minibatch(start_server):
     server = start_server("--batch-growth", "start=8,maximum=32,every=1", "--epoch-examples", "10")
     sizes = []
     with make_client(server.data) as client:
@@ -53,7 +53,7 @@ def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server)
     assert sizes == [8, 8, 16, 16, 32, 32]
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent(start_server):
+def test_wrong_gradients_are_refused_before_anything_is_sent(start_server):
     server = start_server()
     with make_client(server.data) as client:
         good = gradients_like(small_model(), 0)

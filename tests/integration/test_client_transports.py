@@ -163,7 +163,7 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
         reference.check({"w": parameters})
 
 
-def test_closing_ends_a_held_pull_and_pushes_take_another_way(start_server, transport):
+def test_closing_ends_a_held_pull_and_pushes_use_another_transport_meanwhile(start_server, transport):
     server = start_server("--protocol", "async")
     with lending(server.data, transport=transport) as (session, gradient, parameters), ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(session.pull, [parameters], min_versions={0: 99}, wait_seconds=600)
@@ -212,7 +212,7 @@ def assert_untouched(servers: list[AnyServer]) -> None:
 @pytest.mark.parametrize(
     ("lane", "way", "words"), [("0", "tcp", "a lane: "), ("off", "grpc", "gRPC: it offers no lane; ")]
 )
-def test_without_shared_memory_the_next_way_is_taken(start_server, caplog, lane, way, words):
+def test_without_shared_memory_the_next_transport_is_used(start_server, caplog, lane, way, words):
     server = start_server("--local-socket", "off", "--lane-port", lane)
     with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
         client.exchange(gradients_like(small_model(), 0))
@@ -251,7 +251,7 @@ def test_an_unreachable_socket_means_a_lane_or_an_error(start_server, tmp_path):
         assert client.exchange(gradients_like(small_model(), 0))
 
 
-def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server):
+def test_a_server_here_and_one_elsewhere_use_a_transport_each(start_server):
     tensors = small_model()
     reference = Reference(tensors)
     servers = [start_server(), start_server("--local-socket", "off")]
@@ -334,7 +334,7 @@ def test_insisting_on_shared_memory_ends_the_worker_without_it(start_server, tmp
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
-def test_of_each_shard_that_a_message_brings_is_told_once_it_is_in_place(start_server, transport):
+def test_each_shard_of_a_message_is_reported_once_it_is_written(start_server, transport):
     with lending(start_server().data, transport=transport) as (session, gradient, parameters):
         landed: dict[int, Floats] = {}
 

@@ -56,7 +56,7 @@ def test_a_folder_named_pyps_where_the_worker_runs_is_not_taken_for_the_package(
     assert subprocess.run([sys.executable, *job], timeout=120, check=False).returncode == 0
 
 
-def test_who_is_not_alone_is_told_to_start_a_server():
+def test_several_processes_are_refused_a_server_of_one():
     for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
         with pytest.raises(InvalidArgument, match="several processes are to share it: start `pyps serve`"):
             Launch("local", **others)
@@ -64,7 +64,7 @@ def test_who_is_not_alone_is_told_to_start_a_server():
         Launch("local").begun(2)
 
 
-def test_what_is_refused_leaves_no_server(monkeypatch, capfd):
+def test_a_refused_client_leaves_no_server(monkeypatch, capfd):
     with pytest.raises(InvalidArgument, match="wait_seconds"):
         Client(ones(1), SGD, launch=Launch("local", wait_seconds=-1))
     with pytest.raises(UnsupportedOptimizer):
@@ -76,7 +76,7 @@ def test_what_is_refused_leaves_no_server(monkeypatch, capfd):
     assert not local_server._servers
 
 
-def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch, tmp_path):
+def test_observers_and_commands_need_a_named_server(monkeypatch, tmp_path):
     words = "starts for itself alone: start `pyps serve`"
     with pytest.raises(InvalidArgument, match=words):
         Observer("local")
@@ -90,7 +90,7 @@ def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch, tmp_
     assert not local_server._servers
 
 
-def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch):
+def test_without_the_servers_package_the_error_says_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyps", None)
     with pytest.raises(InvalidArgument, match="needs the package pyps"):
         Launch("local").begun(1)

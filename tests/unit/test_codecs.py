@@ -46,7 +46,7 @@ def test_a_nan_whose_bits_are_all_low_does_not_become_infinity():
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_float16_cannot_hold_becomes_infinity_without_a_warning():
+def test_numbers_beyond_float16_become_infinity_without_a_warning():
     assert np.isinf(FLOAT16.decode(FLOAT16.encode(np.array([70000.0, -1e30], np.float32)), 2)).all()
 
 
@@ -73,7 +73,7 @@ def test_a_payload_may_lie_at_any_byte_be_empty_and_never_end_within_a_number():
         BFLOAT16.decode_into(bytes(6), np.zeros(4, np.float32))
 
 
-def test_what_would_be_converted_silently_is_refused():
+def test_encode_refuses_other_types_and_strides():
     for values in (np.ones(3), np.ones((4, 4), np.float32)[:, ::2]):
         with pytest.raises(InvalidArgument, match="contiguous float32"):
             FLOAT32.encode(values)

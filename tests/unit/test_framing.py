@@ -268,7 +268,7 @@ def test_fields_are_counted_without_reading_them():
         _kernels.count_fields(bytes_field(8, b"\x0a\x02\x00"), tree)
 
 
-def test_a_field_number_out_of_range_and_what_is_no_buffer_are_refused():
+def test_wrong_field_numbers_and_buffers_are_refused():
     for number in (0, -1, 2**29):
         words = f"field_number is {number}; expected 1 to 536870911"
         with pytest.raises(ValueError, match=words):

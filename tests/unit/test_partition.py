@@ -104,7 +104,7 @@ def test_a_model_of_one_parameter_leaves_the_other_servers_empty():
     assert plan.pieces(0)[0].length == 1
 
 
-def test_a_model_is_cut_as_finely_as_servers_can_use():
+def test_a_model_is_sliced_as_finely_as_servers_can_use():
     for size, num_servers, num_shards in [
         (1023, 1, 1),
         (2047, 2, 1),  # Too small to be spread.
@@ -197,7 +197,7 @@ def test_tables_that_do_not_slice_the_model_are_refused_in_words():
             pytest.fail(f"{Partition.of_tables(model, lengths, servers=servers, num_servers=2)} is made")
 
 
-def test_what_cannot_be_is_refused_in_words():
+def test_impossible_models_and_indices_are_refused_in_words():
     a, plan = Tensor("a", ()), partition(BASE, num_servers=1)
     for make, text in [
         (lambda: Model(()), "no parameters"),
@@ -315,7 +315,7 @@ def test_a_tensor_of_many_thousand_sizes_is_refused_in_few_words(field):
     assert len(str(refusal.value)) < 1000
 
 
-def test_two_cuts_are_told_apart_in_words():
+def test_two_splits_into_parts_differ_in_words():
     assert first_difference(cut_model(2), cut_model(4)) == (
         "tensor 'up' has shape (512, 1024) in this model, but (512, 512) in the other model"
     )
@@ -324,7 +324,7 @@ def test_two_cuts_are_told_apart_in_words():
     assert "block [0:2, 0:4] of (4, 4) in part 0" in first_difference(mine, theirs)
 
 
-def test_what_is_no_whole_model_is_refused_in_words():
+def test_a_model_that_is_not_whole_is_refused_in_words():
     for second, words in [
         (Tensor("w", (4, 2), 1, (4, 4), (0, 1), 1), r"part 0 and part 1 both claim .*'w'.*0:2.*1:3"),
         (Tensor("w", (4, 1), 1, (4, 4), (0, 2), 1), r"parts of tensor 'w'.*missing.*12 of its 16"),
@@ -357,7 +357,7 @@ def boxes(rows, columns, shape):
     ]
 
 
-def test_a_tensor_in_many_blocks_is_looked_through_for_overlaps():
+def test_overlaps_among_many_blocks_are_found():
     for num_rows, num_columns in ((1, 1000), (1000, 1), (30, 30)):
         tensors = boxes(num_rows, num_columns, (num_rows * 2, num_columns * 2))
         check_whole(tensors)

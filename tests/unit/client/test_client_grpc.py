@@ -100,7 +100,7 @@ def test_many_rounds_are_one_call(server, channel):
     assert server.calls == 1
 
 
-def test_pushes_go_beside_an_exchange_on_a_call_of_their_own(server, channel):
+def test_pushes_have_a_call_of_their_own_while_an_exchange_runs(server, channel):
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(echo, channel, b"hush")
         server.hushed.get(timeout=20)
@@ -159,7 +159,7 @@ def test_a_round_that_lasts_too_long_is_a_loss(server, channel):
     assert echo(channel, b"again", seconds=20.0) == [b"again"]
 
 
-def test_what_cannot_be_taken_ends_the_call(server, channel):
+def test_an_error_in_taking_a_reply_ends_the_call(server, channel):
     def take(*_: object) -> bool:
         raise PypsError("never seen such a thing")
 

@@ -162,7 +162,7 @@ WRONG = [
 ]
 
 
-def test_what_is_not_of_its_settings_type_is_refused_by_name():
+def test_a_value_of_another_type_than_its_settings_is_refused_by_name():
     for given, complaint in (
         ({"loss_wait_seconds": "x"}, "loss_wait_seconds is 'x'; expected a number"),
         ({"start_wait_seconds": True}, "start_wait_seconds is True; expected a number"),
@@ -213,7 +213,7 @@ def test_a_token_that_cannot_be_sent_is_refused(tmp_path):
             Launch("localhost", token_file=path, environment={})
 
 
-def test_the_client_tells_servers_the_version_that_it_is_released_under():
+def test_the_clients_version_is_that_of_its_release():
     project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert pyps_client.__version__ == project["version"]
 

@@ -86,7 +86,7 @@ def test_a_process_whose_main_thread_hangs_ends_with_the_sentence(start_python):
     assert "told twice" not in process.output()
 
 
-def test_a_process_ends_though_what_it_printed_goes_nowhere(start_python):
+def test_a_process_ends_though_nobody_reads_its_output(start_python):
     for stdout in ("None", "open(writer, 'w', buffering=1 << 16); sys.stdout.write('more')"):
         process = start_python("-c", CANNOT_FLUSH.format(stdout=stdout))
         assert process.wait() == 1
@@ -99,7 +99,7 @@ def test_a_process_whose_main_thread_comes_to_know_is_left_alone(start_python):
     assert process.output() == "raised process 'r/1' is gone\n"
 
 
-def test_any_thread_meets_what_was_noted_as_it_was_told():
+def test_any_thread_raises_the_noted_error():
     for kind in (ReplicaLost, Superseded):
         lost = LostReplica()
         lost.check()
@@ -111,7 +111,7 @@ def test_any_thread_meets_what_was_noted_as_it_was_told():
             lost.check()
 
 
-def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_python):
+def test_a_translated_error_of_another_library_is_one_sentence(start_python):
     process = start_python("-c", DIES_OF_ANOTHERS_ERROR)
     assert process.wait() == 1
     assert process.output() == (

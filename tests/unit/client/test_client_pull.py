@@ -151,7 +151,7 @@ def test_nothing_is_wanted_of_an_epoch_that_is_over():
     assert held.wanted == {0: 4}
 
 
-def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of():
+def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_reported():
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
     receiver = Receiver([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")

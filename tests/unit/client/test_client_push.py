@@ -60,7 +60,7 @@ def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
-def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apart_from_a_whole_one():
+def test_neighbours_are_one_extent_and_an_absent_shard_has_none():
     assert [(s.offset, s.length) for s in PLAN.of_server(0)] == [(0, 32), (32, 32)]
 
     def extents(*present: bool) -> list[tuple[tuple[int, int], ...] | None]:
@@ -170,7 +170,7 @@ class LosingChannel:
         return True
 
 
-def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has():
+def test_shards_sent_again_after_a_loss_state_their_number():
     """Under one mutex for the model the server waits for so many."""
     parts = pushed_parts(PLAN, 0, present=None)
     push = push_of(parts, [np.zeros(64, np.float32)])
@@ -196,7 +196,7 @@ class OneLevel(Codec):
         place[:] = np.frombuffer(payload, np.int8, offset=4) * np.frombuffer(payload, np.float32, 1)
 
 
-def test_what_an_encoding_loses_goes_into_the_next_push_once_a_server_took_it():
+def test_an_encodings_error_is_added_to_the_next_push_once_a_server_took_it():
     codec = OneLevel(4712, "one_level", lambda count: 4 + count)
     encoder, gradient = Encoder(codec), np.array([8, 3, 0, 1] * 16, np.float32)
     parts = pushed_parts(PLAN, 0, present=None)

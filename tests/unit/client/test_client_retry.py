@@ -47,7 +47,7 @@ def test_closing_ends_a_pause_at_once():
         begin(RetryPolicy(600, "x", pause_first_seconds=600), stop).pause("connection refused")
 
 
-def test_progress_starts_the_deadline_anew():
+def test_progress_restarts_the_deadline():
     wait = begin(RetryPolicy(60, "x"))
     wait._started -= 59
 
@@ -111,7 +111,7 @@ def test_an_outage_of_several_servers_is_one_line_ever_more_rarely(caplog):
     assert [at - 230 for at in told if at > 230] == [2, 12]
 
 
-def test_threads_that_wait_for_lost_servers_tell_of_them_together(caplog):
+def test_threads_that_wait_for_lost_servers_log_one_line(caplog):
     servers = Servers(Launch(servers=("one:1", "two:1", "three:1")), rejoin=lambda *_: None)
     back = threading.Event()
     lost = threading.Barrier(3)
@@ -137,7 +137,7 @@ def test_threads_that_wait_for_lost_servers_tell_of_them_together(caplog):
     assert "are there after N s" in lines[1]
 
 
-def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(caplog):
+def test_an_answered_heartbeat_does_not_end_another_threads_wait(caplog):
     outage = Outage()
     wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
     for _ in range(3):

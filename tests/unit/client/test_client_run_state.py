@@ -13,7 +13,7 @@ def terms(view, *names):
     return tuple(getattr(view.state.terms, name) for name in names)
 
 
-def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change():
+def test_receipts_change_some_terms_and_heartbeats_most():
     view = View()
 
     view.note_hello(0, HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
@@ -32,7 +32,7 @@ def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_ma
     assert view.state.terms.clip_norm == 2.0
 
 
-def test_a_heartbeat_that_tells_nothing_changes_nothing():
+def test_an_empty_heartbeat_changes_nothing():
     view = View()
     view.note_hello(0, HelloReply(protocol="hardsync", current_version_only=True))
 
@@ -41,7 +41,7 @@ def test_a_heartbeat_that_tells_nothing_changes_nothing():
     assert terms(view, "protocol", "current_version_only") == ("hardsync", True)
 
 
-def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_for():
+def test_a_late_heartbeat_changes_no_term_reported_since_it_was_sent():
     view = View()
     view.note_hello(0, HelloReply(protocol="async"))
     late = HeartbeatReply(protocol="hardsync", accumulate=2, batch_size=8)
@@ -64,7 +64,7 @@ def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_
 
 
 @pytest.mark.parametrize("other", ["greeted", "granted", "reminded"])
-def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was_sent(other):
+def test_a_late_receipt_changes_no_term_reported_since_its_push_was_sent(other):
     view = View()
     view.note_hello(0, HelloReply(protocol="async"))
 
@@ -107,7 +107,7 @@ def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs():
     assert view.state.next_rates == {0: 0.1}
 
 
-def test_servers_of_one_run_that_were_told_different_protocols_are_named(caplog):
+def test_servers_with_different_protocols_are_named(caplog):
     warn_of_differences([HelloReply(protocol="hardsync", staleness="none")] * 2)
     assert caplog.messages == []
 

@@ -38,7 +38,7 @@ def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lent):
     assert [set(vector.tolist()) for vector in everything] == [{number} for number in range(1, len(everything) + 1)]
 
 
-def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way():
+def test_private_memory_is_float32_if_it_is_converted_when_it_is_sent():
     layout = Layout(MODEL, BFLOAT16, FLOAT16, 2, converts=True)
     own, shared = layout.vectors(), layout.vectors(Segment(layout.num_bytes))
     dtypes = [{vector.dtype.name for vector in (*lent.parameters, *lent.gradients[0])} for lent in (own, shared)]
@@ -114,7 +114,7 @@ def test_memory_that_the_system_lacks_is_an_error_of_the_new_segment(monkeypatch
         os.fstat(descriptor)
 
 
-def test_a_forked_childs_writes_stay_its_own_and_it_sees_on_what_it_has_not_written():
+def test_a_forked_childs_writes_stay_its_own_and_other_pages_are_shared():
     segment = Segment(1 << 16)
     vector = segment.vector(4096, 2048, np.dtype(np.float32))
     (reading, writing), (hearing, telling) = os.pipe(), os.pipe()

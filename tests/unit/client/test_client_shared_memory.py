@@ -152,7 +152,7 @@ def test_a_link_closed_at_a_turns_end_keeps_no_socket(ends):
     assert link._socket.fileno() == -1
 
 
-def test_a_held_request_turns_others_away_a_quick_one_does_not(ends):
+def test_other_requests_wait_for_a_quick_one_but_not_for_a_held_one(ends):
     link, far = ends
 
     def pull(*, waits: bool) -> bool:

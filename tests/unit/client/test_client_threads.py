@@ -7,7 +7,7 @@ from pyps_wire.errors import RunFinished
 from support import wait_until
 
 
-def test_the_cause_is_raised_and_the_others_are_told_to_end():
+def test_the_first_failure_is_raised_and_ends_the_other_tasks():
     threads = Threads()
 
     def fail(_: threading.Event) -> None:
@@ -44,7 +44,7 @@ def test_ctrl_c_does_not_wait_for_ever(monkeypatch):
     threads.close()
 
 
-def test_a_jobs_result_or_error_is_handed_to_who_asks_and_its_thread_serves_the_next():
+def test_value_returns_a_jobs_result_or_raises_its_error_and_the_thread_is_reused():
     threads, release = Threads(), threading.Event()
     ran_on: list[threading.Thread] = []
 
@@ -71,7 +71,7 @@ def test_a_jobs_result_or_error_is_handed_to_who_asks_and_its_thread_serves_the_
     threads.close()
 
 
-def test_what_begins_after_the_end_runs_all_the_same():
+def test_jobs_run_after_close():
     """A worker that takes leave makes its last calls when no other begin: they must not wait for threads that ended."""
     threads, release = Threads(), threading.Event()
     under_way = threads.submit(lambda: release.wait(60))
