@@ -1,4 +1,4 @@
-"""What the client's tests share: a reference of Adagrad, servers in numbers, a cutting proxy, a recording session."""
+"""Helpers of the client's tests: a reference of Adagrad, a proxy that cuts connections, a recording session."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SGD = ("sgd", {"learning_rate": 0.05})
 
 
 def values_of(layout: Layout) -> list[Floats]:
-    """The values of a torch model, one new float32 vector a group."""
+    """Return the values of a torch model, one new float32 vector a group."""
     vectors: list[list[Floats]] = [[] for _ in layout.model.group_sizes]
     for tensor, parameter in zip(layout.model.tensors, layout.parameters, strict=True):
         vectors[tensor.group].append(parameter.detach().float().cpu().reshape(-1).numpy())
@@ -43,7 +43,7 @@ def values_of(layout: Layout) -> list[Floats]:
 
 
 class Reference:
-    """Adagrad as the paper writes it, in float32: what a single worker must get, bit for bit."""
+    """Adagrad as the paper writes it, in float32: a single worker must get the same bits."""
 
     def __init__(self, tensors: Mapping[str, Floats]) -> None:
         self.parameters = {name: tensor.copy() for name, tensor in tensors.items()}
@@ -82,7 +82,7 @@ def addresses(servers: Sequence[AnyServer]) -> str:
 
 
 def make_client(servers: str, **options: Any) -> Client:
-    """A client of the small model with several shards, impatient unless told otherwise."""
+    """Make a client of the small model with several shards, which waits 30 s for servers unless an option says else."""
     settings: dict[str, Any] = {
         "worker_id": "worker",
         "shard_size": 1024,
@@ -94,9 +94,9 @@ def make_client(servers: str, **options: Any) -> Client:
 
 
 class Clock:
-    """A server's clock that a test sets forward: no lease has to be too short for a busy machine to end soon."""
+    """A server's clock that a test sets forward, so that long leases end soon."""
 
-    # What is more at once is taken for a standstill of the server, which is held against nobody.
+    # A longer step at once counts as a pause of the server, during which no lease ends.
     STRIDE_SECONDS = 0.9
 
     def __init__(self) -> None:
@@ -106,24 +106,24 @@ class Clock:
         return time.monotonic() + self._ahead_seconds
 
     def pass_until(self, condition: Callable[[], object], *servers: ServerThread, living: Sequence[str] = ()) -> None:
-        """Lets the servers' time pass until the condition is true; after each stride they hear the living."""
+        """Let the servers' time pass until the condition is true; after each stride wait for heartbeats."""
         began = time.monotonic()
 
         def heard() -> bool:
-            told = [workers_of(server.control) for server in servers]
-            known = [workers[worker_id] for workers in told for worker_id in living if worker_id in workers]
+            listed = [workers_of(server.control) for server in servers]
+            known = [workers[worker_id] for workers in listed for worker_id in living if worker_id in workers]
             return all(worker.silent_seconds < self.STRIDE_SECONDS for worker in known)
 
         while not condition():
             assert time.monotonic() < began + 100, "the condition did not come true"
             self._ahead_seconds += self.STRIDE_SECONDS
-            # Two between the same looks would be one to the server.
+            # The server must see each stride on its own.
             for server in servers:
                 server.wait_for_look()
             wait_until(heard, what=f"heartbeats of {living}")
 
     def during(self, call: Callable[[], T], *servers: ServerThread, living: Sequence[str] = ()) -> T:
-        """The call's result; the servers' time passes while it waits."""
+        """Return the call's result, and let the servers' time pass meanwhile."""
         with ThreadPoolExecutor(1) as pool:
             calling = pool.submit(call)
             self.pass_until(calling.done, *servers, living=living)
@@ -131,7 +131,7 @@ class Clock:
 
 
 class CuttingProxy:
-    """Passes TCP through to one server, and cuts connections when told to."""
+    """Passes TCP through to one server, and cuts connections on demand."""
 
     def __init__(self, target: str) -> None:
         host, port = target.rsplit(":", 1)
@@ -145,16 +145,16 @@ class CuttingProxy:
         self._cut_after: int | None = None
         self._counts_replies = False
         self.num_cuts = 0
-        # What each connection carries to the server; None for all it can.
+        # The bandwidth of each connection to the server; None for no limit.
         self.bytes_per_second: float | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold_replies(self) -> None:
-        """Lets nothing through to clients until the next cut."""
+        """Let nothing through to clients until the next cut."""
         self._replies_pass.clear()
 
     def cut_after(self, num_bytes: int, *, of_replies: bool = False) -> None:
-        """Cuts everything, once, when so many more bytes have gone to the server, or come from it."""
+        """Cut all connections once, after so many more bytes to the server, or from it."""
         self._cut_after, self._counts_replies = num_bytes, of_replies
 
     def cut(self) -> None:
@@ -224,7 +224,7 @@ _CODECS = {"float32": FLOAT32, "float16": FLOAT16, "uint16": BFLOAT16}
 
 @dataclass
 class Pushed:
-    """One push as it arrived: vectors decoded to float32."""
+    """One recorded push, with vectors decoded to float32."""
 
     vectors: list[np.ndarray]
     present: list[bool]
@@ -238,8 +238,10 @@ class Pushed:
 
 @dataclass
 class RecordingSession:
-    """Plain SGD on one shard (id 0) that holds everything; deltas are added. `gate` holds pushes back while it is
-    not set. As a server that `checks_first`, it refuses what is not finite."""
+    """A session with one shard (id 0) and plain SGD; deltas are added. Pushes wait until `gate` is set.
+
+    With `checks_first` it refuses gradients that are not finite.
+    """
 
     parameters: list[np.ndarray]
     rate: float = 0.0
@@ -259,7 +261,7 @@ class RecordingSession:
     codec: str = "float32"
     pull_codec: str = "float32"
     checks_first: bool = False
-    # Whether lent vectors are said to be this process's own.
+    # Lent.private of lent vectors.
     private: bool = True
     # What was called, in order: "proceed", "push", "pull", "exchange", "snapshot".
     events: list[str] = field(default_factory=list)
@@ -341,13 +343,13 @@ class RecordingSession:
         return {0}
 
     def _pull(self, vectors: Sequence[np.ndarray]) -> None:
-        """Brings what is newer than these vectors hold, and that only."""
+        """Write the parameters into the vectors, if they are newer."""
         self.pulls += 1
         if self._brought.get(id(vectors), -1) < self.version:
             for theirs, mine in zip(vectors, self.parameters, strict=True):
                 theirs.view(np.uint8)[:] = codec_of(self.pull_codec).encode(mine)
             if self.on_landed is not None:
-                # A half of each group in a message of its own; the rest as through shared memory.
+                # Half of each group comes in a message, the rest as through shared memory.
                 for group, mine in enumerate(self.parameters):
                     self.on_landed(ShardRange(0, group, 0, len(mine) // 2))
         self.held = self._brought[id(vectors)] = self.version
@@ -374,7 +376,7 @@ def lent(
     pull_codec: str = "float32",
     private: bool = True,
 ) -> Lent:
-    """Vectors of groups of these sizes, as a session lends them."""
+    """Return vectors of groups of these sizes, as a session lends them."""
 
     def vectors(name: str) -> list[np.ndarray]:
         # Each on pages of its own.

@@ -404,31 +404,22 @@ class InitializeLease:
         while self._thread.is_alive():
             self._thread.join(SIGNAL_SECONDS)
 
-    def held(self) -> bool:
-        """Say Hello to server 0; return whether this worker is still elected."""
-        if not self._lost:
-            reply = self._hello()
-            self._lost = not reply.initialize or reply.term != self._term
-        return not self._lost
-
     def loss(self) -> str:
-        """Return why this worker is no longer elected; "" if it is."""
+        """Say Hello to server 0; return why this worker is no longer elected, "" if it is."""
         try:
-            return "" if self.held() else "another worker was elected to initialise the run meanwhile"
+            if not self._lost:
+                reply = self._hello()
+                self._lost = not reply.initialize or reply.term != self._term
         except LinkLost as lost:
             return str(lost)
+        return "another worker was elected to initialise the run meanwhile" if self._lost else ""
 
     def _keep(self) -> None:
-        while not self._ended.wait(self._interval_seconds):
+        while not (self._lost or self._ended.wait(self._interval_seconds)):
             try:
-                if not self.held():
-                    return
-            except LinkLost:
-                # The thread that sends reports it.
-                continue
+                self.loss()
             except PypsError:
                 self._lost = True
-                return
 
 
 def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
