@@ -59,21 +59,17 @@ class LbfgsSettings:
     curvature: float = 1e-10
 
     def __post_init__(self) -> None:
-        for name in ("history", "trials_max", "iterations_max"):
-            value = getattr(self, name)
-            _check(value >= 1, name, value, expected="at least 1")
-        _check(self.line_search in LINE_SEARCHES, "line_search", self.line_search, expected="armijo or wolfe")
-        _check(0.0 < self.c1 < 1.0, "c1", self.c1, expected="a number between 0 and 1")
-        _check(self.c1 < self.c2 < 1.0, "c2", self.c2, expected=f"a number between c1, {self.c1}, and 1")
-        _check(0.0 < self.backtrack < 1.0, "backtrack", self.backtrack, expected="a number between 0 and 1")
-        for name in ("gradient_tolerance", "loss_tolerance", "curvature"):
-            value = getattr(self, name)
-            _check(0.0 <= value < math.inf, name, value, expected="a finite number of at least 0")
-
-
-def _check(holds: bool, setting: str, value: float | str, *, expected: str) -> None:
-    if not holds:
-        raise InvalidArgument(f"{setting} is {value}; expected {expected}")
+        tolerances = {name: getattr(self, name) for name in ("gradient_tolerance", "loss_tolerance", "curvature")}
+        for name, in_range, expected in (
+            *((name, getattr(self, name) >= 1, "at least 1") for name in ("history", "trials_max", "iterations_max")),
+            ("line_search", self.line_search in LINE_SEARCHES, "armijo or wolfe"),
+            ("c1", 0.0 < self.c1 < 1.0, "a number between 0 and 1"),
+            ("c2", self.c1 < self.c2 < 1.0, f"a number between c1, {self.c1}, and 1"),
+            ("backtrack", 0.0 < self.backtrack < 1.0, "a number between 0 and 1"),
+            *((name, 0.0 <= value < math.inf, "a finite number of at least 0") for name, value in tolerances.items()),
+        ):
+            if not in_range:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -171,9 +167,7 @@ class IterationReport:
 
     iteration: int  # from 1
     loss: float  # at the point that was accepted
-    decrease: float
     step_length: float
-    slope: float  # d.g at the point before
     gradient_norm: float  # the largest element of the gradient at the new point
     trials: int  # passes over the data set
     pairs: int  # that made the direction; 0 for -g
@@ -346,9 +340,7 @@ class Lbfgs:
             IterationReport(
                 iteration=state.iteration,
                 loss=state.loss,
-                decrease=state.decrease,
                 step_length=found.step,
-                slope=start.slope,
                 gradient_norm=state.gradient_norm,
                 trials=trials.passes,
                 pairs=len(used),

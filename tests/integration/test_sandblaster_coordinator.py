@@ -52,27 +52,22 @@ def outcome() -> Outcome:
 
 
 @pytest.fixture
-def undisturbed(outcome: Outcome) -> str:
-    return outcome.bits
-
-
-@pytest.fixture
 def job(start_server: Start, start_python: StartPython) -> SandblasterJob:
     return SandblasterJob(start_server, start_python)
 
 
-def test_one_worker_and_three_come_to_the_same_bits(job, undisturbed):
+def test_one_worker_and_three_come_to_the_same_bits(job, outcome):
     job.hire(3)
 
     coordinator = job.coordinate(*FLAGS)
 
     assert summary(coordinator)["iterations"] == ITERATIONS
-    assert job.bits() == undisturbed
+    assert job.bits() == outcome.bits
     losses = [line["loss"] for line in figures(coordinator)]
     assert losses == sorted(losses, reverse=True), "the loss falls from iteration to iteration"
 
 
-def test_a_killed_coordinator_changes_no_bit(job, undisturbed, tmp_path):
+def test_a_killed_coordinator_changes_no_bit(job, outcome, tmp_path):
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     first = job.coordinate(*FLAGS)
@@ -87,10 +82,10 @@ def test_a_killed_coordinator_changes_no_bit(job, undisturbed, tmp_path):
     assert summary(second)["iterations"] == ITERATIONS
     assert [line["iteration"] for line in figures(second)][-1] == ITERATIONS
     assert figures(second)[0]["iteration"] == done + 1, "it goes on, and begins nothing again that was committed"
-    assert job.bits() == undisturbed
+    assert job.bits() == outcome.bits
 
 
-def test_a_killed_worker_changes_no_bit(start_server, start_python, undisturbed, tmp_path):
+def test_a_killed_worker_changes_no_bit(start_server, start_python, outcome, tmp_path):
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
     job = SandblasterJob(start_server, start_python, server_flags=leases)
     # Both are amid their first portions.
@@ -105,7 +100,7 @@ def test_a_killed_worker_changes_no_bit(start_server, start_python, undisturbed,
     (tmp_path / "go").touch()
 
     assert summary(coordinator)["iterations"] == ITERATIONS
-    assert job.bits() == undisturbed
+    assert job.bits() == outcome.bits
     assert job.work().lost >= 1
 
 
@@ -145,7 +140,7 @@ def test_a_plan_too_large_is_refused_with_one_that_fits(start_server, start_pyth
         tried.kill()
 
 
-def test_the_older_of_two_coordinators_hears_of_it(job, undisturbed, tmp_path):
+def test_the_older_of_two_coordinators_hears_of_it(job, outcome, tmp_path):
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -156,7 +151,7 @@ def test_the_older_of_two_coordinators_hears_of_it(job, undisturbed, tmp_path):
     assert older.output().splitlines()[-1].startswith("pyps: another coordinator came after this one and goes on: ")
     (tmp_path / "go").touch()
     assert summary(newer)["iterations"] == ITERATIONS
-    assert job.bits() == undisturbed
+    assert job.bits() == outcome.bits
 
 
 def test_a_lost_server_ends_the_coordinator_in_one_sentence(job, tmp_path):
@@ -173,7 +168,7 @@ def test_a_lost_server_ends_the_coordinator_in_one_sentence(job, tmp_path):
 
 
 def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
-    start_server_process, start_python, undisturbed, tmp_path
+    start_server_process, start_python, outcome, tmp_path
 ):
     job = SandblasterJob(start_server_process, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
@@ -188,10 +183,10 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     (tmp_path / "go").touch()
 
     assert summary(coordinator)["iterations"] == ITERATIONS
-    assert job.bits() == undisturbed
+    assert job.bits() == outcome.bits
 
 
-def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job, undisturbed):
+def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job, outcome):
     job.hire()
     fewer = ("--iterations", "2", *FLAGS[2:])
     assert summary(job.coordinate(*fewer))["iterations"] == 2
@@ -212,7 +207,7 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job, un
     job.hire()
 
     assert summary(coordinator)["iterations"] == ITERATIONS
-    assert job.bits() == undisturbed
+    assert job.bits() == outcome.bits
 
 
 def test_an_interrupted_coordinator_says_how(start_server, start_python, tmp_path):

@@ -24,12 +24,11 @@ from pyps_client.lbfgs import worker as coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import InvalidArgument, ServerUnavailable
-from sandblaster import WireCoordinator, instruction
+from sandblaster import FLAGS, WireCoordinator, instruction
 from support import ServerThread, Start, compensated_sum, inspect, wait_until
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
 from wire_worker import CHANNEL_OPTIONS
 
-FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 # Room for the passes of a small data set.
 PLAN = {"history_pairs": 1, "vectors": 5, "stages": 64, "num_portions": 64}
 

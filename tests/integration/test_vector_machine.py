@@ -129,22 +129,17 @@ def test_a_coordinator_of_another_run_or_of_none_yet_is_refused(start_server):
         assert refusal_of(WireCoordinator(worker, run_id="run-2").attach)[1] == "RunMismatch"
 
 
-def test_lives_are_counted_by_server_0_alone(start_server):
+def test_a_coordinators_number_comes_from_server_0_alone(start_server):
     server = start_server("--protocol", "sandblaster")
     with WireWorker(server.data, model=MODEL, server_index=1, num_servers=2) as worker:
         worker.initialize(1)
         coordinator = WireCoordinator(worker)
-
         assert "attach there first" in refusal_of(coordinator.attach)[2]
         assert coordinator.attach(coordinator_epoch=5).coordinator_epoch == 5
-
-
-def test_a_life_that_never_was_is_not_taken_up(start_server):
     with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, _):
         present = coordinator.attach().coordinator_epoch
-
         for never in (present + 1, 2**64 - 1):
-            assert f"no coordinator's life {never}" in refusal_of(coordinator.attach, coordinator_epoch=never)[2]
+            assert "no coordinator" in refusal_of(coordinator.attach, coordinator_epoch=never)[2]
         assert coordinator.attach(coordinator_epoch=present).coordinator_epoch == present
         assert coordinator.attach().coordinator_epoch == present + 1
 

@@ -116,7 +116,7 @@ def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_s
     assert summary.converged and summary.loss < 1e-8
     assert np.abs(world.parameters - 1.0).max() < 1e-3
     for report, (start, found) in zip(reports, searches, strict=True):
-        assert report.slope == start.slope < 0.0
+        assert start.slope < 0.0
         assert report.loss == found.loss <= start.loss + 1e-4 * found.step * start.slope
         if line_search == "wolfe":
             assert abs(found.slope) <= 0.9 * abs(start.slope)
@@ -239,7 +239,7 @@ def test_it_ends_where_an_iteration_gains_next_to_nothing():
     summary, reports = minimise(VectorWorld(rosenbrock_start(4)), rosenbrock, loss_tolerance=0.5)
     assert summary.converged
     assert summary.reason == "the last iteration lowered the loss by no more than 0.5 of it"
-    assert reports[-1].decrease <= 0.5 * reports[-1].loss
+    assert reports[-2].loss - reports[-1].loss <= 0.5 * reports[-1].loss
 
 
 def quadratic(curvatures: Doubles, seed: int = 0) -> PortionLoss:

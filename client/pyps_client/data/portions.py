@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -190,7 +190,7 @@ class Portions:
 
         A Client that sums the gradients of several batches pushes then, before it takes the next batch.
         """
-        return not self._portions or self._portions[-1].last_batch is not None
+        return not self._portions or self._portions[-1].is_drawn
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, from 0."""
@@ -264,9 +264,8 @@ class Portions:
             end = portion.leased.stop
             for start in range(portion.leased.start, end, portion.batch_size):
                 stop = min(start + portion.batch_size, end)
-                number = self._count.drawn(stop - start, ends_portion=stop == end)
-                if stop == end:
-                    portion.last_batch = number
+                portion.is_drawn = stop == end
+                self._count.drawn(_Batch(portion, stop - start, is_last=stop == end))
                 yield self._indices(portion.epoch, start, stop)
                 if len(self._portions) > 1 or self._stepper.finished:
                     # The answer to an earlier push may have come during the computation.
@@ -301,7 +300,7 @@ class Portions:
                 return None
             # No portion is free, and other workers may wait for those of this worker.
             self._stepper.flush()
-            self._deliver(all_answered=True)
+            self._deliver(passed_over=True)
         return None if self._over else self._lease(wait=True)
 
     def _lease(self, *, wait: bool) -> _Portion | None:
@@ -344,8 +343,8 @@ class Portions:
             self._queue.open(self._spec)
             return call()
 
-    def _deliver(self, *, all_answered: bool = False) -> None:
-        """Deliver the portions of which the servers have the gradients."""
+    def _deliver(self, *, passed_over: bool = False) -> None:
+        """Deliver portions whose gradients the servers have; with `passed_over`, also if the last batch had no step."""
         if self._stepper.finished:
             # The run needs no delivery any more.
             self._end_with_run()
@@ -353,9 +352,7 @@ class Portions:
         answered = self._stepper.steps_answered
         while self._portions:
             portion = self._portions[0]
-            if portion.last_step is None and self._count.is_done(portion.last_batch):
-                portion.last_step = self._count.steps_done
-            if portion.last_step is None or (portion.last_step > answered and not all_answered):
+            if portion.last_step is None or (portion.last_step > answered and not (passed_over and self._within_epoch)):
                 return
             self._portions.popleft()
             leased = portion.leased
@@ -384,9 +381,16 @@ class _Portion:
     leased: Portion
     epoch: int
     batch_size: int
-    # The number of its last batch, once that is drawn; and the steps that must be answered before it is delivered.
-    last_batch: int | None = None
+    # Whether its last batch is drawn.
+    is_drawn: bool = False
+    # How many steps must be answered before it is delivered, once that is known.
     last_step: int | None = None
+
+
+class _Batch(NamedTuple):
+    portion: _Portion
+    examples: int
+    is_last: bool
 
 
 class BatchCount:
@@ -397,69 +401,59 @@ class BatchCount:
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self._is_exact = False
-        self._num_drawn = self._num_done = 0
-        # If not exact: the number of the step that the next batch will have.
-        self._next_step = 0
-        # If exact: of each batch that is not yielded yet, its examples and whether it ends its portion; the number of
-        # steps when the newest batch was yielded; and the examples yielded since the step before.
-        self._fetched: deque[tuple[int, bool]] = deque()
-        self._steps_before = -1
-        self._examples = 0
+        self.begin(exact=False)
 
     def begin(self, *, exact: bool) -> None:
         self._is_exact = exact
-        self._num_drawn = self._num_done = self._examples = 0
-        self._next_step, self._steps_before = self._stepper.steps, -1
-        self._fetched.clear()
+        # If not exact: the number of the step that the next batch will have.
+        self._next_step = self._stepper.steps
+        # If exact: the batches that are not yielded yet, and the newest one that is yielded and not done; the number of
+        # steps when that was yielded, and the examples yielded since the step before.
+        self._fetched: deque[_Batch] = deque()
+        self._newest: _Batch | None = None
+        self._steps_before = -1
+        self._examples = 0
 
     @property
     def ahead(self) -> int:
         """Batches that are drawn and not done."""
         if self._is_exact:
-            return self._num_drawn - self._num_done
+            return len(self._fetched) + (self._newest is not None)
         return max(0, self._next_step - self._stepper.steps)
 
-    @property
-    def steps_done(self) -> int:
-        """The number of steps that contain every batch that is done."""
-        steps = self._stepper.steps
-        # If no step followed the newest batch, its gradient may be part of the next step.
-        return steps + 1 if self._is_exact and steps == self._steps_before else steps
-
-    def is_done(self, number: int | None) -> bool:
-        return number is not None and self._num_drawn - self.ahead > number
-
-    def drawn(self, examples: int, *, ends_portion: bool) -> int:
-        """Count a batch, and return its number."""
+    def drawn(self, batch: _Batch) -> None:
         if self._is_exact:
-            self._fetched.append((examples, ends_portion))
-        else:
-            self._next_step = max(self._next_step, self._stepper.steps)
-            self._announce(self._next_step, examples, ends_portion)
-            self._next_step += 1
-        self._num_drawn += 1
-        return self._num_drawn - 1
+            self._fetched.append(batch)
+            return
+        step = max(self._next_step, self._stepper.steps)
+        self._next_step = step + 1
+        self._announce(step, batch.examples, batch)
+        if batch.is_last:
+            batch.portion.last_step = step + 1
 
     def yielded(self) -> None:
         if not self._fetched:
             return
-        examples, ends_portion = self._fetched.popleft()
+        self._newest = batch = self._fetched.popleft()
         steps = self._stepper.steps
         # Batches without a step between them are one minibatch.
-        self._examples = examples + (self._examples if steps == self._steps_before else 0)
+        self._examples = batch.examples + (self._examples if steps == self._steps_before else 0)
         self._steps_before = steps
-        self._announce(steps, self._examples, ends_portion)
+        self._announce(steps, self._examples, batch)
 
     def done(self) -> None:
-        self._num_done = min(self._num_done + 1, self._num_drawn)
+        batch, self._newest = self._newest, None
+        if batch is not None and batch.is_last:
+            steps = self._stepper.steps
+            # If no step followed the batch, its gradient may be part of the next step.
+            batch.portion.last_step = steps + 1 if steps == self._steps_before else steps
 
     def broken_off(self) -> None:
         """Note that the loop ended with the newest batch, which is done if a step followed."""
         if self._stepper.steps > self._steps_before:
             self.done()
 
-    def _announce(self, step: int, examples: int, ends_portion: bool) -> None:
+    def _announce(self, step: int, examples: int, batch: _Batch) -> None:
         self._stepper.tell_examples(examples)
-        if ends_portion:
+        if batch.is_last:
             self._stepper.end_portion_after(step)

@@ -1,6 +1,7 @@
 """Plain work: epochs without a coordinator, each portion with one worker."""
 
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,14 +44,6 @@ def finish(queue: WorkQueue, pass_: int = 0, name: str = "a") -> None:
     assert answer == pass_done(pass_)
 
 
-class Woken:
-    def __init__(self) -> None:
-        self.times = 0
-
-    def __call__(self) -> None:
-        self.times += 1
-
-
 def test_one_worker_goes_through_the_data_in_order():
     queue, given = plain_queue(10, 3), []
     while is_leased(answer := lease(queue)):
@@ -85,11 +78,11 @@ def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
     queue = plain_queue(6, 3)
     first, second = lease(queue, "a"), lease(queue, "b")
     deliver(queue, first)
-    woken = Woken()
+    woken = Mock()
     assert lease(queue, "a", 1, wake=woken) == nothing_now(0)
     assert queue.waits_for("a") == ("b",)
     deliver(queue, second, name="b")
-    assert woken.times == 1
+    assert woken.call_count == 1
     assert pass_of(lease(queue, "a", 1, wake=woken, again=True)) == 1
 
 
@@ -130,10 +123,10 @@ def test_a_free_worker_begins_the_next_pass_as_far_as_it_may_and_is_allowed():
 def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_free():
     queue = ahead_queue(2)
     slow, own = lease(queue, "slow", passes=9), lease(queue, "quick", passes=9)
-    woken = Woken()
+    woken = Mock()
     assert lease(queue, "quick", passes=9, wake=woken) == nothing_now(0)
     deliver(queue, own, name="quick")
-    assert woken.times == 1
+    assert woken.call_count == 1
     ahead = [lease(queue, "quick", passes=9, wake=woken, again=True), lease(queue, "quick", passes=9)]
     assert [pass_of(answer) for answer in ahead] == [1, 1]
     # One delivery may be of several passes.
@@ -286,12 +279,12 @@ def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothin
     queue = plain_queue(3, 3, stall_seconds=10.0, on_event=lambda kind, what, **facts: told.append((kind, what, facts)))
     stuck = lease(queue, "stuck", now=0.0)
     queue.tick(500.0)
-    woken = Woken()
+    woken = Mock()
     assert lease(queue, "b", now=500.0, wake=woken) == nothing_now(0)
     queue.tick(509.0)
-    assert not woken.times
+    assert not woken.call_count
     queue.tick(510.5)
-    assert woken.times == 1
+    assert woken.call_count == 1
     assert lease(queue, "b", now=510.5, wake=woken, again=True).portion.start == stuck.portion.start
     refused = deliver(queue, stuck, name="stuck")
     assert "worker 'stuck' delivered nothing for 10.5 s, and others waited" in refused.message
@@ -334,22 +327,22 @@ def test_of_two_calls_of_one_worker_the_later_one_is_answered():
     lease(queue, "a")
     lease(queue, "a")
     assert queue.waits_for("a") == ("a",)
-    former, later, ended = Woken(), Woken(), Woken()
+    former, later, ended = Mock(), Mock(), Mock()
     lease(queue, "0", wake=ended)
     queue.forget(ended)
     lease(queue, "b", wake=former)
     lease(queue, "b", wake=later)
-    assert former.times == 1
+    assert former.call_count == 1
     with pytest.raises(WaitTimedOut, match="worker 'b' has made another call since"):
         lease(queue, "b", wake=former, again=True)
     queue.release("a", lost=True)
-    assert (former.times, later.times, ended.times) == (1, 1, 0)
+    assert (former.call_count, later.call_count, ended.call_count) == (1, 1, 0)
     assert is_leased(lease(queue, "b", wake=later, again=True))
 
 
 def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_back():
     queue = plain_queue(6, 3)
-    former, later = Woken(), Woken()
+    former, later = Mock(), Mock()
     queue.announce("a", former)
     queue.forget(former)
     with pytest.raises(WaitTimedOut):
