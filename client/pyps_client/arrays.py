@@ -297,6 +297,7 @@ class Observer:
         assert whole is not None
         # A restarted server may have another port.
         self._control_ports = [reply.control_address.rpartition(":")[2] for reply in replies]
+        self.run_id = self._handshake.sender.run_id
         self.model = whole.model
         self.optimizer: OptimizerSettings = replies[0].optimizer
         self._holdings = Holdings(whole)
@@ -335,11 +336,6 @@ class Observer:
     def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         reply = self._handshake.rejoin(connection, channel, timeout_seconds)
         self._control_ports[connection.index] = reply.control_address.rpartition(":")[2]
-
-    @property
-    def run_id(self) -> str:
-        """The run's name."""
-        return self._handshake.sender.run_id
 
     @property
     def global_step(self) -> int:

@@ -59,7 +59,8 @@ def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server):
 def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_server):
     server = start_server("--lease-seconds", "60")
     with opened(server, 3) as [a, b, c]:
-        last = [b.lease(0) for _ in range(5)]
+        for _ in range(5):
+            b.lease(0)
         given_up, call = a.waiting(0), c.waiting(0)
         wait_for_waits(server, 2)
         given_up.cancel()
@@ -68,7 +69,6 @@ def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_serve
         reply = call.result(60)
         assert reply.outcome == wire.LeaseReply.OUTCOME_LEASED
         assert work_of(server).running == 1
-        assert len(last) == 5
 
 
 def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_server):

@@ -164,7 +164,8 @@ class Portions:
         _optimizers.add(optimizer)
         # The newest epoch of a batch, and the permutation of its examples.
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
-        self._batch_size = batch_size
+        # Examples in a batch of the present epoch.
+        self.batch_size = batch_size
         self._epoch = 0
         self._epochs = epochs or 0
         # Portions with batches in the loop or the loader, not delivered, the oldest first.
@@ -178,11 +179,6 @@ class Portions:
         self._warned_of_early_end = False
         self._within_epoch = False
         self._count = BatchCount(stepper)
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a batch of the present epoch."""
-        return self._batch_size
 
     @property
     def ends_portion(self) -> bool:
@@ -201,7 +197,7 @@ class Portions:
 
         For a progress bar. A trainer must not stop after so many: a fast worker gets more.
         """
-        batches = -(-self._spec.num_examples // self._batch_size)
+        batches = -(-self._spec.num_examples // self.batch_size)
         return -(-batches // max(1, self._stepper.session.num_workers))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -319,8 +315,8 @@ class Portions:
             except RunFinished:
                 break
             if reply.outcome == LeaseReply.OUTCOME_LEASED:
-                self._batch_size = reply.batch_size or self._spec.batch_size
-                return _Portion(reply.portion, int(getattr(reply, "pass")), self._batch_size)
+                self.batch_size = reply.batch_size or self._spec.batch_size
+                return _Portion(reply.portion, int(getattr(reply, "pass")), self.batch_size)
             if reply.outcome == LeaseReply.OUTCOME_PASS_DONE:
                 self._epoch += 1
                 self._over = True

@@ -12,18 +12,8 @@ from pyps_client.pull import LeaseCall, LongPoll
 from pyps_client.retry import LinkLost
 from pyps_client.transport.connection import CALL_SECONDS
 from pyps_client.transport.grpc import GrpcChannel
+from pyps_wire import work_pb2 as wire
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
-from pyps_wire.work_pb2 import (
-    ClaimReply,
-    ClaimRequest,
-    DataSpec,
-    DeliverReply,
-    DeliverRequest,
-    LeaseReply,
-    LeaseRequest,
-    OpenWorkReply,
-    OpenWorkRequest,
-)
 
 if TYPE_CHECKING:
     from pyps_client.worker import Worker
@@ -46,12 +36,12 @@ class RemoteQueue:
         # Leases that are neither delivered nor given up. Every LeaseRequest names them.
         self.held: tuple[int, ...] = ()
 
-    def open(self, data: DataSpec) -> OpenWorkReply:
+    def open(self, data: wire.DataSpec) -> wire.OpenWorkReply:
         """Describe the data set to server 0. Raises InvalidArgument if an earlier worker's description differs."""
-        request = OpenWorkRequest(sender=self._session.sender, data=data)
+        request = wire.OpenWorkRequest(sender=self._session.sender, data=data)
         try:
             # Each process of a replica sends its own, lest they compute different examples of the same portion.
-            return self._ask("Open", request, OpenWorkReply, each=True)
+            return self._ask("Open", request, wire.OpenWorkReply, each=True)
         except ProtocolMismatch:
             raise ProtocolMismatch(
                 f"Server 0 ({self._session.launch.servers[0]}) hands out no portions of a data set: it is of an "
@@ -60,7 +50,7 @@ class RemoteQueue:
 
     def lease(
         self, call: LeaseCall | None = None, *, pass_number: int | None = None, passes: int = 0, wait: bool = True
-    ) -> LeaseReply:
+    ) -> wire.LeaseReply:
         """Lease a portion.
 
         With `wait` the outcome is never NOTHING_NOW. Then it raises WaitTimedOut after the launch's `wait_seconds`,
@@ -74,10 +64,10 @@ class RemoteQueue:
         """
         poll = LongPoll(self._session.launch.wait_seconds if wait else 0.0)
 
-        def operation(channel: GrpcChannel, stop: threading.Event) -> LeaseReply:
+        def operation(channel: GrpcChannel, stop: threading.Event) -> wire.LeaseReply:
             waits = 0
             while True:
-                request = LeaseRequest(
+                request = wire.LeaseRequest(
                     sender=self._session.sender,
                     wait_milliseconds=round(min(poll.call_seconds, LOOK_SECONDS) * 1000),
                     held=self.held,
@@ -90,11 +80,11 @@ class RemoteQueue:
                 try:
                     reply = (call or _lease)(channel, request, stop)
                 except WaitTimedOut as unanswered:
-                    reply, problem = LeaseReply(outcome=LeaseReply.OUTCOME_NOTHING_NOW), unanswered
+                    reply, problem = wire.LeaseReply(outcome=wire.LeaseReply.OUTCOME_NOTHING_NOW), unanswered
                 except LinkLost as lost:
                     lost.answered = waits
                     raise
-                if not wait or reply.outcome != LeaseReply.OUTCOME_NOTHING_NOW:
+                if not wait or reply.outcome != wire.LeaseReply.OUTCOME_NOTHING_NOW:
                     return reply
                 if self._session.finished:
                     raise RunFinished("The run is over: no more portions of its data are handed out.")
@@ -102,30 +92,30 @@ class RemoteQueue:
                 waits += 1
 
         reply = self._session.ask_first(operation)
-        if reply.outcome == LeaseReply.OUTCOME_LEASED:
+        if reply.outcome == wire.LeaseReply.OUTCOME_LEASED:
             self.held += (reply.portion.lease_id,)
         return reply
 
-    def claim(self, lease_id: int) -> ClaimReply:
+    def claim(self, lease_id: int) -> wire.ClaimReply:
         """Claim a computed portion, so that its gradient may enter a sum; give it up if the claim is refused."""
-        request = ClaimRequest(sender=self._session.sender, lease_id=lease_id)
-        reply = self._ask("Claim", request, ClaimReply)
+        request = wire.ClaimRequest(sender=self._session.sender, lease_id=lease_id)
+        reply = self._ask("Claim", request, wire.ClaimReply)
         if not reply.granted:
             self.give_up([lease_id])
         return reply
 
     def deliver(
         self, lease_ids: Sequence[int], *, stage_id: int = 0, loss_sum: float = 0.0, example_count: int = 0
-    ) -> DeliverReply:
+    ) -> wire.DeliverReply:
         """Deliver portions, all or none."""
-        request = DeliverRequest(
+        request = wire.DeliverRequest(
             sender=self._session.sender,
             lease_ids=lease_ids,
             stage_id=stage_id,
             loss_sum=loss_sum,
             example_count=example_count,
         )
-        reply = self._ask("Deliver", request, DeliverReply)
+        reply = self._ask("Deliver", request, wire.DeliverReply)
         self.give_up(lease_ids)
         return reply
 
@@ -140,6 +130,6 @@ class RemoteQueue:
         return self._session.ask_first(operation, each=each)
 
 
-def _lease(channel: GrpcChannel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+def _lease(channel: GrpcChannel, request: wire.LeaseRequest, stop: threading.Event) -> wire.LeaseReply:
     seconds = request.wait_milliseconds / 1000
-    return channel.call("Lease", request, LeaseReply, timeout_seconds=seconds + CALL_SECONDS)
+    return channel.call("Lease", request, wire.LeaseReply, timeout_seconds=seconds + CALL_SECONDS)

@@ -181,13 +181,6 @@ def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_i
     assert (work.pass_, work.progress().ahead) == (epochs - 1, 0)
 
 
-def test_a_worker_alone_never_mixes_epochs():
-    for pace in PACES:
-        worker = PortionWorker(make_queue(epochs_ahead=lambda: 1), **pace)
-        portions = Portions(range(50), worker, batch_size=4, portion_batches=3, epochs=3)
-        assert all(sorted(train(worker, portions)) == list(range(50)) for _ in range(3))
-
-
 @pytest.mark.parametrize("num_batches", [4, 5])
 def test_an_iteration_that_was_broken_off_is_continued_by_the_next(num_batches, caplog):
     work = make_queue()
