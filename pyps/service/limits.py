@@ -60,21 +60,21 @@ class ByteBudget:
         """Return an account for one call; all observers are one caller, without a name."""
         return Account(self, caller)
 
-    def take(self, num_bytes: int, account: Account) -> None:
-        """Count bytes of a call; for accounts, and raise as `Account.hold`."""
+    def count(self, num_bytes: int, account: Account) -> None:
+        """Add bytes to those held by a call, or take them back if negative; raise as `Account.hold`."""
         if num_bytes > self.bytes_max:
             raise InvalidArgument(
                 f"{num_bytes} bytes have to be held at once for this, and this server holds {self.bytes_max} at "
                 "the most: raise its --max-in-flight-bytes, or make shards smaller (shard_size)"
             )
         with self._lock:
-            if num_bytes and 2 * (self.bytes_held + num_bytes) > self.bytes_max:
+            if num_bytes > 0 and 2 * (self.bytes_held + num_bytes) > self.bytes_max:
                 self._require_share(num_bytes, account)
-            self._count(num_bytes, account)
-
-    def give_back(self, num_bytes: int, account: Account) -> None:
-        with self._lock:
-            self._count(-num_bytes, account)
+            self.bytes_held += num_bytes
+            account.num_bytes += num_bytes
+            self._bytes_by_caller[account.caller] += num_bytes
+            if not self._bytes_by_caller[account.caller]:
+                del self._bytes_by_caller[account.caller]
 
     def _require_share(self, num_bytes: int, account: Account) -> None:
         """Refuse bytes that would leave the others less than their reserve."""
@@ -120,13 +120,6 @@ class ByteBudget:
             self._reserved_for = present
         return self._reserves
 
-    def _count(self, num_bytes: int, account: Account) -> None:
-        self.bytes_held += num_bytes
-        account.num_bytes += num_bytes
-        self._bytes_by_caller[account.caller] += num_bytes
-        if not self._bytes_by_caller[account.caller]:
-            del self._bytes_by_caller[account.caller]
-
 
 class Account:
     """The bytes that one call holds of a budget. May be used from any thread."""
@@ -143,10 +136,10 @@ class Account:
 
         Raises LimitExceeded if there is no room in the budget or the caller's share now, InvalidArgument if never.
         """
-        self.budget.take(num_bytes, self)
+        self.budget.count(num_bytes, self)
 
     def release(self, num_bytes: int) -> None:
-        self.budget.give_back(num_bytes, self)
+        self.budget.count(-num_bytes, self)
 
     def close(self) -> None:
         self.release(self.num_bytes)

@@ -141,10 +141,7 @@ def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: b
 
 
 def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Store]) -> pb.TensorInfo:
-    """Return a tensor, or one block of a tensor that is split over parts, as far as this server holds it.
-
-    Reads piece by piece, holding one shard's lock at a time.
-    """
+    """Return the pieces of a tensor, or of a block of one that is split over parts, that this server holds."""
     versions, squares, minima, maxima, first_values = zip(
         *(_read(shards[shard_id], piece) for shard_id, piece in pieces), strict=True
     )

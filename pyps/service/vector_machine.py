@@ -10,7 +10,6 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
-from pyps import logs
 from pyps.core.vectors.machine import Answer, Job, Plan, VectorMachine, in_sequence
 from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Program
 from pyps.core.vectors.stages import StagePart
@@ -30,8 +29,6 @@ LIVES_PER_EPOCH = 1000
 LIVES_END = 2**62
 # The largest message of a program within its bounds.
 PROGRAM_BYTES_MAX = 8 * 2**20
-
-log = logs.get("pyps.service")
 
 
 class VectorMachineService:

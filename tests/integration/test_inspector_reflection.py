@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -112,13 +113,10 @@ class ReflectionDatabase(ProtoReflectionDescriptorDatabase):
 
     def __init__(self, channel: grpc.Channel, *, version: str):
         super().__init__(channel)
-        self._stub = _ReflectionStub(channel, version)
-
-
-class _ReflectionStub:
-    def __init__(self, channel: grpc.Channel, version: str):
-        self.ServerReflectionInfo = channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        self._stub = SimpleNamespace(
+            ServerReflectionInfo=channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
         )

@@ -26,22 +26,16 @@ WAIT_SECONDS = 20.0
 class Caller:
     def __init__(self, *, deaf: bool = False) -> None:
         self.taken: list[bytes] = []
-        self._listens = asyncio.Event()
+        self.listens = asyncio.Event()
         if not deaf:
-            self._listens.set()
+            self.listens.set()
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None:
         pass
 
     async def write(self, message: bytes) -> None:
-        await self._listens.wait()
+        await self.listens.wait()
         self.taken.append(message)
-
-    def listen(self) -> None:
-        self._listens.set()
-
-    def stop_listening(self) -> None:
-        self._listens.clear()
 
 
 class Scene:
@@ -177,7 +171,7 @@ async def test_no_more_runs_ahead_than_there_is_room_for(scene: Scene) -> None:
                 await asyncio.sleep(0)
             assert len(added) == ahead - 1
             assert scene.budget.bytes_held == held_elsewhere + ahead * MUCH
-            caller.listen()
+            caller.listens.set()
             await reader
         assert len(caller.taken) == 8
 
@@ -350,10 +344,10 @@ def test_the_limit_for_slow_callers_is_that_of_each_message():
         await pass_seconds(clock, 0)
         writer = Call(caller, Awaited(1), ByteBudget(1))  # type: ignore[arg-type]
         for _ in range(4):
-            caller.stop_listening()
+            caller.listens.clear()
             sending = asyncio.create_task(writer.write(b"reply"))
             await pass_seconds(clock, 0.9 * calls.WRITE_SECONDS)
-            caller.listen()
+            caller.listens.set()
             await sending
         assert caller.taken == [b"reply"] * 4
         writer.close()
