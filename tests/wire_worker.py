@@ -25,7 +25,6 @@ import numpy.typing as npt
 import pytest
 
 from pyps.core.arrays import Floats
-from pyps_wire import codecs
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
@@ -403,34 +402,31 @@ class LocalSocket:
 class Layout:
     """The places of a model's vectors in a segment: each begins a page, behind a page for the nonce."""
 
-    def __init__(self, model: Model, *, gradients: int = 1, codec: int = common.CODEC_FLOAT32, pull_codec: int = 0):
-        self.model = model
-        self.codec, self.pull_codec = codec, pull_codec or codec
-        self._end = mmap.PAGESIZE
-        self.gradients = [self._vectors(self.codec) for _ in range(gradients)]
-        self.parameters = self._vectors(self.pull_codec)
-        self.num_bytes = self._end
+    def __init__(self, model: Model):
+        self._model, self.num_bytes = model, mmap.PAGESIZE
+        self.gradients = self._vectors()
+        self.parameters = self._vectors()
 
-    def _vectors(self, codec: int) -> local.LocalVectors:
+    def _vectors(self) -> local.LocalVectors:
         offsets = []
-        for size in self.model.group_sizes:
-            offsets.append(self._end)
-            self._end += -(-codecs.codec_numbered(codec).max_bytes(size) // mmap.PAGESIZE) * mmap.PAGESIZE
-        return local.LocalVectors(codec=codec, offsets=offsets)  # type: ignore[arg-type]
+        for size in self._model.group_sizes:
+            offsets.append(self.num_bytes)
+            self.num_bytes += -(-4 * size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return local.LocalVectors(codec=common.CODEC_FLOAT32, offsets=offsets)
 
 
 class LocalWorker(WireWorker):
     """A worker that shares memory: Hello and other calls go over gRPC, rounds through the local socket."""
 
-    def __init__(self, address: str, worker_id: str = "a", *, gradients: int = 1, codec: int = 0, **options: Any):
+    def __init__(self, address: str, worker_id: str = "a", **options: Any):
         super().__init__(address, worker_id, **options)
-        self.layout = Layout(self.own.model, gradients=gradients, codec=codec or common.CODEC_FLOAT32)
+        self.layout = Layout(self.own.model)
         self.offer = wire.LocalTransport()
         self.descriptor = make_segment(self.layout.num_bytes)
         self.memory = mmap.mmap(self.descriptor, self.layout.num_bytes)
         self.nonce = secrets.randbits(64)
         self.memory[:8] = self.nonce.to_bytes(8, "little")
-        self.gradients = [self._arrays(vectors) for vectors in self.layout.gradients]
+        self.gradients = [self._arrays(self.layout.gradients)]
         self.parameters = self._arrays(self.layout.parameters)
         self.versions: dict[int, int] = {}
         self.link: LocalSocket | None = None
@@ -452,7 +448,7 @@ class LocalWorker(WireWorker):
             sender=self.sender,
             ticket=self.offer.ticket,
             segment_bytes=self.layout.num_bytes,
-            gradients=self.layout.gradients,
+            gradients=[self.layout.gradients],
             parameters=self.layout.parameters,
         )
         fill(attach, fields)
@@ -537,9 +533,8 @@ class LocalWorker(WireWorker):
         return shards
 
     def _arrays(self, vectors: local.LocalVectors) -> list[npt.NDArray[Any]]:
-        dtype = codecs.codec_numbered(vectors.codec).dtype
         return [
-            np.frombuffer(self.memory, dtype, size, offset)
+            np.frombuffer(self.memory, np.float32, size, offset)
             for size, offset in zip(self.own.model.group_sizes, vectors.offsets, strict=True)
         ]
 

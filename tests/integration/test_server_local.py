@@ -59,19 +59,6 @@ def test_only_what_is_newer_than_held_is_written(start_server):
         assert worker.parameters[0][0] == 7.0
 
 
-def test_a_repeated_round_is_applied_once_and_brings_the_parameters_again(start_server):
-    with local_worker(start_server().data, model=LARGE) as worker:
-        worker.gradients[0][0][:] = 1.0
-        request = worker.exchange_request()
-        first = worker.exchanged(request)
-        before = worker.parameters[0].copy()
-        worker.parameters[0][:] = 0.0
-        again = worker.exchanged(request)
-        assert [reply.receipt.duplicate for reply in again] == [True] * worker.plan.num_shards
-        assert [reply.version for reply in again] == [reply.version for reply in first]
-        np.testing.assert_array_equal(worker.parameters[0], before)
-
-
 @pytest.mark.parametrize("model", [SMALL, LARGE], ids=["on the event loop", "on threads"])
 def test_nan_in_one_shard_refuses_all_shards_of_the_round(start_server, model):
     with local_worker(start_server().data, model=model) as worker:
