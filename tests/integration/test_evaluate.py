@@ -51,7 +51,7 @@ def test_a_script_without_a_score_is_quoted(start_server, evaluation):
     assert ended.output().endswith("failed with the error above.\n")
 
 
-def test_health_asks_the_servers_that_the_environment_names_and_reports_lost_ones(start_server):
+def test_health_calls_the_servers_that_the_environment_names_and_reports_lost_ones(start_server):
     server = start_server()
     for variable, address in (("PYPS_SERVERS", server.data), ("PYPS_CONTROL", server.control)):
         assert shell("health", **{variable: address}) == f"{address} SERVING\n"

@@ -85,9 +85,9 @@ def test_own_scripts_train_together(start_server, start_python, tmp_path):
     serving, working = (block for block in blocks("quickstart") if "--run-id mine" in block or "train.py" in block)
     [[_, *flags]] = commands(serving)
     server = start_server(*flags)
-    told = variables(working) | {"PYPS_SERVERS": server.data}
+    env = variables(working) | {"PYPS_SERVERS": server.data}
 
-    workers = [start_python("train.py", cwd=tmp_path, env=told | {"PYPS_WORKER_INDEX": index}) for index in "01"]
+    workers = [start_python("train.py", cwd=tmp_path, env=env | {"PYPS_WORKER_INDEX": index}) for index in "01"]
 
     assert [worker.wait() for worker in workers] == [0, 0]
     assert status_of(server).run_id == "mine"
@@ -142,9 +142,9 @@ def test_two_machines_train(start_server, start_python, tmp_path, monkeypatch):
     servers = [start_server(*flags, env=variables(serving)) for _ in range(2)]
     first, second = (server.data.rpartition(":")[2] for server in servers)
     script = working.split("python ")[1].split()
-    told = variables(working) | {"PYPS_SERVERS": f"localhost:{first},127.0.0.1:{second}"}
+    env = variables(working) | {"PYPS_SERVERS": f"localhost:{first},127.0.0.1:{second}"}
 
-    worker = start_python(*script, "--epochs", "2", cwd=tmp_path, env=told)
+    worker = start_python(*script, "--epochs", "2", cwd=tmp_path, env=env)
 
     assert worker.wait() == 0
     assert "joined run digits" in worker.output()

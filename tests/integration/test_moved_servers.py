@@ -13,6 +13,12 @@ def pushed(client: object, seed: int) -> set[int]:
     return {receipt.version_after for receipt in receipts}
 
 
+def require_no_loss(client: object) -> None:
+    """Push twice: the server that came back refuses the gradient computed before its end, and takes the next."""
+    assert pushed(client, 1) == {1, 2}
+    assert pushed(client, 2) == {2, 3}
+
+
 def test_a_worker_finds_a_moved_server(start_server, tmp_path, caplog):
     file = tmp_path / "servers"
     kept = ("--checkpoint-dir", str(tmp_path / "kept"))
@@ -26,9 +32,7 @@ def test_a_worker_finds_a_moved_server(start_server, tmp_path, caplog):
     moved = start_server("--host", "127.0.0.4", *kept, "--resume")
     replace_file(file, f"{moved.data}\n{second.data}\n")
 
-    # The one that came back refuses what was computed before; it lost nothing.
-    assert pushed(client, 1) == {1, 2}
-    assert pushed(client, 2) == {2, 3}
+    require_no_loss(client)
     assert f"(file:{file}#0) is at {moved.data} now" in caplog.text
     # Heartbeats have found it too.
     wait_until(lambda: " alive " in shell("status", "--servers", f"file:{file}"), what="a worker that is alive")
@@ -68,11 +72,8 @@ def test_servers_behind_one_name_keep_their_places(start_server, tmp_path, hosts
     # After the other by its address; by its checkpoint it is the first.
     start("127.0.0.9", "first", "--resume")
 
-    # The one that came back refuses what was computed before; it lost nothing.
-    assert pushed(client, 1) == {1, 2}
-    assert pushed(client, 2) == {2, 3}
+    require_no_loss(client)
     make_client(named, worker_id="later", run_id=client.session.run_id).close()
     status = shell("status", "--servers", named)
-    assert "0 of 2" in status
-    assert "1 of 2" in status
+    assert "0 of 2" in status and "1 of 2" in status
     client.close()
