@@ -93,18 +93,13 @@ def test_a_measurement_that_was_killed_is_forgotten(start_server, start_python):
 
 @pytest.mark.extended
 def test_ctrl_c_ends_with_what_was_measured(start_server, start_python):
-    for flags in ((), ("--json",)):
-        server = start_server()
-        endless = start_python(*BENCH, "600", "--servers", server.data, *flags)
-        wait_for_updates(server)
-        endless.signal(signal.SIGINT)
-        output = interrupted(endless)
-        if flags:
-            [line] = json_of(output)
-            assert line["rounds"] > 5 and line["transport"] == "shm" and line["p50_seconds"] > 0
-        else:
-            assert "shared memory" in output and "p50 ms" in output
-        assert state_of(server) == (common.RUN_STATE_EMPTY, "")
+    server = start_server()
+    endless = start_python(*BENCH, "600", "--servers", server.data, "--json")
+    wait_for_updates(server)
+    endless.signal(signal.SIGINT)
+    [line] = json_of(interrupted(endless))
+    assert line["rounds"] > 5 and line["transport"] == "shm" and line["p50_seconds"] > 0
+    assert state_of(server) == (common.RUN_STATE_EMPTY, "")
 
 
 def interrupted(process: PythonProcess) -> str:
@@ -137,22 +132,16 @@ def test_a_second_ctrl_c_leaves_what_was_measured(start_server, start_python):
 
 @pytest.mark.extended
 def test_an_error_leaves_what_was_measured(start_server_process, start_python):
-    servers = [start_server_process() for _ in range(2)]
-    processes = [
-        start_python(*BENCH, "3", "--servers", server.data, *flags)
-        for server, flags in zip(servers, ((), ("--json",)), strict=True)
-    ]
-    for server, process in zip(servers, processes, strict=True):
-        process.wait_for_output("3 of 3")
-        server.kill()
-    for server, process in zip(servers, processes, strict=True):
-        assert process.wait() == 1
-        assert "Traceback" not in process.output() and "interrupted" not in process.output()
-        error = process.output().splitlines()[-1]
-        assert error.startswith("pyps: Waited 10 s") and server.data in error
-    table, as_json = (process.output() for process in processes)
-    assert "shared memory" in table and "gRPC" in table
-    setups = [(line["transport"], line["codec"]) for line in json_of(as_json)]
+    server = start_server_process()
+    process = start_python(*BENCH, "3", "--servers", server.data, "--json")
+    process.wait_for_output("3 of 3")
+    server.kill()
+    assert process.wait() == 1
+    output = process.output()
+    assert "Traceback" not in output and "interrupted" not in output
+    error = output.splitlines()[-1]
+    assert error.startswith("pyps: Waited 10 s") and server.data in error
+    setups = [(line["transport"], line["codec"]) for line in json_of(output)]
     assert setups[:2] == [("shm", "float32"), ("grpc", "float32")]
 
 

@@ -3,15 +3,13 @@ import re
 import shlex
 import signal
 import socket
-import textwrap
-from pathlib import Path
 
 import psutil
 from safetensors.numpy import load_file
 
 from pyps.cli.run import Kept
 from pyps.storage.folder import newest
-from support import PythonProcess, StartPython, shell, wait_until
+from support import PythonProcess, StartPython, replace_file, shell, wait_until
 
 # A worker that tells its name and waits for its end.
 WAITING = "import os, signal; print('ready', os.environ['PYPS_WORKER_ID'], flush=True); signal.pause()"
@@ -299,64 +297,45 @@ def announced(launcher: PythonProcess) -> list[str]:
     return [re.sub(r" after \d+\.\d s", "", line) for line in lines]
 
 
-def meeting(folder: Path) -> str:
-    """Return a program of two processes that connect, and run until the folder has a file "go".
-
-    A process that has lost the other prints so, and fails once the folder has a file "seen".
-    """
-    return textwrap.dedent(f"""
-        import os, pathlib, select, socket, sys, time
-        go, seen = pathlib.Path({str(folder / "go")!r}), pathlib.Path({str(folder / "seen")!r})
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        if os.environ["RANK"] == "0":
-            other, _ = socket.create_server(address).accept()
-        else:
-            while True:
-                try:
-                    other = socket.create_connection(address)
-                    break
-                except ConnectionRefusedError:
-                    time.sleep(0.02)
-        print("met at", address[1], flush=True)
-        while not go.exists():
-            if select.select([other], [], [], 0.02)[0] and not go.exists():
-                print("a process of my replica is gone", flush=True)
-                while not seen.exists():
-                    time.sleep(0.02)
-                sys.exit(1)
-    """)
+# Waits for the file "go", or fails once the file "fails" has this process's name.
+PART = """
+import os, pathlib, sys, time
+print("meets at", os.environ["MASTER_PORT"], flush=True)
+go, fails = pathlib.Path(sys.argv[1], "go"), pathlib.Path(sys.argv[1], "fails")
+while not go.exists():
+    if fails.exists() and fails.read_text() == "{PYPS_WORKER_ID}.{RANK}".format(**os.environ):
+        fails.unlink()
+        sys.exit(1)
+    time.sleep(0.02)
+"""
 
 
-def test_a_replica_is_started_again_and_meets_elsewhere(start_python, tmp_path):
-    launcher = run(start_python, "--replicas", "2", "--parts", "2", "--max-restarts", "1", code=meeting(tmp_path))
+def test_a_replica_is_started_again_and_meets_at_another_port(start_python, tmp_path):
+    command = ("--replicas", "2", "--parts", "2", "--max-restarts", "1", "--", "python", "-c", PART, str(tmp_path))
+    launcher = start_python("-m", "pyps", "run", *command)
     for name in ("replica-0.0", "replica-0.1", "replica-1.0", "replica-1.1"):
-        launcher.wait_for_output(f"{name} | met")
+        launcher.wait_for_output(f"{name} | meets")
     assert "2 replicas of 2 processes on 1 server," in launcher.output()
     [server] = servers_of(launcher)
-    assert server.cmdline()[server.cmdline().index("--expected-workers") + 1] == "2", "a replica counts once"
+    assert server.cmdline()[server.cmdline().index("--expected-workers") + 1] == "2", "a replica is one worker"
     first_life = processes_of(launcher)
 
     first_life["replica-1.0"].kill()
-    launcher.wait_for_output("replica-1.1 | a process of my replica is gone")
     launcher.wait_for_output("replica-1 ends")
-    (tmp_path / "seen").touch()
+    replace_file(tmp_path / "fails", "replica-1.1")
 
-    wait_until(lambda: launcher.output().count("replica-1.0 | met") == 2, what="a second life")
-    wait_until(lambda: launcher.output().count("replica-1.1 | met") == 2, what="a second life")
+    wait_until(lambda: len(re.findall(r"replica-1\.[01] \| meets", launcher.output())) == 4, what="a second life")
     second_life = processes_of(launcher)
-    assert {name for name, process in second_life.items() if process != first_life[name]} == {
-        "replica-1.0",
-        "replica-1.1",
-    }
+    restarted = {name for name, process in second_life.items() if process != first_life[name]}
+    assert restarted == {"replica-1.0", "replica-1.1"}
     (tmp_path / "go").touch()
-    assert launcher.wait() == 0, "the last life of everybody ended well"
+    assert launcher.wait() == 0, "the last life of each ended well"
     said = announced(launcher)
     assert "replica-1 ends: its process replica-1.0 was killed by SIGKILL; 1 of 2 replicas go on." in said
     assert "replica-1 is started again (restart 1 of 1)." in said
     assert any(line.startswith("replica-1 finished") for line in said)
-    met = re.findall(r"^(replica-\d)\.\d +\| met at (\d+)$", launcher.output(), re.M)
-    assert sorted(name for name, _ in met) == ["replica-0"] * 2 + ["replica-1"] * 4
-    assert len(set(met)) == len({port for _, port in met}) == 3, "a place for each life"
+    ports = set(re.findall(r"^(replica-\d)\.\d +\| meets at (\d+)$", launcher.output(), re.M))
+    assert len(ports) == len({port for _, port in ports}) == 3, "a port for each life"
 
 
 def test_a_failed_worker_is_started_again_in_the_same_run(start_python, tmp_path):

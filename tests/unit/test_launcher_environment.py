@@ -1,4 +1,4 @@
-"""What the launcher tells a worker, the ports it finds, and the lines of servers that it shows."""
+"""The environment of a worker, the ports that the launcher finds, and the lines of servers that it shows."""
 
 import io
 import logging
@@ -71,25 +71,27 @@ def test_a_process_of_a_replica_finds_the_others_as_under_torchrun():
     }.items() <= environment.items()
 
 
-def test_a_group_of_one_process_is_a_worker_that_torch_distributed_finds_alone():
+def test_a_group_of_one_process_is_a_worker_alone_in_torch_distributed():
     environment = environment_of(index=3, group=Group(rank=0, size=1, master_port=23456))
 
-    assert environment["PYPS_WORKER_ID"] == "worker-3"
-    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+    assert {"PYPS_WORKER_ID": "worker-3", "RANK": "0", "WORLD_SIZE": "1"}.items() <= environment.items()
 
 
-def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order():
+def test_workers_take_gpus_in_turn_and_a_replica_sees_those_of_all_its_processes():
     def seen(index: int, gpus: tuple[str, ...]) -> set[str]:
         groups = [Group(rank, 2, 1) for rank in range(2)]
         return {environment_of(index=index, gpus=gpus, group=group)["CUDA_VISIBLE_DEVICES"] for group in groups}
 
+    workers = [environment_of(index=index, gpus=("0", "3"))["CUDA_VISIBLE_DEVICES"] for index in range(3)]
+    assert workers == ["0", "3", "0"]
+    assert "CUDA_VISIBLE_DEVICES" not in environment_of()
     assert [seen(index, ("0", "3", "5", "6")) for index in range(2)] == [{"0,3"}, {"5,6"}]
     assert [seen(index, ("0", "3", "5")) for index in range(2)] == [{"0,3"}, {"5,0"}]
     # Named twice it would be no GPU at all.
     assert seen(1, ("4",)) == {"4"}
 
 
-def test_workers_and_processes_of_replicas_share_the_cores_unless_told_otherwise():
+def test_workers_and_processes_of_replicas_share_the_cores_unless_a_number_is_set():
     cores = len(os.sched_getaffinity(0))
     group = Group(rank=0, size=cores, master_port=1)
 
@@ -99,13 +101,6 @@ def test_workers_and_processes_of_replicas_share_the_cores_unless_told_otherwise
     for count in (1, 2):
         assert environment_of(count=count, group=group)["OMP_NUM_THREADS"] == "1"
     assert environment_of(OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
-
-
-def test_gpus_are_handed_out_in_turn():
-    handed = [environment_of(index=i, gpus=("0", "3"))["CUDA_VISIBLE_DEVICES"] for i in range(4)]
-
-    assert handed == ["0", "3", "0", "3"]
-    assert "CUDA_VISIBLE_DEVICES" not in environment_of()
 
 
 def test_gpus_are_those_inherited_or_those_that_nvidia_smi_lists(tmp_path):
