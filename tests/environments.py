@@ -1,4 +1,4 @@
-"""Fresh environments with other packages than this checkout's own."""
+"""Commands that tests run, a Docker engine, and fresh environments with other packages than this checkout's own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,36 @@ from support import ROOT
 COMMAND_SECONDS = 240.0
 
 
-def run(*command: str) -> str:
+def completed(*command: str, folder: Path = ROOT, seconds: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run a command, with this Python's programs first."""
     # A developer's constraints pin the newest versions, which are not what is tested here.
     environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=COMMAND_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def run(*command: str, folder: Path = ROOT, seconds: float = COMMAND_SECONDS) -> str:
+    """Run a command that must succeed; return its output."""
+    done = completed(*command, folder=folder, seconds=seconds)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
+
+
+def require_engine(seconds: float) -> None:
+    """Start the Docker engine by the script DOCKER_ENGINE, if there is one; skip the test if none runs."""
+    if script := os.environ.get("DOCKER_ENGINE"):
+        run(script, "up", seconds=seconds)
+    elif not shutil.which("docker") or completed("docker", "info").returncode != 0:
+        pytest.skip("no Docker engine runs here, and DOCKER_ENGINE names no script that starts one")
 
 
 def build_environment(folder: Path, *requirements: str) -> Path:

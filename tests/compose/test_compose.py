@@ -9,13 +9,13 @@ Needs a Docker engine, or DOCKER_ENGINE naming a script whose `up` starts one; s
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 
+from environments import completed, require_engine, run
 from support import ROOT, wait_until
 
 CLUSTER = ("-f", str(ROOT / "docker" / "compose.yaml"))
@@ -60,28 +60,17 @@ pytestmark = pytest.mark.timeout(BUILD_SECONDS + 2 * TRAINING_SECONDS)
 
 
 def compose_commands() -> list[list[str]]:
-    ways = (["docker", "compose"], ["docker-compose"])
-    return [way for way in ways if shutil.which(way[0]) and called(*way, "version").returncode == 0]
-
-
-def called(*command: str, timeout_seconds: float | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout_seconds, check=False
-    )
+    commands = (["docker", "compose"], ["docker-compose"])
+    return [one for one in commands if shutil.which(one[0]) and completed(*one, "version").returncode == 0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> None:
     """A running engine with compose, and the two images of all services."""
-    script = os.environ.get("DOCKER_ENGINE")
-    if script:
-        subprocess.run([script, "up"], check=True, timeout=BUILD_SECONDS, stdin=subprocess.DEVNULL)
-    elif not (shutil.which("docker") and called("docker", "info").returncode == 0):
-        pytest.skip("no Docker engine runs here, and DOCKER_ENGINE names no script that starts one")
+    require_engine(BUILD_SECONDS)
     if not compose_commands():
         pytest.skip("neither `docker compose` nor `docker-compose` is installed")
-    built = called(*compose_commands()[0], *CLUSTER, "build", "server-0", "worker-0", timeout_seconds=BUILD_SECONDS)
-    assert built.returncode == 0, f"{built.stdout}\n{built.stderr}"
+    run(*compose_commands()[0], *CLUSTER, "build", "server-0", "worker-0", seconds=BUILD_SECONDS)
 
 
 class Cluster:
@@ -93,14 +82,14 @@ class Cluster:
         self._compose = [*compose_commands()[0], *EXAMPLES[transport], "-p", self._project]
 
     def compose(self, *arguments: str) -> str:
-        done = called(*self._compose, *arguments, timeout_seconds=TRAINING_SECONDS)
+        done = completed(*self._compose, *arguments, seconds=TRAINING_SECONDS)
         assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
     def containers(self) -> dict[str, Any]:
         of_project = f"label=com.docker.compose.project={self._project}"
-        ids = called("docker", "ps", "-a", "-q", "--filter", of_project).stdout.split()
-        found = json.loads(called("docker", "inspect", *ids).stdout)
+        ids = completed("docker", "ps", "-a", "-q", "--filter", of_project).stdout.split()
+        found = json.loads(completed("docker", "inspect", *ids).stdout)
         return {container["Config"]["Labels"]["com.docker.compose.service"]: container for container in found}
 
 
@@ -124,7 +113,7 @@ def test_the_others_finish_after_one_worker_s_container_was_killed(cluster):
     expected = dict.fromkeys(WORKERS, cluster.transport)
 
     def said() -> dict[str, Any]:
-        answer = called("docker", "exec", containers["server-0"]["Id"], "pyps", "status", "--json")
+        answer = completed("docker", "exec", containers["server-0"]["Id"], "pyps", "status", "--json")
         return dict(json.loads(answer.stdout)["servers"][0])
 
     def version() -> int:
@@ -142,9 +131,9 @@ def test_the_others_finish_after_one_worker_s_container_was_killed(cluster):
     # Far enough for the accuracy, too.
     enough = version() + 1500
     wait_until(lambda: version() >= enough, TRAINING_SECONDS, "the others' going on")
-    assert called("docker", "exec", containers["server-0"]["Id"], "pyps", "stop").returncode == 0
+    assert completed("docker", "exec", containers["server-0"]["Id"], "pyps", "stop").returncode == 0
     ids = [containers[service]["Id"] for service in SERVERS + WORKERS]
-    ended = called("docker", "wait", *ids, timeout_seconds=TRAINING_SECONDS)
+    ended = completed("docker", "wait", *ids, seconds=TRAINING_SECONDS)
     assert ended.stdout.split() == ["0", "0", "0", "0", "137"]
     logs = cluster.compose("logs", "--no-color")
     assert logs.count("held-out accuracy 0.9") == 2
@@ -167,7 +156,7 @@ def expect_few_rights(containers: dict[str, Any]) -> None:
 
 def expect_refusals(container: str) -> None:
     shown = json.dumps([each for each, _ in REFUSED])
-    done = called("docker", "exec", container, "python", "-c", JOIN, shown, timeout_seconds=TRAINING_SECONDS)
+    done = completed("docker", "exec", container, "python", "-c", JOIN, shown, seconds=TRAINING_SECONDS)
     told = done.stdout.splitlines()
     assert len(told) == len(REFUSED), f"{done.stdout}\n{done.stderr}"
     for answer, (each, words) in zip(told, REFUSED, strict=True):
@@ -181,7 +170,6 @@ def test_every_compose_of_this_machine_reads_the_files():
     for compose, example, profile in product(
         commands, EXAMPLES.values(), ((), ("--profile", "inspect"), ("--profile", "observe"))
     ):
-        done = called(*compose, *example, *profile, "config")
-        assert done.returncode == 0, (compose, done.stderr)
-        assert "worker-2" in done.stdout
-        assert ("/run/pyps" in done.stdout) == (example is EXAMPLES["shm"])
+        read = run(*compose, *example, *profile, "config")
+        assert "worker-2" in read
+        assert ("/run/pyps" in read) == (example is EXAMPLES["shm"])

@@ -1,16 +1,16 @@
-"""What `make wheel` builds, in a container without compiler, index or network: a server, a worker and `pyps status`.
+"""The wheels of `make wheel` in a container without compiler, index or network: a server, a worker, `pyps status`.
 
 Needs an engine, as test_compose.py does.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+import environments
 from support import ROOT
 
 # A cold build compiles, and pip fetches what pyps stands on.
@@ -47,25 +47,10 @@ wait $server
 """
 
 
-@pytest.fixture
-def engine() -> None:
-    if script := os.environ.get("DOCKER_ENGINE"):
-        run(script, "up")
-    elif subprocess.run(("docker", "info"), capture_output=True, check=False).returncode:
-        pytest.skip("no Docker engine runs here, and DOCKER_ENGINE names no script that starts one")
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.timeout(3 * SECONDS)
-@pytest.mark.usefixtures("engine")
 def test_the_wheels_install_and_train_where_nothing_can_be_compiled(tmp_path):
+    environments.require_engine(SECONDS)
+    run = partial(environments.run, seconds=SECONDS)
     built = re.findall(r"^dist/(\S+\.whl)$", run("make", "--no-print-directory", "wheel"), re.M)
     client, server = sorted(built, reverse=True)
     assert client.startswith("pyps_client-") and client.endswith("-py3-none-any.whl")

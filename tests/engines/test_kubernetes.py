@@ -12,8 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +21,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from environments import completed, require_engine, run
 from pyps.certificates import describe
 from pyps.config import ServerConfig, resolve, unknown_variables
 from pyps_client import Launch
@@ -52,16 +51,6 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 JOB = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "of-a-jobset"}}
 
 Object = dict[str, Any]
-Done = subprocess.CompletedProcess[str]
-
-
-def run(*command: str, folder: Path = ROOT, seconds: float = 240, check: bool = True) -> Done:
-    given = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, timeout=seconds, stdin=subprocess.DEVNULL, env=given
-    )
-    assert done.returncode == 0 or not check, f"{command}: {done.stdout}{done.stderr}"
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +67,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def render(folder: Path) -> list[Object]:
-    return list(yaml.safe_load_all(run("kubectl", "kustomize", str(folder)).stdout))
+    return list(yaml.safe_load_all(run("kubectl", "kustomize", str(folder))))
 
 
 def read(path: Path) -> Object:
@@ -202,7 +191,7 @@ def test_kubectl_understands_every_command_of_the_page(clone):
         _, *arguments = shlex.split(line.partition(" >")[0])
         # Where nobody answers: kubectl complains of that alone.
         nobody = ("--kubeconfig=/dev/null", "--server=http://127.0.0.1:1")
-        done = run("kubectl", *nobody, *arguments, folder=clone, check=False)
+        done = completed("kubectl", *nobody, *arguments, folder=clone)
         assert "refused" in done.stderr, f"{line}: {done.stderr}"
 
 
@@ -211,12 +200,9 @@ def engine() -> None:
     """A running engine with the page's images."""
     if os.geteuid() != 0:
         pytest.skip("only root can give a volume to the pods' group")
-    if script := os.environ.get("DOCKER_ENGINE"):
-        run(script, "up", seconds=BUILD_SECONDS)
-    elif not shutil.which("docker") or run("docker", "info", check=False).returncode != 0:
-        pytest.skip("no Docker engine runs here, and DOCKER_ENGINE names no script that starts one")
+    require_engine(BUILD_SECONDS)
     command = shlex.split(IMAGES)
-    if run("docker", "compose", "version", check=False).returncode != 0:
+    if completed("docker", "compose", "version").returncode != 0:
         command[:2] = ["docker-compose"]
     run(*command, seconds=BUILD_SECONDS)
 
@@ -263,7 +249,7 @@ class Cluster:
             mode = "ro" if mount.get("readOnly") else "rw"
             folder = self._volume(volume, pod)
             flags += [f"--volume={folder}:{path}:{mode}" if folder else f"--tmpfs={path}"]
-        run("docker", "rm", "-f", f"{self._name}-{host}", check=False)
+        completed("docker", "rm", "-f", f"{self._name}-{host}")
         command = pod.container["command"]
         run("docker", "run", "-d", f"--name={self._name}-{host}", *flags, pod.container["image"], *command)
 
@@ -289,14 +275,14 @@ class Cluster:
     def wait_for_health(self, host: str) -> None:
         probes = [self._pod(host).container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
         asked = [("docker", "exec", f"{self._name}-{host}", *probe["exec"]["command"]) for probe in probes]
-        wait_until(lambda: all(run(*each, check=False).returncode == 0 for each in asked), what=f"health of {host}")
+        wait_until(lambda: all(completed(*each).returncode == 0 for each in asked), what=f"health of {host}")
 
     def wait_for_workers(self, server: str, *names: str) -> None:
         """Waits until these workers live, and every server has made 20 updates since it began."""
 
         def trained() -> bool:
             asked = ("docker", "exec", f"{self._name}-{server}", "pyps", "status", "--json")
-            servers = json.loads(run(*asked, check=False).stdout or "{}").get("servers", [])
+            servers = json.loads(completed(*asked).stdout or "{}").get("servers", [])
             updates = [int(each.get("status", {}).get("tally", {}).get("updates", 0)) for each in servers]
             alive = {each["workerId"] for one in servers for each in one.get("workers", ()) if each["state"] == "alive"}
             return min(updates, default=0) >= 20 and alive == {*names}
@@ -308,15 +294,15 @@ class Cluster:
 
     def docker(self, command: str, *hosts: str, form: str = "") -> list[str]:
         flags = [f"--format={form}"] if form else []
-        return run("docker", command, *flags, *(f"{self._name}-{host}" for host in hosts)).stdout.split()
+        return run("docker", command, *flags, *(f"{self._name}-{host}" for host in hosts)).split()
 
     def _pod(self, host: str) -> Pod:
         [pod] = [pod for pod in pods_of(self._objects) if pod.host == host]
         return pod
 
     def end(self) -> None:
-        for container in run("docker", "ps", "-aq", "--filter", f"label={self._name}").stdout.split():
-            logs = run("docker", "logs", "--tail=40", container)
+        for container in run("docker", "ps", "-aq", "--filter", f"label={self._name}").split():
+            logs = completed("docker", "logs", "--tail=40", container)
             print(logs.stdout, logs.stderr)
             run("docker", "rm", "-f", container)
         run("docker", "network", "rm", self._name)

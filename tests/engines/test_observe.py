@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from client_support import gradients_like, make_client, small_model
+from environments import run
 from observed import FOLDER, RULES, panel_queries
 from pyps.certificates import Authority
 from pyps_client import ServerUnavailable
@@ -75,7 +76,7 @@ def test_each_alert_fires_at_its_trouble_and_at_nothing_else(tmp_path):
         tests.append(_case(f"{TRAINS}; {TROUBLES[rule.name]}", rule.name, fires=[fires]))
     asked = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "tests.json").write_text(json.dumps(asked), encoding="utf-8")
-    assert "SUCCESS" in _run("promtool", "test", "rules", str(tmp_path / "tests.json"))
+    assert "SUCCESS" in run("promtool", "test", "rules", str(tmp_path / "tests.json"))
 
 
 def _case(text: str, *alerts: str, fires: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -91,11 +92,11 @@ def _case(text: str, *alerts: str, fires: Sequence[Mapping[str, Any]] = ()) -> d
 
 def test_the_page_s_commands_run_and_it_tells_of_every_alert():
     assert re.findall(r"^\* \*\*`(Pyps\w+)`\*\*:", PAGE, re.M) == list(TROUBLES)
-    assert "SUCCESS" in _run(*shlex.split(CHECK))
+    assert "SUCCESS" in run(*shlex.split(CHECK))
     # Images cannot be had everywhere; whether compose takes the file and the profile is seen where one is installed.
     arguments = UP.partition("docker compose ")[2].removesuffix(" up --build")
     if shutil.which("docker-compose"):
-        services = _run("docker-compose", *shlex.split(arguments), "config", "--services").split()
+        services = run("docker-compose", *shlex.split(arguments), "config", "--services").split()
         assert {"prometheus", "grafana", "server-0"} <= set(services)
 
 
@@ -147,7 +148,7 @@ def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., A
         text = text.replace(ours, here)
     shutil.copy(FOLDER / "alerts.yaml", tmp_path)
     (tmp_path / "prometheus.yaml").write_text(text, encoding="utf-8")
-    _run("promtool", "check", "config", str(tmp_path / "prometheus.yaml"))
+    run("promtool", "check", "config", str(tmp_path / "prometheus.yaml"))
     flags = ("--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{PORT}")
     with (tmp_path / "log").open("wb") as log:
         program = subprocess.Popen(["prometheus", *flags], cwd=tmp_path, stdout=log, stderr=log)
@@ -178,15 +179,9 @@ def test_prometheus_scrapes_and_answers(servers, ask, tmp_path):
 
     wait_until(lambda: {rule["health"] for rule in loaded()} == {"ok"}, what="a look by all rules")
     assert [(rule["name"], rule["state"] == "firing") for rule in loaded()] == [(name, False) for name in TROUBLES]
-    page = _run("bash", "-c", f"cd {tmp_path} && {CURL.replace('HOST:7612', servers[0].metrics)} --silent --fail")
+    page = run("bash", "-c", f"cd {tmp_path} && {CURL.replace('HOST:7612', servers[0].metrics)} --silent --fail")
     assert 'pyps_worker_report{figure="loss",worker="a"} 0.5' in page
     # A server that dies is told of by name.
     servers[1].stop()
     [down] = wait_until(lambda: ask("query", query='ALERTS{alertname="PypsServerDown"}'), what="the alert")
     assert down["metric"]["instance"] == servers[1].metrics
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
-    return done.stdout
