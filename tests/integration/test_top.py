@@ -33,7 +33,7 @@ from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.contract import INSPECTOR
 from pyps_wire.work_pb2 import WorkProgress
-from support import ROOT, child_environment, replace_file, server_port, shell, status_of, wait_until
+from support import ROOT, child_environment, replace_file, shell, status_of, wait_until
 from wire_worker import WireWorker
 
 
@@ -166,9 +166,10 @@ def test_a_narrow_terminal_shows_every_key(start_server):
     watch(view(start_server().control), sees(*keys), size=(46, 24))
 
 
-def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_server):
-    port = f"--control-port={server_port()}"
-    servers = [start_server(), start_server(port)]
+def test_a_server_that_died_is_shown_and_found_again_at_another_address(start_server, tmp_path):
+    file = tmp_path / "servers"
+    servers = [start_server(), start_server()]
+    replace_file(file, f"{servers[0].control}\n{servers[1].control}\n")
     with make_client(addresses(servers)) as client:
         client.push(gradients_like(small_model(), seed=0))
 
@@ -179,29 +180,15 @@ def test_a_server_that_died_is_shown_as_such_and_as_alive_once_it_is_back(start_
         await pilot.press("2")
         await see(pilot, "no answer for")
         await pilot.press("p")
-        await see(pilot, f"nothing is set: {servers[1].control} does not answer")
-        await asyncio.to_thread(start_server, port)
+        await see(pilot, f"nothing is set: {places[1]} does not answer")
+        moved = await asyncio.to_thread(start_server)
+        replace_file(file, f"{servers[0].control}\n{moved.control}\n")
         await see(pilot, "empty", gone="do not answer")
         await pilot.press("5")
         await see(pilot, "answers again")
 
-    watch(view(*(server.control for server in servers)), story)
-
-
-def test_a_server_that_moved_is_found_again(start_server, tmp_path):
-    servers = tmp_path / "servers"
-    first = start_server("--run-id=before")
-    replace_file(servers, first.control)
-
-    async def story(pilot: Pilot[None]) -> None:
-        await see(pilot, "before")
-        await asyncio.to_thread(first.stop)
-        await see(pilot, "1 of 1 servers do not answer")
-        second = await asyncio.to_thread(start_server, "--run-id=after")
-        replace_file(servers, second.control)
-        await see(pilot, "after", gone="do not answer")
-
-    watch(view(*parse_servers(f"file:{servers}")), story)
+    places = parse_servers(f"file:{file}")
+    watch(view(*places), story)
 
 
 @contextlib.contextmanager

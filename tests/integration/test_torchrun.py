@@ -12,31 +12,21 @@ from support import status_of, workers_of
 SCRIPT = str(Path(__file__).resolve().parent.parent / "torchrun_script.py")
 
 
-def torchrun(start_python, how: str, servers: str) -> str:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, how, servers)
-    process = start_python(*command, env={"PYPS_RUN_ID": RUN_ID})
-    assert process.wait(60) == 0, process.output()
-    output: str = process.output()
-    return output
-
-
 @pytest.mark.extended
 def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(start_server, start_python):
     server = start_server()
-    output = torchrun(start_python, "each", server.data)
-    assert "read [0, 2, 4, 6]" in output
-    assert "read [1, 3, 5, 7]" in output
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "each", server.data)
+    process = start_python(*command, env={"PYPS_RUN_ID": RUN_ID})
+    assert process.wait(60) == 0, process.output()
+    assert "read [0, 2, 4, 6]" in process.output()
+    assert "read [1, 3, 5, 7]" in process.output()
     assert len(workers_of(server.control)) == 2
     assert status_of(server).version_max == 8
 
 
-@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_ddp_needs_a_replica(start_server, start_python, by_torchrun):
+def test_ddp_needs_a_replica(start_server, start_python):
     (server,) = serve(start_server, 1)
-    if by_torchrun:
-        output = torchrun(start_python, "ddp", server.data)
-    else:
-        output = "".join(ReplicaJob(start_python, [server], "ddp", server.data, script=SCRIPT).ended_well())
+    output = "".join(ReplicaJob(start_python, [server], "ddp", server.data, script=SCRIPT).ended_well())
     assert output.count("refused: The model is a DistributedDataParallel") == 6
     torch.manual_seed(0)
     before = torch.nn.Linear(4, 2).weight[0, 0].item()

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,11 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.training")
 
 
+@pytest.fixture
+def task(benchmark: ModuleType) -> Any:
+    return benchmark.TASKS["170 thousand"]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -63,8 +69,8 @@ def test_every_way_to_train_takes_its_steps(name, start_server, start_python, be
 
 
 @pytest.mark.parametrize("name", ["torchft", "Hivemind"])
-def test_two_workers_of_a_peer_train_under_its_own_python(name, benchmark):
-    task, subject = benchmark.TASKS["170 thousand"], benchmark.SUBJECTS[name]
+def test_two_workers_of_a_peer_train_under_its_own_python(name, benchmark, task):
+    subject = benchmark.SUBJECTS[name]
     if benchmark.python(subject) is None:
         pytest.skip(benchmark.peers.lacking(subject.module, benchmark.variable(subject)))
 
@@ -92,26 +98,23 @@ def test_the_tasks_models_are_of_the_size_that_their_tables_say(benchmark):
         assert (sum(p.numel() for p in parameters), len(parameters)) == (task.params, task.keys)
 
 
-def test_measuring_begins_when_all_are_ready(benchmark, tmp_path):
+def test_measuring_begins_when_all_are_ready(benchmark, task, tmp_path):
     told = "echo '[Gloo] connected'; echo ready; read word; while echo 1e9 0.5; do :; done"
 
-    began, steps = benchmark.trained(
-        [["sh", "-c", told]] * 2, benchmark.TASKS["170 thousand"], {}, tmp_path / "log", num_workers=2
-    )
+    began, steps = benchmark.trained([["sh", "-c", told]] * 2, task, {}, tmp_path / "log", num_workers=2)
 
     assert began <= time.perf_counter()
     assert steps[0] == (1e9, 0.5)
 
 
-def test_a_worker_that_dies_is_told_with_its_last_words(benchmark, tmp_path):
+def test_a_worker_that_dies_is_reported_with_its_last_words(benchmark, task, tmp_path):
     commands = [["sh", "-c", "echo ready; read word; echo 'out of luck' >&2; exit 3"]]
 
     with pytest.raises(benchmark.Failed, match=r"\[3\].*out of luck"):
-        benchmark.trained(commands, benchmark.TASKS["170 thousand"], {}, tmp_path / "log", num_workers=1)
+        benchmark.trained(commands, task, {}, tmp_path / "log", num_workers=1)
 
 
-def test_a_run_ends_with_the_stated_loss_and_enough_batches_and_is_timed_up_to_each(benchmark):
-    task = benchmark.TASKS["170 thousand"]
+def test_a_run_ends_with_the_stated_loss_and_enough_batches_and_is_timed_up_to_each(benchmark, task):
     steps = [(10.0 + 0.1 * n, task.loss + (0.5 if n <= 4 else -0.5)) for n in range(1, 50)]
 
     run = list(benchmark.until_done(task, 10.0, iter(steps)))
@@ -124,8 +127,7 @@ def test_a_run_ends_with_the_stated_loss_and_enough_batches_and_is_timed_up_to_e
     assert figures["samples_per_s"] == pytest.approx(10 * task.sequences)
 
 
-def test_a_run_that_never_reaches_the_stated_loss_ends_after_its_time_without_a_figure(benchmark):
-    task = benchmark.TASKS["170 thousand"]
+def test_a_run_that_never_reaches_the_stated_loss_ends_after_its_time_without_a_figure(benchmark, task):
     steps = [(0.5 * n, task.loss + 1) for n in range(1, 50)]
 
     run = list(benchmark.until_done(task, 0.0, iter(steps)))

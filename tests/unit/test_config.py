@@ -34,10 +34,6 @@ def toml(tmp_path):
     return write
 
 
-def test_defaults_work():
-    assert made() == ServerConfig()
-
-
 def test_flag_wins_over_environment_over_toml_over_default(toml):
     path = toml("port = 1\ncontrol_port = 2\nmetrics_port = 3\n")
     environment = {"PYPS_PORT": "11", "PYPS_CONTROL_PORT": "12"}
@@ -229,13 +225,10 @@ def test_behaviour_is_made_of_all_its_settings():
     assert behaviour.batch_growth.size(200) == 16
 
 
-def test_stop_conditions_are_read():
+def test_conditions_to_stop_and_to_exit_are_read():
     assert made({"stop_after": "examples=50000"}).stop_condition == StopCondition("examples", 50_000)
     assert made({"stop_after": "seconds=0.5"}).stop_condition == StopCondition("seconds", 0.5)
     assert made().stop_condition is None
-
-
-def test_exit_conditions_are_read():
     for text, condition in [
         ("never", ExitCondition()),
         ("gone", ExitCondition("gone")),

@@ -1,4 +1,4 @@
-"""What the demo makes of parameters, of the answers of several servers, and what it shows of them."""
+"""The demo's loss and accuracy, and its figures from the answers of several servers."""
 
 import runpy
 from types import SimpleNamespace
@@ -28,20 +28,17 @@ def test_loss_and_accuracy_are_those_of_the_scripts_images():
     assert accuracy == pytest.approx(script.evaluate(parameters)["accuracy"])
 
 
-def worker(worker_id: str, **counted: float) -> pb.WorkerInfo:
-    return pb.WorkerInfo(worker_id=worker_id, state="alive", clock=5, tally=pb.Tally(**counted))
-
-
-def listing(*workers: pb.WorkerInfo) -> pb.ListWorkersReply:
-    return pb.ListWorkersReply(workers=workers)
+def listing(**counts: dict[str, float]) -> pb.ListWorkersReply:
+    """Return a server's list of workers with these counts, by name."""
+    return pb.ListWorkersReply(workers=[{"worker_id": name, "tally": tally} for name, tally in counts.items()])
 
 
 def test_a_worker_of_two_servers_is_listed_once_with_means_over_both():
-    first = worker("b", pushes_applied=9, staleness_mean=1.0, staleness_max=2, step_lost=0.0)
-    second = worker("b", pushes_applied=3, staleness_mean=3.0, staleness_max=7, step_lost=0.4)
+    first = {"pushes_applied": 9, "staleness_mean": 1.0, "staleness_max": 2, "step_lost": 0.0}
+    second = {"pushes_applied": 3, "staleness_mean": 3.0, "staleness_max": 7, "step_lost": 0.4}
     statuses = [pb.Status(num_shards=3), pb.Status(num_shards=1)]
 
-    answers = example.Answers(statuses, example.by_worker([listing(first, worker("a")), listing(second)]))
+    answers = example.Answers(statuses, example.by_worker([listing(b=first, a={}), listing(b=second)]))
 
     assert list(answers.workers) == ["a", "b"]
     known = answers.workers["b"]
@@ -51,7 +48,7 @@ def test_a_worker_of_two_servers_is_listed_once_with_means_over_both():
 
 
 def test_workers_that_joined_before_there_are_shards_have_pushed_nothing():
-    answers = example.Answers([pb.Status()], example.by_worker([listing(worker("a"))]))
+    answers = example.Answers([pb.Status()], example.by_worker([listing(a={})]))
 
     known = answers.workers["a"]
     assert (answers.pushes(known), merged([one.tally for one in known])) == (0.0, pb.Tally())

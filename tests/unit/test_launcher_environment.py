@@ -122,12 +122,6 @@ def test_python_means_the_launcher_s_own_unless_an_environment_is_active():
     assert environment_of(PATH="/usr/bin", VIRTUAL_ENV="/venv")["PATH"] == "/usr/bin"
 
 
-def use_range(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = folder / "ip_local_port_range"
-    file.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(job, "EPHEMERAL_RANGE", file)
-
-
 def test_a_port_lies_below_those_that_the_system_gives_away():
     first_ephemeral = int(job.EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
     if first_ephemeral <= job.PORT_MIN:
@@ -136,24 +130,22 @@ def test_a_port_lies_below_those_that_the_system_gives_away():
     assert all(job.PORT_MIN <= job.free_port() < first_ephemeral for _ in range(20))
 
 
-def test_a_port_that_is_taken_or_promised_is_not_given(tmp_path, monkeypatch):
+def test_a_port_that_is_in_use_or_given_is_not_given_again_and_without_room_any_is(tmp_path, monkeypatch):
+    system_range = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(job, "EPHEMERAL_RANGE", system_range)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        taken = listener.getsockname()[1]
-        monkeypatch.setattr(job, "PORT_MIN", taken)
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(job, "PORT_MIN", port)
         # Room for one port alone.
-        use_range(f"{taken + 1}\t60999\n", tmp_path, monkeypatch)
+        system_range.write_text(f"{port + 1}\t60999\n", encoding="utf-8")
 
-        assert job.free_port() != taken
+        assert job.free_port() != port
 
-    assert job.free_port() == taken
-    assert job.free_port(but={taken}) != taken
-
-
-def test_without_room_below_any_free_port_is_given(tmp_path, monkeypatch):
+    assert job.free_port() == port
+    assert job.free_port(but={port}) != port
     for text in ("", "1024\t65535\n"):
-        use_range(text, tmp_path, monkeypatch)
-        with socket.create_server(("127.0.0.1", job.free_port())) as listener:
-            assert listener.getsockname()[1]
+        system_range.write_text(text, encoding="utf-8")
+        socket.create_server(("127.0.0.1", job.free_port())).close()
 
 
 def shown_of(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
