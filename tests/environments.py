@@ -25,14 +25,7 @@ def completed(*command: str, folder: Path = ROOT, seconds: float = COMMAND_SECON
     environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=folder,
-        timeout=seconds,
-        check=False,
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, cwd=folder, timeout=seconds
     )
 
 

@@ -116,15 +116,9 @@ class Cluster:
 
     def run(self, command: str, *, on: str = HEAD, cwd: Path | None = None, **environment: str) -> str:
         """What a line of bash says, as of a user who is logged in there; fails where it does."""
-        done = subprocess.run(
-            [*self._machines[on].inside(), "bash", "-c", f"cd '{cwd or self.folder}' && {command}"],
-            env=self._environment | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        entered = [*self._machines[on].inside(), "bash", "-c", f"cd '{cwd or self.folder}' && {command}"]
+        env = self._environment | environment
+        done = subprocess.run(entered, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command} on {on} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout
 

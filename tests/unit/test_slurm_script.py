@@ -65,14 +65,7 @@ def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.Complete
         (commands / name).chmod(0o700)
     environment = {"PATH": f"{commands}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SERVED": str(served)}
     return subprocess.run(
-        ["bash"],
-        input=printed(*arguments),
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+        ["bash"], input=printed(*arguments), env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=30
     )
 
 
