@@ -23,7 +23,10 @@ STUBBORN = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)\nwhile 1: signal.pause()"
 )
 # One that ends with status 7 on SIGUSR1, unless SIGTERM kills it first.
-ENDS_ON_SIGUSR1 = "import os\n" + WAITS.replace(";", "; signal.signal(signal.SIGUSR1, lambda *_: os._exit(7));", 1)
+ENDS_ON_SIGUSR1 = (
+    "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
+    "print('ready', flush=True); signal.pause()"
+)
 
 # The program of a process, by the index of its worker, its number in it and the life.
 Programs = Callable[[int, int, int], str]
