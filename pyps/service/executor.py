@@ -158,6 +158,7 @@ def _fulfil(future: Future[T], job: Callable[[], T]) -> None:
 
 
 def look_at_error(future: asyncio.Future[T]) -> None:
+    """Mark a future's error as seen: asyncio reports any other when the future is dropped."""
     if not future.cancelled():
         future.exception()
 

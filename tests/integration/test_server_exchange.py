@@ -9,9 +9,8 @@ import pytest
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
-from pyps_wire.inspector_pb2 import ConfigureRequest
 from pyps_wire.partition import Model, Tensor
-from support import inspect, memory_in_flight, status_of, wait_until
+from support import configure, memory_in_flight, status_of, wait_until
 from wire_worker import WireWorker, at_once, crew, refusal_of, values_of
 
 # Four shards of a megabyte each: their work is done on threads.
@@ -155,7 +154,7 @@ def test_a_push_that_began_part_by_part_ends_so_when_one_mutex_comes_into_force(
         exchange = Exchange(worker)
         first, second = (worker.push_request(1.0, i, sequence=1, num_shards=2) for i in (0, 1))
         assert exchange.ask(first).receipt.version_after == 1
-        inspect(server.control, "Configure", ConfigureRequest(protocol="asgd"))
+        configure(server, protocol="asgd")
         assert exchange.ask(second).receipt.version_after == 1
         exchange.send(worker.push_request(1.0, 0, 1, sequence=2, num_shards=2))
         last = exchange.ask(worker.push_request(1.0, 1, 1, sequence=2, num_shards=2))
@@ -171,10 +170,10 @@ def test_a_push_during_which_one_mutex_goes_and_comes_back_goes_on_part_by_part(
         parts = [worker.push_request(1.0, i, sequence=1, num_shards=3) for i in range(3)]
         exchange.send(parts[0])
         wait_until(lambda: memory_in_flight(server) > 0, 20, "the first part's arrival")
-        inspect(server.control, "Configure", ConfigureRequest(protocol="asgd:mutex=shard"))
+        configure(server, protocol="asgd:mutex=shard")
         exchange.send(parts[1])
         assert [next(exchange.replies).receipt.version_after for _ in range(2)] == [1, 1]
-        inspect(server.control, "Configure", ConfigureRequest(protocol="asgd:mutex=whole"))
+        configure(server, protocol="asgd:mutex=whole")
         assert exchange.ask(parts[2]).receipt.version_after == 1
 
 
