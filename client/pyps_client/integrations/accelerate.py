@@ -14,21 +14,17 @@ __all__ = ["prepare"]
 def prepare(
     accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any, **settings: Any
 ) -> list[Any]:
-    """Prepare a model, an optimizer whose updates run on parameter servers, and what `accelerator.prepare` takes.
+    """Prepare a model, an optimizer whose updates run on parameter servers, and others by `accelerator.prepare`.
 
         remote, model, optimizer, loader = prepare(accelerator, model, optimizer, loader, overlap="step")
         for epoch in remote.until_finished(range(10)):
             for x, y in remote.until_finished(loader):
                 ...
 
-    Args:
-        accelerator: of one process.
-        model: not prepared yet.
-        optimizer: a fresh torch optimizer over the model's parameters.
-        others: data loaders, schedulers.
-        settings: the keywords of RemoteOptimizer.
+    `accelerator`: of one process. `model`: not prepared yet. `optimizer`: a fresh torch optimizer over its parameters.
+    `others`: data loaders, schedulers. `settings`: the keywords of RemoteOptimizer.
 
-    Returns the RemoteOptimizer, and then what was prepared, in the order given.
+    Return the RemoteOptimizer, then the prepared objects in the order given.
     """
     remote = RemoteOptimizer(model.to(accelerator.device), optimizer, **settings)
     return [remote, *accelerator.prepare(model, remote, *others)]

@@ -16,10 +16,7 @@ def parameter_servers(**settings: Any) -> Any:
         trainer = lightning.Trainer(devices=1, callbacks=[parameter_servers(overlap="step")])
 
     `configure_optimizers` stays as it is, schedulers included; it must return one optimizer. The callback has the
-    RemoteOptimizer as `remote`.
-
-    Args:
-        settings: the keywords of RemoteOptimizer.
+    RemoteOptimizer as `remote`. `settings`: the keywords of RemoteOptimizer.
     """
     import lightning
 

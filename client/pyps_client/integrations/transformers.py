@@ -18,9 +18,7 @@ def remote_trainer(trainer: Any = None, **settings: Any) -> Any:
     The Trainer makes its optimizer by its arguments (`optim="adamw_torch"`, `learning_rate`, `weight_decay`), or by
     its `create_optimizer`. The new class has the RemoteOptimizer as `remote`.
 
-    Args:
-        trainer: a transformers.Trainer, by default that class itself.
-        settings: the keywords of RemoteOptimizer.
+    `trainer`: a subclass of transformers.Trainer; by default that class itself. `settings`: RemoteOptimizer's keywords.
     """
     import transformers
 

@@ -8,7 +8,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from pyps_client import fork, leave
+from pyps_client.data.samplers import check_whole
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import LOCAL, Launch
 from pyps_client.log import logger
@@ -49,6 +49,15 @@ def _of_run(name: str, doc: str) -> Any:
     def read(optimizer: RemoteOptimizer) -> Any:
         optimizer.join()
         return attrgetter(name)(optimizer._steps.session)
+
+    return property(read, doc=doc)
+
+
+def _of_steps(name: str, before: object, doc: str) -> Any:
+    """Return a property that reads an attribute of the worker's Steps, and is `before` until it joins."""
+
+    def read(optimizer: RemoteOptimizer) -> Any:
+        return attrgetter(name)(optimizer._steps) if optimizer._is_joined else before
 
     return property(read, doc=doc)
 
@@ -280,20 +289,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
     transport: str = _of_run("transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".')
     num_workers: int = _of_run("num_workers", "Live workers of the run.")
 
-    @property
-    def steps(self) -> int:
-        """Minibatches of this worker so far."""
-        return self._steps.steps if self._is_joined else 0
-
-    @property
-    def receipts(self) -> Sequence[Receipt]:
-        """The servers' answers to the newest answered push, one per shard."""
-        return self._steps.receipts if self._is_joined else ()
-
-    @property
-    def skipped(self) -> int:
-        """Gradients of this worker that were left out for NaN or infinity."""
-        return self._steps.finite.skipped if self._is_joined else 0
+    steps: int = _of_steps("steps", 0, "Minibatches of this worker so far.")
+    receipts: Sequence[Receipt] = _of_steps("receipts", (), "The answers to the newest answered push, one per shard.")
+    skipped: int = _of_steps("finite.skipped", 0, "Gradients of this worker that were left out for NaN or infinity.")
 
     @property
     def examples_in_batch(self) -> int | None:
@@ -305,7 +303,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @examples_in_batch.setter
     def examples_in_batch(self, count: int | None) -> None:
-        _check_examples(count)
+        if count is not None:
+            check_whole("The number of examples in a minibatch", count)
         self._examples_in_batch = count
         if self._is_joined:
             self._steps.examples_in_batch = count
@@ -530,13 +529,6 @@ def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
             f"{launch.worker_id!r}. To make it again, as where a notebook's cell is run twice, close() the first. "
             "To train two models, start servers for each; to train one model with two optimizers, give one torch "
             "optimizer all parameters, in groups."
-        )
-
-
-def _check_examples(count: object) -> None:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
-        raise InvalidArgument(
-            f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more."
         )
 
 

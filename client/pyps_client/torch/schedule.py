@@ -44,7 +44,7 @@ class Settings:
                 )
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                raise InvalidArgument(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
+                raise InvalidArgument(f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}.")
         rate = self.local_learning_rate
         if rate is not None and not 0 <= rate < math.inf:
             raise InvalidArgument(f"local_learning_rate is {rate!r}; expected 0 (no local steps) or more.")
