@@ -157,7 +157,7 @@ class Client:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """True when the run is over."""
         return self.session.finished
 
     @property
@@ -170,7 +170,7 @@ class Client:
         self.session.report(**scalars)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leave the run, unless that is done. A client that is freed leaves it too."""
+        """Leave the run. A second call does nothing; a client that is freed leaves too."""
         self.session.close(cause, message)
 
     def __enter__(self) -> Client:

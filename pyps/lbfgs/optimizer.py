@@ -451,12 +451,6 @@ def decreases_enough(loss: float, step: float, start: Start, *, c1: float) -> bo
     return math.isfinite(loss) and loss <= start.loss + c1 * step * start.slope
 
 
-# The distance of the next step from the ends of the interval, in its lengths; and the ratio of a step to the last one
-# while no interval is known.
-_MARGIN = 0.1
-_GROWTH_MIN, _GROWTH_MAX = 1.1, 10.0
-
-
 def _between(low: Found, far: Found) -> float:
     """Return the least point of the parabola through both losses and low's slope, kept inside the interval."""
     length = far.step - low.step
@@ -465,11 +459,12 @@ def _between(low: Found, far: Found) -> float:
         bend = far.loss - low.loss - low.slope * length
         if bend > 0.0:
             place = -low.slope * length / (2.0 * bend)
-    return low.step + min(max(place, _MARGIN), 1.0 - _MARGIN) * length
+    # Not too close to either end.
+    return low.step + min(max(place, 0.1), 0.9) * length
 
 
 def _beyond(before: Found, low: Found) -> float:
     """Return where the slope would be 0 if it changed as between the two, kept beyond the second."""
     rise = low.slope - before.slope
     step = low.step - low.slope * (low.step - before.step) / rise if rise > 0.0 else math.inf
-    return min(max(step, _GROWTH_MIN * low.step), _GROWTH_MAX * low.step)
+    return min(max(step, 1.1 * low.step), 10.0 * low.step)

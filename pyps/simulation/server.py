@@ -162,8 +162,8 @@ class VirtualServer:
         self._say(Kind.DIE, worker_id)
         # The last heartbeat.
         self.run.heard(RUN_ID, worker_id, self._living.pop(worker_id))
-        # A lease expires once more than its time is over.
-        self._scheduler.at(self._scheduler.now + self.plan.lease_seconds + MOMENT, self._tick)
+        # A lease expires once more than its time is over: by less than any time of a plan.
+        self._scheduler.at(self._scheduler.now + self.plan.lease_seconds + 1e-9, self._tick)
 
     # Called by operators.
 
@@ -241,7 +241,9 @@ class VirtualServer:
             for event in self.run.events.since(self._last_event):
                 self._last_event = event.number
                 if kind := _REPORTED.get(event.kind):
-                    self._say(kind, event.worker, note="" if event.worker else NEVER_JOINED)
+                    self._say(
+                        kind, event.worker, note="" if event.worker else "the expected workers that have not come"
+                    )
 
     @contextmanager
     def _reporting_rounds(self) -> Iterator[None]:
@@ -256,9 +258,5 @@ class VirtualServer:
         self._report(Event(self._scheduler.now, kind, worker_id, shard_id, version, note=note))
 
 
-# Shorter than any time of a plan.
-MOMENT = 1e-9
-
 # The run's events that follow from time alone.
 _REPORTED = {"expired": Kind.EXPIRE, "stalled": Kind.STALL}
-NEVER_JOINED = "the expected workers that have not come"

@@ -122,7 +122,7 @@ class WorkPass:
 
     @property
     def done(self) -> bool:
-        """Whether every portion is delivered."""
+        """True when every portion is delivered."""
         return not self.pending and not self.running
 
     def awaited(self) -> Iterator[Lease]:

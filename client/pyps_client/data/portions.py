@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Batches in a portion, where neither the user nor the protocol sets the number: a worker asks once for so many batches.
+# Batches in a portion, if neither the user nor the protocol sets the number. A worker makes one call for a portion.
 PORTION_BATCHES = 8
 
 
@@ -50,7 +50,7 @@ class Stepper(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """True when the run is over."""
         return self.session.finished
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
@@ -182,7 +182,7 @@ class Portions:
 
     @property
     def ends_portion(self) -> bool:
-        """Whether the newest batch is the last of its portion.
+        """True if the newest batch is the last of its portion.
 
         A Client that sums the gradients of several batches pushes then, before it takes the next batch.
         """

@@ -1,6 +1,5 @@
 """Asking server 0 for portions: what is said again, and what a server that knows nothing of portions answers."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -10,7 +9,7 @@ from pyps_client.credentials import Credentials
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
-from pyps_wire.work_pb2 import DataSpec, LeaseReply
+from pyps_wire.work_pb2 import DataSpec
 from training import QueueSession, make_queue
 
 DATA = DataSpec(name="train", num_examples=10, portion_examples=5, batch_size=1)
@@ -44,15 +43,6 @@ def test_what_is_held_stays_and_what_is_given_up_goes_back():
     remote.give_up([first.lease_id])
     again = remote.lease(pass_number=0).portion
     assert (again.start, again.lease_id > second.lease_id) == (first.start, True)
-
-
-def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_nothing():
-    work, _, remote = opened(taken=True)
-    assert remote.lease(pass_number=0, wait=False).outcome == LeaseReply.OUTCOME_NOTHING_NOW
-    timer = threading.Timer(0.1, lambda: work.release("b", lost=True))
-    timer.start()
-    assert remote.lease(pass_number=0).outcome == LeaseReply.OUTCOME_LEASED
-    timer.join()
 
 
 def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeypatch):
