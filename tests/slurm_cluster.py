@@ -29,7 +29,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
 SlurmdSpoolDir={folder}/%n.spool
-# Nodes are asked for their state three times as often, and only then jobs that wait are looked at.
+# Slurm checks nodes three times as often, and only then schedules jobs that wait.
 SlurmdTimeout=15
 ReturnToService=2
 ProctrackType=proctrack/linuxproc
@@ -88,7 +88,7 @@ class Machine:
 
 
 class Cluster:
-    """A controller and nodes `node0`, `node1` and so on, on one file system; users' commands run beside the former."""
+    """A controller and nodes `node0`, `node1` and so on, on one file system; users' commands run on the controller."""
 
     def __init__(self, num_nodes: int) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="pyps-slurm-")
@@ -143,7 +143,7 @@ class Cluster:
         self._start(name, "slurmd", "-D")
 
     def cut_power(self, name: str) -> None:
-        """Takes a node away, which Slurm is told, as it would find out after SlurmdTimeout."""
+        """Take a node away, and report it to Slurm, which would notice it after SlurmdTimeout."""
         self._machines[HEAD].ip(f"link delete {name}")
         self._machines.pop(name).end()
         self.run(f"scontrol update nodename={name} state=down reason=silent")

@@ -196,10 +196,10 @@ def _session(servers: tuple[str, ...], model: Model, setup: Setup, *, token: str
 
 def _make_rounds(session: Session, setup: Setup, size: int, results: list[Rounds], *, seconds: float) -> None:
     """Append rounds of this many seconds, at least a few, to `results`; none where "auto" has become gRPC."""
-    lent = session.lend()
+    memory = session.lend()
     if setup.transport == "auto" and session.transport == "grpc":
         return
-    gradient, parameters = lent.gradients[0], lent.parameters
+    gradient, parameters = memory.gradients[0], memory.parameters
     payload = codec_of(setup.codec).encode(np.full(size, 1e-3, np.float32))
     gradient[0][:] = np.frombuffer(payload, gradient[0].dtype)
     session.pull(parameters)

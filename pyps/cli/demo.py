@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-# In a checkout the examples stand beside the package, in an installation inside it.
+# In a checkout the examples are next to the package, in an installation inside it.
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PLACES = (_PACKAGE.parent / "examples" / "demo.py", _PACKAGE / "examples" / "demo.py")
 _SPEC = importlib.util.spec_from_file_location("demo", next((place for place in _PLACES if place.exists()), _PLACES[0]))

@@ -128,7 +128,7 @@ def _lines(flag: str, given: Sequence[str] | None, *, refused: Mapping[str, str]
 # The choices at the top of deploy/slurm/train.sbatch; the rest is the same in all scripts.
 _CHOSEN = """\
 #!/bin/bash
-# A job of servers and workers, as `pyps slurm --print` writes it. What is to be chosen stands here, above the line.
+# A job of servers and workers, as `pyps slurm --print` writes it. Choose here, above the line.
 #SBATCH --job-name={run_id} --requeue --open-mode=append
 #SBATCH --no-kill --nodes={servers} --ntasks-per-node=1
 {server_sbatch}#SBATCH hetjob

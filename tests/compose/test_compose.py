@@ -19,7 +19,7 @@ from environments import completed, require_engine, run
 from support import ROOT, wait_until
 
 CLUSTER = ("-f", str(ROOT / "docker" / "compose.yaml"))
-# What compose is told of each example, by the transport that its workers are to have.
+# The flags of compose for each example, by the transport that its workers must have.
 EXAMPLES = {"tcp": CLUSTER, "shm": (*CLUSTER, "-f", str(ROOT / "docker" / "compose.shared-memory.yaml"))}
 # A cold build downloads and compiles.
 BUILD_SECONDS = 900
@@ -34,7 +34,7 @@ REFUSED = (
     ({"tls_cert": "", "tls_key": "", "tls_ca": ""}, "takes TLS only"),
     ({"tls_cert": "/tmp/other/worker.crt", "tls_key": "/tmp/other/worker.key"}, "TLS with server-0:7610 failed"),
     ({"tls_ca": "/tmp/other/ca.crt"}, "unable to get local issuer certificate"),
-    ({"token": "a stranger's"}, "the token is not this server's"),
+    ({"token": "unknown"}, "the token is not this server's"),
     ({"token_file": "/keys/observer.token"}, "this caller's is observer"),
     ({"worker_id": "worker-0"}, "'worker-0' is a live process"),
 )
@@ -157,9 +157,9 @@ def expect_few_rights(containers: dict[str, Any]) -> None:
 def expect_refusals(container: str) -> None:
     shown = json.dumps([each for each, _ in REFUSED])
     done = completed("docker", "exec", container, "python", "-c", JOIN, shown, seconds=TRAINING_SECONDS)
-    told = done.stdout.splitlines()
-    assert len(told) == len(REFUSED), f"{done.stdout}\n{done.stderr}"
-    for answer, (each, words) in zip(told, REFUSED, strict=True):
+    answers = done.stdout.splitlines()
+    assert len(answers) == len(REFUSED), f"{done.stdout}\n{done.stderr}"
+    for answer, (each, words) in zip(answers, REFUSED, strict=True):
         assert words in answer, each
 
 

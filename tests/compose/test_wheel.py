@@ -60,9 +60,9 @@ def test_the_wheels_install_and_train_where_nothing_can_be_compiled(tmp_path):
     run(*fetch, "--constraint", "constraints.txt", *(f"dist/{name}" for name in built))
     (tmp_path / "worker.py").write_text(WORKER, encoding="utf-8")
 
-    told = run("docker", "run", "--rm", "--network", "none", "-v", f"{tmp_path}:/wheels:ro", IMAGE, "sh", "-c", JOB)
+    output = run("docker", "run", "--rm", "--network", "none", "-v", f"{tmp_path}:/wheels:ro", IMAGE, "sh", "-c", JOB)
 
-    trained, _, status = told.partition("\n")
+    trained, _, status = output.partition("\n")
     assert trained == "trained to 0.500"
     [answer] = json.loads(status)["servers"]
     assert answer["status"]["versionMax"] == "5"

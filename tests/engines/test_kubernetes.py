@@ -233,7 +233,7 @@ class Cluster:
                     raise AssertionError(f"nobody here does {line}")
 
     def start(self, host: str) -> None:
-        """Runs a pod with its user, rights and volumes; anew, with those volumes, where it has run before."""
+        """Run a pod with its user, rights and volumes, which it keeps when it is started again."""
         pod = self._pod(host)
         rights, of_pod = pod.container["securityContext"], pod["securityContext"]
         assert rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"]
@@ -274,15 +274,15 @@ class Cluster:
 
     def wait_for_health(self, host: str) -> None:
         probes = [self._pod(host).container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
-        asked = [("docker", "exec", f"{self._name}-{host}", *probe["exec"]["command"]) for probe in probes]
-        wait_until(lambda: all(completed(*each).returncode == 0 for each in asked), what=f"health of {host}")
+        probing = [("docker", "exec", f"{self._name}-{host}", *probe["exec"]["command"]) for probe in probes]
+        wait_until(lambda: all(completed(*each).returncode == 0 for each in probing), what=f"health of {host}")
 
     def wait_for_workers(self, server: str, *names: str) -> None:
         """Waits until these workers live, and every server has made 20 updates since it began."""
 
         def trained() -> bool:
-            asked = ("docker", "exec", f"{self._name}-{server}", "pyps", "status", "--json")
-            servers = json.loads(completed(*asked).stdout or "{}").get("servers", [])
+            command = ("docker", "exec", f"{self._name}-{server}", "pyps", "status", "--json")
+            servers = json.loads(completed(*command).stdout or "{}").get("servers", [])
             updates = [int(each.get("status", {}).get("tally", {}).get("updates", 0)) for each in servers]
             alive = {each["workerId"] for one in servers for each in one.get("workers", ()) if each["state"] == "alive"}
             return min(updates, default=0) >= 20 and alive == {*names}
@@ -360,8 +360,8 @@ def test_servers_of_a_jobset_come_again_after_a_drain_and_end_with_the_last_work
     cluster.stop_the_run(servers[0])
     assert cluster.docker("wait", *workers, *servers) == ["0"] * 5
     # Docker's nanoseconds are more than Python reads.
-    told = cluster.docker("inspect", *workers, *servers, form="{{.State.FinishedAt}}")
-    ends = [datetime.fromisoformat(text[:26].rstrip("Z")) for text in told]
+    finished = cluster.docker("inspect", *workers, *servers, form="{{.State.FinishedAt}}")
+    ends = [datetime.fromisoformat(text[:26].rstrip("Z")) for text in finished]
     assert max(ends[3:]).timestamp() - max(ends[:3]).timestamp() < 10
     cluster.do(KEEP_JOBSET)
     assert sum(array.size for array in load_file(cluster.folder / "model.safetensors").values()) == 4810

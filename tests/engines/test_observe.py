@@ -52,7 +52,7 @@ TROUBLES = {
     "PypsRepliesSlow": 'pyps_apply_seconds_bucket{le="0.5"} 0+90x60; pyps_apply_seconds_bucket{le="1.0"} 0+100x60; '
     'pyps_apply_seconds_bucket{le="+Inf"} 0+100x60',
 }
-# Labels of an alert beside those that all have.
+# Labels of an alert in addition to those that all have.
 LABELS = {"PypsGradientsNotFinite": {"reason": "not_finite"}, "PypsLossNotFinite": {"worker": "w", "figure": "loss"}}
 # The same where all is well.
 HEALTHY = f"""{TRAINS}; up 1x60; pyps_last_update_timestamp_seconds 0+60x60; pyps_workers{{state="expired"}} 0x60;
@@ -70,12 +70,12 @@ def test_each_alert_fires_at_its_trouble_and_at_nothing_else(tmp_path):
     assert set(TROUBLES) == {rule.name for rule in RULES}
     tests = [_case(HEALTHY, *TROUBLES), _case(DONE, "PypsServerDown")]
     for rule in RULES:
-        told = {"job": "pyps", "instance": "s", "severity": rule.severity} | LABELS.get(rule.name, {})
+        labels = {"job": "pyps", "instance": "s", "severity": rule.severity} | LABELS.get(rule.name, {})
         summary = rule.summary.replace("{{ $labels.instance }}", "s").replace("{{ $labels.worker }}", "w")
-        fires = {"exp_labels": told, "exp_annotations": {"summary": summary}}
+        fires = {"exp_labels": labels, "exp_annotations": {"summary": summary}}
         tests.append(_case(f"{TRAINS}; {TROUBLES[rule.name]}", rule.name, fires=[fires]))
-    asked = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "tests.json").write_text(json.dumps(asked), encoding="utf-8")
+    groups = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.json").write_text(json.dumps(groups), encoding="utf-8")
     assert "SUCCESS" in run("promtool", "test", "rules", str(tmp_path / "tests.json"))
 
 
@@ -136,8 +136,8 @@ def servers(start_server: Start, tmp_path: Path) -> Iterator[list[ServerThread]]
 
 
 @pytest.fixture
-def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Asks the API of the real program with the very configuration, but for addresses, paths and how often it looks."""
+def api(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Call the API of the real program, with its real configuration but for addresses, paths and intervals."""
     text = (FOLDER / "prometheus.yaml").read_text(encoding="utf-8")
     for ours, here in (
         ("/keys/", f"{tmp_path}/"),
@@ -153,7 +153,7 @@ def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., A
     with (tmp_path / "log").open("wb") as log:
         program = subprocess.Popen(["prometheus", *flags], cwd=tmp_path, stdout=log, stderr=log)
 
-    def asked(call: str, **query: str) -> Any:
+    def answer(call: str, **query: str) -> Any:
         assert program.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")
         try:
             url = f"http://127.0.0.1:{PORT}/api/v1/{call}?{urllib.parse.urlencode(query)}"
@@ -164,24 +164,24 @@ def ask(servers: list[ServerThread], tmp_path: Path) -> Iterator[Callable[..., A
             # 503 before it is ready; any other answer is to a query that it does not take.
             assert getattr(error, "code", 503) == 503, (query, error)
 
-    yield asked
+    yield answer
     program.terminate()
     program.wait(20)
 
 
-def test_prometheus_scrapes_and_answers(servers, ask, tmp_path):
-    wait_until(lambda: ask("query", query="sum(up) == 2"), what="a scrape of both")
+def test_prometheus_scrapes_and_answers(servers, api, tmp_path):
+    wait_until(lambda: api("query", query="sum(up) == 2"), what="a scrape of both")
     for query in [*panel_queries(window="10s"), *(rule.without_threshold for rule in RULES)]:
-        wait_until(lambda query=query: ask("query", query=query), what=f"an answer to {query}")
+        wait_until(lambda query=query: api("query", query=query), what=f"an answer to {query}")
 
     def loaded() -> list[dict[str, Any]]:
-        return [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+        return [rule for group in api("rules")["groups"] for rule in group["rules"]]
 
     wait_until(lambda: {rule["health"] for rule in loaded()} == {"ok"}, what="a look by all rules")
     assert [(rule["name"], rule["state"] == "firing") for rule in loaded()] == [(name, False) for name in TROUBLES]
     page = run("bash", "-c", f"cd {tmp_path} && {CURL.replace('HOST:7612', servers[0].metrics)} --silent --fail")
     assert 'pyps_worker_report{figure="loss",worker="a"} 0.5' in page
-    # A server that dies is told of by name.
+    # The alert names a server that died.
     servers[1].stop()
-    [down] = wait_until(lambda: ask("query", query='ALERTS{alertname="PypsServerDown"}'), what="the alert")
+    [down] = wait_until(lambda: api("query", query='ALERTS{alertname="PypsServerDown"}'), what="the alert")
     assert down["metric"]["instance"] == servers[1].metrics

@@ -34,7 +34,7 @@ PLACES = ("--resources", "worker=1", "--server-resources", "server=1")
 
 
 class Cluster:
-    """Nodes of Ray, and programs that run beside them."""
+    """Nodes of Ray, and programs that run in their network."""
 
     def __init__(self, folder: Path) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -50,10 +50,10 @@ class Cluster:
         )
         self._environment["RAY_ADDRESS"], self._pid = self._read().split()
 
-    def tell(self, command: str) -> None:
+    def command(self, line: str) -> None:
         assert self._process.stdin is not None
-        print(command, file=self._process.stdin, flush=True)
-        while self._read() != command:
+        print(line, file=self._process.stdin, flush=True)
+        while self._read() != line:
             continue
 
     def start(self, *command: str, cwd: Path = ROOT) -> PythonProcess:
@@ -85,8 +85,8 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     cluster = Cluster(folder)
     try:
-        cluster.tell("add servers-0 server")
-        cluster.tell("add workers-0 worker")
+        cluster.command("add servers-0 server")
+        cluster.command("add workers-0 worker")
         yield cluster
     finally:
         cluster.close()
@@ -110,7 +110,7 @@ def serving(word: str) -> list[psutil.Process]:
 
 
 def ended(job: PythonProcess, folder: Path) -> str:
-    """What a job printed that was told to end, and did."""
+    """End a job; return its output."""
     (folder / "end").touch()
     assert job.wait() == 0, job.output()
     assert "Traceback" not in job.output()
@@ -130,20 +130,20 @@ def test_the_page_runs_as_it_stands(cluster, tmp_path):
     assert list(tmp_path.glob("checkpoints/server-1/*/manifest.json"))
     with cluster.start(*shlex.split(replicas), cwd=tmp_path) as script:
         assert script.wait() == 0
-        # The first process of each tells, and the whole model is trained by two workers.
+        # The first process of each prints, and the whole model is trained by two workers.
         assert re.search(r"worker-1 pid=.* step +20 +update +\d+", script.output())
 
 
 def test_workers_of_a_dead_node_go_on_elsewhere_or_the_run_ends_without_them(cluster, tmp_path):
     with cluster.train(tmp_path, servers=2, workers=2, resources={"alone": 3}) as job:
         job.wait_for_output("waiting for room for [{'server': 1}, {'server': 1}, {'alone': 3}, {'alone': 3}]")
-        cluster.tell("add alone-0 alone")
-        cluster.tell("add alone-1 alone")
+        cluster.command("add alone-0 alone")
+        cluster.command("add alone-1 alone")
         wait_until(lambda: len(lives(tmp_path)) == 2)
-        cluster.tell("kill alone-0")
-        cluster.tell("add alone-2 alone")
+        cluster.command("kill alone-0")
+        cluster.command("add alone-2 alone")
         wait_until(lambda: len(lives(tmp_path)) == 3)
-        cluster.tell("kill alone-2")
+        cluster.command("kill alone-2")
         wait_until(lambda: len(living(tmp_path)) == 1)
         output = ended(job, tmp_path)
     assert re.search(r"the job ends without worker-\d, whose nodes died: the others have finished", output)
@@ -158,10 +158,10 @@ def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(clus
         [server] = serving(str(kept / "server-0"))
         server.parent().kill()
         job.wait_for_output("server-0 is back at ")
-        cluster.tell("add servers-1 server")
+        cluster.command("add servers-1 server")
         for server in serving(str(kept)):
             server.kill()
-        cluster.tell("kill servers-0")
+        cluster.command("kill servers-0")
         wait_until(lambda: job.output().count("is back at ") == 3)
         back = time.time()
         wait_until(lambda: all(path.stat().st_mtime > back for path in tmp_path.glob("life-*")))
@@ -238,10 +238,10 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how, enviro
         certificate, token = re.findall(r"=(/\S+)", look)
         header = f"authorization: Bearer {Path(token).read_text().strip()}"
         fetch = ("curl", "-s", "--cacert", certificate, "-H", header, metrics)
-        for command, told in ((shlex.split(look), "worker-0"), (fetch, 'pyps_workers{state="alive"} 1.0')):
+        for command, expected in ((shlex.split(look), "worker-0"), (fetch, 'pyps_workers{state="alive"} 1.0')):
             with cluster.start("env", *command) as shown:
                 assert shown.wait() == 0
-                assert told in shown.output()
+                assert expected in shown.output()
         job.signal(how)
         assert job.wait() != 0
         # Of a server that ends late, or not well, the job says so.

@@ -87,8 +87,8 @@ class Job:
 
     def wait_until_it_trains(self, *, workers: int, lives: int = 1) -> None:
         wait_until(lambda: len(self.steps("begins at")) >= workers * lives, DEADLINE_SECONDS, "the workers' beginning")
-        told = len(self.steps("came to"))
-        wait_until(lambda: len(self.steps("came to")) > told + workers, what="progress")
+        before = len(self.steps("came to"))
+        wait_until(lambda: len(self.steps("came to")) > before + workers, what="progress")
 
     def wait(self) -> tuple[str, str]:
         wait_until(lambda: self._state not in ("PENDING", "RUNNING", "COMPLETING"), DEADLINE_SECONDS, "the end")
@@ -107,9 +107,9 @@ def test_a_job_trains_to_its_end_and_leaves_a_model_and_no_keys(cluster, tmp_pat
     job = Job(cluster, tmp_path, SUBMIT, SCRIPT)
 
     assert job.wait() == ("COMPLETED", "0:0")
-    told = re.findall(r"^\d: loss (\S+)$", job.output, re.M)
-    assert len(told) == 4
-    assert all(float(loss) < 1 for loss in told)
+    losses = re.findall(r"^\d: loss (\S+)$", job.output, re.M)
+    assert len(losses) == 4
+    assert all(float(loss) < 1 for loss in losses)
     job.shell(EXPORT)
     assert (tmp_path / "model.safetensors").exists()
     assert "server ended" in job.shell(LOG)
@@ -126,8 +126,8 @@ def test_commands_look_inside_a_job_that_lost_a_worker_node(cluster, tmp_path):
 
     cluster.cut_power("node3")
 
-    told = len(job.steps("came to"))
-    wait_until(lambda: len(job.steps("came to")) > told + 3, what="the other worker's going on")
+    before = len(job.steps("came to"))
+    wait_until(lambda: len(job.steps("came to")) > before + 3, what="the other worker's going on")
     job.let_end()
     assert job.wait() == ("COMPLETED", "0:0")
     assert "Node failure on node3" in job.output

@@ -104,11 +104,11 @@ def test_torchrun_takes_in_another_node_and_restarts_what_died(run, tmp_path):
 
     assert (first.wait(240), second.wait(240)) == (0, 0)
 
-    told = first.output() + second.output()
+    output = first.output() + second.output()
     # Once with the second node, once after the death.
-    assert told.count("of 4 at a later update") == 8
+    assert output.count("of 4 at a later update") == 8
     # One that is quick has ended before another dies, and does so again.
-    assert told.count("trained to the end") >= 4
+    assert output.count("trained to the end") >= 4
     assert " digits " in run("pyps status").wait_for_output("finished")
     assert server.running
 

@@ -27,13 +27,13 @@ def test_export_joins_the_parts_live_saved_and_restored(start_server, tmp_path):
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
-        told = shell("export", str(tmp_path / "live"), "--servers", addresses(servers))
-        assert "3 tensors, 328 parameters" in told
+        output = shell("export", str(tmp_path / "live"), "--servers", addresses(servers))
+        assert "3 tensors, 328 parameters" in output
         shell("save", "--servers", ",".join(server.control for server in servers))
     for server in servers:
         assert server.stop() == 0
-    told = shell("export", str(tmp_path / "saved"), "--checkpoint", str(tmp_path))
-    assert "3 tensors, 328 parameters" in told
+    output = shell("export", str(tmp_path / "saved"), "--checkpoint", str(tmp_path))
+    assert "3 tensors, 328 parameters" in output
     restored = checkpointed_servers(start_server, tmp_path, "--resume")
     shell("export", str(tmp_path / "restored"), "--servers", addresses(restored))
     for file in ("live", "saved", "restored"):

@@ -11,7 +11,7 @@ from pyps.cli.run import Kept
 from pyps.storage.folder import newest
 from support import PythonProcess, StartPython, replace_file, shell, wait_until
 
-# A worker that tells its name and waits for its end.
+# A worker that prints its name and waits for its end.
 WAITING = "import os, signal; print('ready', os.environ['PYPS_WORKER_ID'], flush=True); signal.pause()"
 
 JOINED = f"import numpy, pyps_client; pyps_client.Client({{'w': numpy.zeros(4, numpy.float32)}}); {WAITING}"

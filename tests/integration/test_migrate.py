@@ -42,9 +42,9 @@ def test_a_script_trains_by_the_command_below_it(name, tmp_path, start_python):
     job = start_python("-m", MODULES[program], *arguments, cwd=tmp_path)
 
     assert job.wait(120) == 0, job.output()
-    told = re.findall(r"epoch (\d+)\S*.* loss (\d+\.\d+|nan)$", job.output(), re.M)
+    reported = re.findall(r"epoch (\d+)\S*.* loss (\d+\.\d+|nan)$", job.output(), re.M)
     # Of two workers, or of torch RPC's one trainer.
-    assert sorted(int(epoch) for epoch, _ in told) == sorted((1 + (program == "pyps")) * list(range(EPOCHS)))
+    assert sorted(int(epoch) for epoch, _ in reported) == sorted((1 + (program == "pyps")) * list(range(EPOCHS)))
     # A guess among ten digits costs 2.3.
-    last = [float(loss) for epoch, loss in told if int(epoch) == EPOCHS - 1 and loss != "nan"]
+    last = [float(loss) for epoch, loss in reported if int(epoch) == EPOCHS - 1 and loss != "nan"]
     assert last and max(last) < 0.7, job.output()

@@ -1,4 +1,4 @@
-"""What docker/observe asks for is what a server that trains tells; Grafana is given what it wants."""
+"""The queries of docker/observe read metrics that a training server has; Grafana accepts the dashboard."""
 
 import re
 import urllib.request
@@ -16,7 +16,7 @@ COMPOSE = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
 SCRAPED = {"job": "pyps", "instance": "server-0:7612"}
 
 
-def test_every_query_reads_what_a_server_that_trains_tells(start_server, tmp_path):
+def test_every_query_reads_metrics_of_a_training_server(start_server, tmp_path):
     server = start_server("--checkpoint-dir", str(tmp_path), "--heartbeat-seconds", "0.2")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for worker in (a, b):
@@ -26,21 +26,23 @@ def test_every_query_reads_what_a_server_that_trains_tells(start_server, tmp_pat
         with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=20) as reply:
             page = reply.read().decode()
     # The labels of each sample, by its name.
-    told: dict[str, list[dict[str, str]]] = defaultdict(list, up=[SCRAPED])
+    samples: dict[str, list[dict[str, str]]] = defaultdict(list, up=[SCRAPED])
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            told[sample.name].append(SCRAPED | sample.labels)
+            samples[sample.name].append(SCRAPED | sample.labels)
     for query in [*(rule.expr for rule in RULES), *panel_queries()]:
         assert selectors(query), query
         for metric, matchers in selectors(query):
             wanted = [operator != "!=" for _, operator, _ in matchers]
-            met = [[bool(re.fullmatch(value, labels[name])) for name, _, value in matchers] for labels in told[metric]]
+            met = [
+                [bool(re.fullmatch(value, labels[name])) for name, _, value in matchers] for labels in samples[metric]
+            ]
             assert wanted in met, (query, metric)
-        known = {name for metric, _ in selectors(query) for labels in told[metric] for name in labels}
+        known = {name for metric, _ in selectors(query) for labels in samples[metric] for name in labels}
         assert labels_grouped_by(query) <= known, query
 
 
-def test_grafana_is_given_the_dashboard_as_it_wants_it():
+def test_the_dashboard_is_as_grafana_expects_it():
     panels = BOARD["panels"]
     assert BOARD["uid"] and BOARD["title"] and BOARD["schemaVersion"] and "id" not in BOARD
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)

@@ -38,7 +38,7 @@ from wire_worker import WireWorker
 
 
 def text_of(app: Top) -> str:
-    """What stands on the screen, and in full what it tells of changes."""
+    """Return the text of the screen, and of notifications in full."""
     lines = [strip.text for strip in app.screen._compositor.render_strips()]
     return "\n".join([*lines, *(notification.message for notification in app._notifications)])
 
@@ -51,7 +51,7 @@ async def see(pilot: Pilot[None], *words: str, gone: str = "") -> None:
 
 
 async def change(pilot: Pilot[None], key: str, value: str, *answer: str) -> None:
-    """Asks by a key for another value, once the question is there."""
+    """Enter another value in the dialog that a key opens."""
     await pilot.press(key)
     await see(pilot, "all as it is)")
     await pilot.press(*value, "enter", *answer)

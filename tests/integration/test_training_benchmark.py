@@ -99,9 +99,9 @@ def test_the_tasks_models_are_of_the_size_that_their_tables_say(benchmark):
 
 
 def test_measuring_begins_when_all_are_ready(benchmark, task, tmp_path):
-    told = "echo '[Gloo] connected'; echo ready; read word; while echo 1e9 0.5; do :; done"
+    program = "echo '[Gloo] connected'; echo ready; read word; while echo 1e9 0.5; do :; done"
 
-    began, steps = benchmark.trained([["sh", "-c", told]] * 2, task, {}, tmp_path / "log", num_workers=2)
+    began, steps = benchmark.trained([["sh", "-c", program]] * 2, task, {}, tmp_path / "log", num_workers=2)
 
     assert began <= time.perf_counter()
     assert steps[0] == (1e9, 0.5)

@@ -56,17 +56,17 @@ def test_a_target_is_met_from_what_it_asks_for_on(targets, lane, met):
 
 
 def test_without_a_peer_that_a_target_names_there_is_no_verdict(targets):
-    [told] = [target for target in targets.targets(results(lane=1.1, without="Ray")) if "Ray" in target.what]
+    [found] = [target for target in targets.targets(results(lane=1.1, without="Ray")) if "Ray" in target.what]
 
-    assert told.met is None
-    assert told.measured == "1.47 x torch RPC tcp (22 against 15); Ray not measured"
+    assert found.met is None
+    assert found.measured == "1.47 x torch RPC tcp (22 against 15); Ray not measured"
 
 
 def test_what_was_not_measured_has_no_verdict(targets):
     assert {(target.measured, target.met) for target in targets.targets({})} == {("not measured in this run", None)}
 
 
-def test_the_page_tells_what_training_made_of_each_link(targets):
+def test_the_page_has_the_speed_of_training_over_each_link(targets):
     speeds = {"one process alone": (16.0, 5.55), "pyps async": (24.25, None), "DDP gloo": (20.0, 6.0)}
     rows = [
         {"subject": name, "rate": "1gbit", "slowed": 1.0, "samples_per_s": speed, "seconds_to_loss": seconds}

@@ -28,8 +28,8 @@ def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path):
 
 def test_a_certificate_that_is_not_valid_yet_is_shown_as_such(made):
     since = describe(made / "early" / "worker.crt").since
-    told = f"(NOT VALID before {since:%Y-%m-%d %H:%M} UTC)"
-    assert told in shell("certs", "show", str(made / "early" / "worker.crt"))
+    expected = f"(NOT VALID before {since:%Y-%m-%d %H:%M} UTC)"
+    assert expected in shell("certs", "show", str(made / "early" / "worker.crt"))
     assert "EXPIRED" in shell("certs", "show", str(made / "expired" / "worker.crt"))
 
 

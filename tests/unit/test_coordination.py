@@ -48,7 +48,7 @@ class AnsweringLink:
         self.answers = answers
         self.sender = Sender(worker_id="coordinator")
         self.num_servers = len(answers)
-        self.asked: list[pb.ExecuteRequest] = []
+        self.executed: list[pb.ExecuteRequest] = []
 
     def machine(self) -> RemoteMachine:
         link: Any = self
@@ -63,7 +63,7 @@ class AnsweringLink:
     def ask_all(self, method: str, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
         if method == "Attach":
             return [self.ask() for request in requests if request is not None]
-        self.asked += requests
+        self.executed += requests
         return [pb.ExecuteReply(scalars=numbers) for numbers in self.answers]
 
 
@@ -73,7 +73,7 @@ def test_an_instruction_becomes_its_message():
         instruction = Instruction(operation, target="z", left="x", right="y", scalar=2.0, count=9, **lists)
         link = AnsweringLink([0.0] * instruction.num_answers)
         link.machine().execute(instruction)
-        [[message]] = [request.instructions for request in link.asked]
+        [[message]] = [request.instructions for request in link.executed]
         assert pb.Instruction.Operation.Name(message.operation) == f"OPERATION_{operation.name}"
         assert instruction_from(message) == instruction
 

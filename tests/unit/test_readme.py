@@ -66,11 +66,11 @@ def test_the_worker_script_trains_as_it_stands(start_server, start_python):
     worker = start_python(str(ROOT / "examples" / "minimal.py"), env={"PYPS_SERVERS": server.data})
 
     assert worker.wait() == 0, worker.output()
-    told = re.findall(r"^epoch (\d+), update (\d+): loss (\d+\.\d+)$", worker.output(), re.M)
+    epochs = re.findall(r"^epoch (\d+), update (\d+): loss (\d+\.\d+)$", worker.output(), re.M)
     # 1,797 images in whole minibatches of 32.
-    assert [(int(epoch), int(update)) for epoch, update, _ in told] == [(n, 56 * (n + 1)) for n in range(20)]
+    assert [(int(epoch), int(update)) for epoch, update, _ in epochs] == [(n, 56 * (n + 1)) for n in range(20)]
     # That of one minibatch each, from a start that differs each time.
-    assert min(float(loss) for *_, loss in told[-5:]) < 0.1 < float(told[0][2])
+    assert min(float(loss) for *_, loss in epochs[-5:]) < 0.1 < float(epochs[0][2])
     assert inspect(server.control, "GetStatus").version_max == 56 * 20
 
 

@@ -15,15 +15,15 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extension"))
 
 
-def answers_of(told: str) -> dict[str, str]:
+def answers_of(text: str) -> dict[str, str]:
     folded = r"^ *<details>.*<code>(.*)</code>.*</summary>\n *\n *\*(.*)\*\n *\n *</details>$"
-    return {html.unescape(given): said for given, said in re.findall(folded, told, re.M)}
+    return {html.unescape(given): said for given, said in re.findall(folded, text, re.M)}
 
 
-def test_every_option_of_every_command_is_told_with_what_is_said_to_a_wrong_value():
-    told = importlib.import_module("settings").commands()
+def test_every_option_of_every_command_is_listed_with_the_answer_to_a_wrong_value():
+    text = importlib.import_module("settings").commands()
 
-    chapters = dict(re.findall(r"^## (pyps .*)\n((?:(?!## ).*\n?)*)", told, re.M))
+    chapters = dict(re.findall(r"^## (pyps .*)\n((?:(?!## ).*\n?)*)", text, re.M))
     assert {name.split()[1] for name in chapters} == set(COMMANDS)
     entries = {name: set(re.findall(r"^`+\{option\} (\S+?),? ", text, re.M)) for name, text in chapters.items()}
     assert {flag_name(field.name) for field in dataclasses.fields(ServerConfig)} <= entries["pyps serve"]
@@ -42,7 +42,7 @@ def test_what_is_right_is_not_done(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_setting_of_a_worker_is_told():
+def test_every_setting_of_a_worker_is_listed():
     settings = importlib.import_module("settings")
 
     launch, options = settings.launch(), settings.options()

@@ -52,8 +52,8 @@ def test_what_has_spaces_and_quotes_reaches_the_script_as_it_was_given():
     worker = ("python", "it's.py", "--note", "a  b $HOME")
     script = printed("--folder", "my runs/a'b", "--stop-after", "updates=5", "--resume", "--", *worker)
     chosen = script.partition("\n# ---")[0]
-    ask = 'printf "%s\\n" "$folder" $resume "${server_flags[@]}" "${worker[@]}"'
-    said = subprocess.run(["bash", "-c", f"{chosen}\n{ask}"], capture_output=True, text=True, check=True).stdout
+    show = 'printf "%s\\n" "$folder" $resume "${server_flags[@]}" "${worker[@]}"'
+    said = subprocess.run(["bash", "-c", f"{chosen}\n{show}"], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == ["my runs/a'b", "--resume", "--stop-after", "updates=5", *worker]
 
 
@@ -71,8 +71,8 @@ def run(tmp_path: Path, *arguments: str, served: int = 0) -> subprocess.Complete
 
 def test_a_folder_s_name_is_never_run_nor_does_it_break_the_job(tmp_path):
     name = "-it's %j a\\b; touch PWNED; '$(touch PWNED)"
-    tell = """. "${PYPS_TLS_CA%/*}/environment" && echo "$PYPS_TLS_CA" """
-    done = run(tmp_path, "--folder", f"./{name}", "--", "bash", "-c", tell)
+    show = """. "${PYPS_TLS_CA%/*}/environment" && echo "$PYPS_TLS_CA" """
+    done = run(tmp_path, "--folder", f"./{name}", "--", "bash", "-c", show)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{tmp_path}/{name}/job-7.0/ca.crt" in done.stdout.splitlines()
     [look] = re.findall("^Look inside: (.*) && pyps status$", done.stdout, re.M)

@@ -54,11 +54,11 @@ def test_a_loss_that_has_no_height_is_drawn_as_none():
 
 def test_what_others_chose_is_no_command_to_the_terminal():
     words = "\x1b[2J[red]<b>\x07\u202e"
-    told = answer("a", uptime=1, version=1)
-    told.status.MergeFrom(pb.Status(run_id=words, protocol=words, waiting_for=[words], warnings=[words]))
-    told.workers[0].MergeFrom(pb.WorkerInfo(worker_id=words, state=words, waits_for=[words]))
+    reply = answer("a", uptime=1, version=1)
+    reply.status.MergeFrom(pb.Status(run_id=words, protocol=words, waiting_for=[words], warnings=[words]))
+    reply.workers[0].MergeFrom(pb.WorkerInfo(worker_id=words, state=words, waits_for=[words]))
     history = History(["a", "b"])
-    history.take("a", dataclasses.replace(told, events=[pb.Event(message=words)]))
+    history.take("a", dataclasses.replace(reply, events=[pb.Event(message=words)]))
     history.take("b", words)
     tabs = [draw(history) for draw in (pictures.servers, pictures.waits, pictures.events)]
     workers = pictures.workers(history, sorted_by="worker", reverse=False)

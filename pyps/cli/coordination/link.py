@@ -90,7 +90,7 @@ class Link:
         """Wait for the servers and for the run's first parameters.
 
         Raises:
-            WaitTimedOut: No worker brings parameters.
+            WaitTimedOut: No worker sends parameters.
             ModelMismatch: Not all servers were named.
             InvalidArgument: The servers run another protocol.
         """
