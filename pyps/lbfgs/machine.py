@@ -26,15 +26,12 @@ class Machine(Protocol):
         """Execute one program on every server, one message each; return the answers of its instructions in order.
 
         An answer is the sum over servers in their order, in float64; for NORM_INF the largest, NaN if one is NaN.
-        A program that commits goes to server 0 first, and to the others once server 0 has answered: no server is ever
-        ahead of the `state` on server 0, and a restarted coordinator can have the others repeat the commit. A server
-        whose iteration is as large already skips it and answers with no numbers.
+        A program that commits goes to server 0 first, so that no server is ahead of the `state` saved there, and a
+        restarted coordinator can repeat the commit. A server that has executed it skips it and answers no numbers.
         """
-        ...
 
     def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
         """Execute a program on one server: at a restart they may have different vectors."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class Objective(Protocol):
         `note` is shown to users: "iteration", "loss" (at the accepted point), "step_length" (of the trial),
         "gradient_norm".
         """
-        ...
 
 
 # Besides the accepted point and its gradient: the trial's gradient, the changes of both from the accepted point to the

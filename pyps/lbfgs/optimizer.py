@@ -355,11 +355,9 @@ class Line(Protocol):
 
     def loss(self, step: float) -> float:
         """Return phi(step), by a pass over the whole data set."""
-        ...
 
     def slope(self) -> float:
         """Return phi' at the step of the last `loss`, from that pass's gradient; not finite if the gradient is not."""
-        ...
 
 
 @dataclass(frozen=True)
