@@ -65,6 +65,18 @@ def test_one_interrupt_ends_the_whole_job(start_python):
     assert "another one goes on" not in launcher.output()
 
 
+@pytest.mark.extended
+def test_a_checkpointed_job_goes_on_where_it_ended(start_python, tmp_path):
+    command = ("-m", "pyps", "sandblaster", "--portions", "8", "--checkpoint-dir", str(tmp_path / "kept"))
+    first = start_python(*command, "--iterations", "2", str(SCRIPT))
+    assert first.wait(END_SECONDS) == 0, first.output()
+
+    second = start_python(*command, "--iterations", "4", "--resume", str(SCRIPT))
+
+    assert second.wait(END_SECONDS) == 0, second.output()
+    assert [int(number) for number in re.findall(r"\| iteration +(\d+)  loss ", second.output())] == [3, 4]
+
+
 def test_what_cannot_be_used_is_refused_before_anything_is_started(start_python):
     for flags, sentence in (
         (("--fold", "whole"), "--fold is 'whole'; expected portion, or group:k=4"),
