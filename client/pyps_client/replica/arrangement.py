@@ -233,24 +233,25 @@ def _owners(run: Model, named: Named) -> list[int]:
     parts = [[tensor for tensor in run.tensors if tensor.part == part] for part in range(run.num_parts)]
     fits = [[p for p, mine in enumerate(named) if all(_lies_in(t, mine) for t in of_part)] for of_part in parts]
     owners, loads = [0] * len(parts), [0] * len(named)
-    split = f"split into {run.num_parts} parts" if run.num_parts > 1 else "not split"
-    alike = f"{run.num_parts} processes that split it in the same way, or " if run.num_parts > 1 else ""
-    advice = f"Start {alike}one process that holds the whole model."
+    split, advice = "The run's model is not split", "Start one process that holds the whole model."
+    if run.num_parts > 1:
+        split = f"The run's model is split into {run.num_parts} parts"
+        advice = (
+            f"Start {run.num_parts} processes that split it in the same way, or one process that holds the whole model."
+        )
     # The parts with the smallest choice of processes first.
     for part in sorted(range(len(parts)), key=lambda part: len(fits[part])):
         if not fits[part]:
             lost = min(parts[part], key=lambda tensor: any(_lies_in(tensor, mine) for mine in named))
             raise ModelMismatch(
-                f"The run's model is {split}, and part {part} lies in no process of this replica as a whole, such as "
+                f"{split}, and part {part} lies in no process of this replica as a whole, such as "
                 f"the numbers {place_in_words(_offset_of(lost), lost.shape)} of tensor {lost.name!r}; the replica has "
                 f"{len(named)} processes. {advice}"
             )
         owners[part] = min(fits[part], key=loads.__getitem__)
         loads[owners[part]] += sum(tensor.size for tensor in parts[part])
     if idle := set(range(len(named))).difference(owners):
-        raise ModelMismatch(
-            f"The run's model is {split}; process {min(idle)} of this replica would train none. {advice}"
-        )
+        raise ModelMismatch(f"{split}; process {min(idle)} of this replica would train none. {advice}")
     return owners
 
 
