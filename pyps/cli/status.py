@@ -191,7 +191,9 @@ def facts(status: pb.Status) -> dict[str, object]:
         "batch size": f"{status.batch_size} ({status.batch_growth})" if status.batch_growth else "",
         "clipped to": f"{status.clip_norm:g}" if status.clip_norm else "",
         "workers alive": status.workers_alive,
-        "in the round": f"{len(status.roster)}: {_names(status.roster)}{missing}" if status.roster or missing else "",
+        "in the round": f"{len(status.roster)}{': ' if status.roster else ''}{_names(status.roster)}{missing}"
+        if status.roster or missing
+        else "",
         "version": str(low) if low == high else f"{low} to {high}",
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{tally.updates:,}, the last {last}",

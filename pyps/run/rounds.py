@@ -134,7 +134,7 @@ class RoundController:
     def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
         behaviour = self.behaviour
         warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
-        if behaviour.aggregation.weighs_examples and len(self._counted) == 2:
+        if behaviour.aggregation.weighs_examples and self._counted == {True, False}:
             warnings += (_COUNTS_DIFFER,)
         # A server of a small model may hold none of its shards.
         shard = self._content.first if self._content is not None else None
@@ -394,7 +394,7 @@ class RoundController:
         if content.initializer is None:
             missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
             if missing and now - content.ready_at > self._membership.lease_seconds:
-                # Live workers have given a heartbeat by now.
+                # The run was restored: each of its workers that lives has sent a heartbeat by now.
                 self.carry_out(self._membership.expect_no_more())
         self._find_stalls(now)
         self.complete_rounds()
@@ -514,6 +514,7 @@ class RoundController:
             self._version_grew(shard, shard.version)
 
     def _version_grew(self, shard: Store, version: int) -> None:
+        """Let the workers go on that wait for this version before a step, and call `on_update`."""
         if self.steps.pacer is not None:
             self.at_gate(self.steps.advanced, version)
         if self.on_update is not None:

@@ -44,7 +44,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 log = logs.get("pyps.service")
 
 
-class Awaited:
+class WaitingCalls:
     """The calls that wait for a message. For the event loop, except `num_late`.
 
     gRPC does not report how much of a message it has received. So a call that waits for long is taken to have received
@@ -108,12 +108,12 @@ class Awaited:
 class Call:
     """A call's messages in and out, with time limits; everything else as in gRPC's context.
 
-    A caller that takes no reply for long loses its call. One timer serves the whole call, as in `Awaited`.
+    A caller that takes no reply for long loses its call. One timer serves the whole call, as in `WaitingCalls`.
     """
 
-    def __init__(self, context: Context, awaited: Awaited, budget: ByteBudget):
+    def __init__(self, context: Context, waiting: WaitingCalls, budget: ByteBudget):
         self._context = context
-        self._awaited = awaited
+        self._waiting = waiting
         self._budget = budget
         # Until the caller is known.
         self.role = Role.OPERATOR
@@ -133,14 +133,14 @@ class Call:
         """Return the next message, EOF after the last; LimitExceeded where too many calls wait for theirs."""
         task = asyncio.current_task()
         assert task is not None
-        self._awaited.begin(task)
+        self._waiting.begin(task)
         try:
             return await self._context.read()
         except asyncio.CancelledError:
-            self._awaited.require_wanted(task)
+            self._waiting.require_wanted(task)
             raise
         finally:
-            self._awaited.end(task)
+            self._waiting.end(task)
 
     async def receive(self, *, under_way: bool = False) -> bytes | None:
         """Return the next message, None after the last; WaitTimedOut if the rest of what is `under_way` is late."""
@@ -209,12 +209,19 @@ class MessageReader(grpc.aio.ServerInterceptor):
     their own statuses, any other INTERNAL with a traceback in the log.
     """
 
-    def __init__(self, access: Access, awaited: Awaited, budget: ByteBudget, *, open_awaited: Awaited | None = None):
-        """Calls that need no token wait among `open_awaited`, where that is given."""
+    def __init__(
+        self,
+        access: Access,
+        waiting: WaitingCalls,
+        budget: ByteBudget,
+        *,
+        waiting_without_token: WaitingCalls | None = None,
+    ):
+        """Calls that need no token wait among `waiting_without_token`, where that is given."""
         self._access = access
-        self._awaited = awaited
+        self._waiting = waiting
         self._budget = budget
-        self._open_awaited = open_awaited or awaited
+        self._waiting_without_token = waiting_without_token or waiting
         # Called with gRPC's name of a caller that may make the call it makes.
         self.on_caller: Callable[[str], None] = lambda peer: None
 
@@ -228,11 +235,11 @@ class MessageReader(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         streams, deserialize = handler.request_streaming, handler.request_deserializer
-        awaited = self._open_awaited if _is_open(details.method) else self._awaited
+        waiting = self._waiting_without_token if _needs_no_token(details.method) else self._waiting
         method: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
 
         async def serve(_: object, context: Context) -> Any:
-            call = Call(context, awaited, self._budget)
+            call = Call(context, waiting, self._budget)
             try:
                 self._admit(call, context, details)
                 # A stream's messages are read by its service.
@@ -277,21 +284,21 @@ class MessageReader(grpc.aio.ServerInterceptor):
         deserialize: Callable[[bytes], Any] | None,
     ) -> Any:
         """Read a call's only message and answer it. A long message is held on the budget meanwhile."""
-        is_open, account = _is_open(details.method), self._budget.account()
+        needs_no_token, account = _needs_no_token(details.method), self._budget.account()
         try:
-            message = await _only_message(call, seconds=OPEN_READ_SECONDS if is_open else READ_SECONDS)
+            message = await _only_message(call, seconds=OPEN_READ_SECONDS if needs_no_token else READ_SECONDS)
             # A short message takes hardly more than its call.
             account.hold(len(message) if len(message) > SHORT_BYTES else 0)
         except LimitExceeded as error:
             # A client retries a call that finds no server, and gives up a call that goes beyond a limit.
-            raise error if is_open else ServerUnavailable(str(error)) from None
+            raise error if needs_no_token else ServerUnavailable(str(error)) from None
         try:
             return await method(_parse(message, deserialize), call)
         finally:
             account.close()
 
 
-def _is_open(method: str) -> bool:
+def _needs_no_token(method: str) -> bool:
     """Return whether a call needs no token."""
     return needed_for(method) is Role.ANYBODY
 

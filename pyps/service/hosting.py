@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from pyps import logs
 from pyps.config import ConfigError, flag_name
-from pyps.service.calls import Awaited, MessageReader
+from pyps.service.calls import MessageReader, WaitingCalls
 from pyps.service.limits import ByteBudget
 from pyps.service.reflection import add_reflection
 from pyps.service.security import Access
@@ -171,7 +171,7 @@ def _socket_of(file: int) -> Iterator[socket.socket | None]:
 def control_port(access: Access, *, budget: ByteBudget) -> Port:
     """Return a port for small calls, apart from large messages."""
     options = [("grpc.max_receive_message_length", CONTROL_BYTES_MAX), ("grpc.max_connection_idle_ms", _IDLE_MS)]
-    reader = MessageReader(access, Awaited(_CONTROL_LATE_MAX), budget)
+    reader = MessageReader(access, WaitingCalls(_CONTROL_LATE_MAX), budget)
     return Port(reader, _connections(_CONTROL_CONNECTIONS_MAX, files_share=8), options)
 
 
@@ -272,8 +272,8 @@ class Grpc(Transport):
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ]
-        open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
-        reader = MessageReader(host.access, host.awaited, host.budget, open_awaited=open_awaited)
+        waiting_without_token = WaitingCalls(_OPEN_READS_MAX, at_once=True)
+        reader = MessageReader(host.access, host.waiting, host.budget, waiting_without_token=waiting_without_token)
         # A worker has one, and may have left another that has yet to end.
         connections_max = _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2)
         self._port = Port(reader, connections_max, options)

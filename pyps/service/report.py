@@ -96,7 +96,7 @@ def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
         first_parameters_bytes=0 if host.run.incoming is None else host.run.incoming.num_bytes,
         ledger_bytes=sum(shard.ledger_bytes for shard in shards),
         serialized_bytes=host.serializations.bytes_held,
-        late_messages=host.awaited.num_late,
+        late_messages=host.waiting.num_late,
     )
 
 

@@ -26,7 +26,7 @@ from pyps.run.handshake import RunState
 from pyps.run.observers import Standstill
 from pyps.run.run import SOFTWARE, Run
 from pyps.service import hosting
-from pyps.service.calls import LATE_MIN, Awaited
+from pyps.service.calls import LATE_MIN, WaitingCalls
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.hosting import Grpc
@@ -134,7 +134,7 @@ class Server:
             work=self._work,
             budget=self._budget,
             # Each worker may keep two streams open: one of exchanges and one of pushes.
-            awaited=Awaited(max(2 * config.max_workers, LATE_MIN)),
+            waiting=WaitingCalls(max(2 * config.max_workers, LATE_MIN)),
             health=Health(),
             serializations=Serializations(),
             checkpoints=self._checkpoints,

@@ -10,7 +10,7 @@ from typing import ClassVar
 from pyps.config import ServerConfig
 from pyps.run.handshake import Greeting
 from pyps.run.run import Run
-from pyps.service.calls import Awaited
+from pyps.service.calls import WaitingCalls
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
@@ -31,7 +31,7 @@ class Host:
     run: Run
     work: KernelExecutor
     budget: ByteBudget
-    awaited: Awaited
+    waiting: WaitingCalls
     health: Health
     serializations: Serializations
     checkpoints: CheckpointFolder | None

@@ -11,7 +11,7 @@ import pytest
 from pyps.core.membership import Member, Membership
 from pyps.service import calls
 from pyps.service import conversation as module
-from pyps.service.calls import Awaited, Call
+from pyps.service.calls import Call, WaitingCalls
 from pyps.service.conversation import Conversation, Request
 from pyps.service.executor import INLINE_PARAMETERS_MAX, KernelExecutor
 from pyps.service.limits import HEADER_BYTES, ByteBudget
@@ -326,7 +326,7 @@ def test_a_caller_that_takes_nothing_loses_its_call(held_share, seconds):
         await pass_seconds(clock, 0)
         # What callers that read nothing hold is free sooner where it is much.
         with budget.account("b").holding(int(held_share * 1000)):
-            writer = Call(Caller(deaf=True), Awaited(1), budget)  # type: ignore[arg-type]
+            writer = Call(Caller(deaf=True), WaitingCalls(1), budget)  # type: ignore[arg-type]
             sending = asyncio.create_task(writer.write(b"reply"))
             await pass_seconds(clock, seconds - 1)
             assert not sending.done()
@@ -342,7 +342,7 @@ def test_the_limit_for_slow_callers_is_that_of_each_message():
     async def act() -> None:
         clock, caller = [asyncio.get_running_loop().time()], Caller()
         await pass_seconds(clock, 0)
-        writer = Call(caller, Awaited(1), ByteBudget(1))  # type: ignore[arg-type]
+        writer = Call(caller, WaitingCalls(1), ByteBudget(1))  # type: ignore[arg-type]
         for _ in range(4):
             caller.listens.clear()
             sending = asyncio.create_task(writer.write(b"reply"))

@@ -18,7 +18,7 @@ from pyps.roles import Role
 from pyps.run.handshake import Greeting
 from pyps.run.run import Run
 from pyps.service import convert, hosting
-from pyps.service.calls import Awaited, Call
+from pyps.service.calls import Call, WaitingCalls
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
@@ -75,7 +75,9 @@ def host_of(
 ) -> Host:
     """Return what a server around that run has."""
     access, kept = Access(run.config), serializations or Serializations()
-    return Host(run.config, access, None, run, executor, budget or ByteBudget(2**20), Awaited(1), Health(), kept, None)
+    return Host(
+        run.config, access, None, run, executor, budget or ByteBudget(2**20), WaitingCalls(1), Health(), kept, None
+    )
 
 
 def test_a_large_model_is_read_and_checked_off_the_event_loop():
@@ -142,7 +144,7 @@ def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages
 
     async def scene() -> None:
         host = host_of(run, work, budget=ByteBudget(1))
-        await serve_stream(host, Call(Caller(), host.awaited, host.budget), exchanges=True)  # type: ignore[arg-type]
+        await serve_stream(host, Call(Caller(), host.waiting, host.budget), exchanges=True)  # type: ignore[arg-type]
 
     with pytest.raises(InvalidArgument, match="max-in-flight-bytes") if counts else nullcontext():
         asyncio.run(scene())
@@ -160,7 +162,7 @@ def test_all_shards_of_a_pull_under_one_mutex_are_read_while_it_is_held(work):
 
     async def scene() -> None:
         host = host_of(run, work, serializations=Watching())
-        await serve_pull(host, Call(listener, host.awaited, host.budget), request.SerializeToString())  # type: ignore[arg-type]
+        await serve_pull(host, Call(listener, host.waiting, host.budget), request.SerializeToString())  # type: ignore[arg-type]
 
     wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
     request = wire.PullRequest(sender=SENDER, role=common.ROLE_WORKER, wants=wants, codec=common.CODEC_FLOAT32)
@@ -185,7 +187,7 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex(w
     async def scene() -> LeaseReply:
         with run.mutex:
             host = host_of(run, work)
-            call = Call(listener, host.awaited, host.budget)  # type: ignore[arg-type]
+            call = Call(listener, host.waiting, host.budget)  # type: ignore[arg-type]
             late = asyncio.create_task(serve_pull(host, call, request.SerializeToString()))
             await asyncio.sleep(0)
             async with asyncio.timeout(WAIT_SECONDS):
@@ -243,7 +245,7 @@ def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch, work):
 
     async def scene() -> None:
         host = host_of(run, work)
-        call = Call(listener, host.awaited, host.budget)  # type: ignore[arg-type]
+        call = Call(listener, host.waiting, host.budget)  # type: ignore[arg-type]
         pulling = asyncio.create_task(serve_pull(host, call, request.SerializeToString()))
         # Shard by shard, the last first.
         for shard_id in reversed(range(count)):

@@ -178,7 +178,7 @@ def test_status_memory_and_shards_are_reported_while_a_push_holds_their_shard(mo
     shard = run.content.shards[0]
     partition = run.content.partition
     held = SimpleNamespace(bytes_held=0, bytes_max=0, num_late=0)
-    host: Any = SimpleNamespace(run=run, budget=held, serializations=held, awaited=held)
+    host: Any = SimpleNamespace(run=run, budget=held, serializations=held, waiting=held)
 
     def report_all() -> None:
         report.status_of(run, report.Addresses("", "", ""), None)

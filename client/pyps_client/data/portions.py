@@ -418,6 +418,7 @@ class BatchCount:
         return max(0, self._next_step - self._stepper.steps)
 
     def drawn(self, batch: _Batch) -> None:
+        """Note a batch that the loader drew; if not exact, announce the step that it is expected to have."""
         if self._is_exact:
             self._fetched.append(batch)
             return

@@ -277,8 +277,8 @@ class Written:
             raise InvalidArgument(
                 f"Parameters ({several(names)}) were written after RemoteOptimizer had joined the run, and would be "
                 "overwritten with the servers': load or initialise the model before the first zero_grad(), forward "
-                "pass or step(), which gives a new run the first worker's parameters. A run that has begun keeps its "
-                "own (pyps serve --resume)."
+                "pass, step() or read of the run (global_step), which gives a new run the first worker's parameters. A "
+                "run that has begun keeps its own (pyps serve --resume)."
             )
         self.spoiled = True
         if not self._warned:

@@ -378,8 +378,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if state_dict.get("state"):
             raise SettingsChanged(
                 "The state dict holds a torch optimizer's own state, but this run's slots live on the "
-                "servers, where `pyps serve --resume` restores them. Load a state dict that a "
-                "RemoteOptimizer made."
+                "servers, where `pyps serve --resume` restores them. Load a state dict that a RemoteOptimizer made, or "
+                "the model's alone: slots then begin at zero."
             )
         groups = self.param_groups
         try:
@@ -401,9 +401,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         update, self._loaded_update = self._loaded_update, None
         if update not in (None, self.global_step) and self._replaced:
             logger.warning(
-                "a state dict of update %d was loaded in a run that is at update %d: the model's parameters are the "
-                "run's, not those that this worker came with. To begin with a checkpoint's, load it in every worker of "
-                "a new run (`pyps reset`)",
+                "a state dict of update %d was loaded in a run that is at update %d: this worker trains the run's "
+                "parameters, not those that it loaded. That is right if the run began with the same checkpoint. Else "
+                "load it in every worker of a new run (`pyps reset`), which begins with it then",
                 *(update, self.global_step),
             )
 

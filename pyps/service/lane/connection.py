@@ -89,22 +89,22 @@ class Connection(Caller):
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # Its error counts as seen where a failed delivery ends the lane first.
         self._ended.add_done_callback(look_at_error)
-        # Until its end is sent, after which the worker may begin another.
+        # The pull under way, until its end is sent: a worker has one at a time.
         self._pulling: asyncio.Task[None] | None = None
         # The newest message that a thread sends.
         self._sending: asyncio.Task[None] | None = None
         self._sending_lock = threading.Lock()
-        # For the thread that receives and the one that answers: the same for every push, since each allocates from
-        # memory of its own.
+        # The same two threads serve all pushes: each thread allocates payloads from memory of its own, which it uses
+        # again.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="lane receives")
         self._answerer = ThreadPoolExecutor(1, thread_name_prefix="lane answers")
         # Blocking work that may still use the socket.
         self._blocking: set[Future[Any]] = set()
-        # When the other end is to have opened the lane, or sent a message. None while it owes nothing.
+        # By when the other end must have opened the lane, or sent the rest of a message. None while it owes nothing.
         self._receives_until: float | None = time.monotonic() + OPEN_SECONDS
-        # Since when a thread sends a message, and its size.
+        # Since when a thread has been sending a message, and its size.
         self._sends: tuple[float, int] | None = None
-        # The same for the rest of a push that is to be applied as a whole, and for its end after a failure.
+        # By when the rest of a push that is applied as a whole must have come; after a failure, the other end's end.
         self._completes_until: float | None = None
         self._task = self._loop.create_task(self._serve())
 
@@ -283,8 +283,8 @@ class Connection(Caller):
     async def _take_burst(self) -> tuple[int, bytes, memoryview, int] | None:
         """Take pushes until the lane ends or another message comes, and return that message.
 
-        A worker that pushes large messages goes on doing so: to wait for the next push on the thread saves two
-        hand-overs a push.
+        A worker that pushes large messages goes on doing so. The thread therefore waits for the next push itself, which
+        saves two switches between threads a push.
         """
         burst = _Burst(self._host.budget)
         answering = asyncio.ensure_future(self._in_thread(partial(self._answer_burst, burst), self._answerer))
