@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -438,6 +439,23 @@ def test_a_worker_that_is_forgotten_amid_a_push_loses_its_lane(start_server):
             assert lane.receive()[0] == EXCHANGE
             worker.leave()
             assert lane.refusal() == ""
+
+
+@pytest.mark.usefixtures("all_large")
+def test_lanes_that_are_reset_after_a_refusal_log_no_traceback(start_server, caplog):
+    server = start_server()
+    with WireWorker(server.data, model=THREE_SHARDS) as worker:
+        worker.join(1.0)
+        for sequence in range(50, 250):
+            with open_lane(worker) as lane:
+                header, payload = apart(worker.push_request(0.25, 0, sequence=sequence, num_shards=3))
+                lane.send(EXCHANGE, header, payload[4:])
+                assert lane.receive()[0] == FAILURE
+                lane.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
+        wait_until(lambda: not any("lane receives" in thread.name for thread in threading.enumerate()), what="the end")
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.usefixtures("all_large")

@@ -169,8 +169,8 @@ class Connection(Caller):
                 self._pulling.cancel()
                 await asyncio.wait([self._pulling])
             while self._blocking:
-                # The system would give their socket's number to another.
-                await asyncio.wait([asyncio.wrap_future(future) for future in list(self._blocking)])
+                # The system would give their socket's number to another. Their errors were seen, or come of the end.
+                await asyncio.gather(*map(asyncio.wrap_future, list(self._blocking)), return_exceptions=True)
             for threads in (self._receiver, self._answerer):
                 threads.shutdown(wait=False)
             self._lane.close()
@@ -310,6 +310,8 @@ class Connection(Caller):
             push_id, left = None, 0
             while burst.may_receive():
                 self._lane.wait()
+                if (begun := self._lane.begun) is not None:
+                    self._check(*begun)
                 message = self._receive()
                 self._receives_until = None
                 kind, header, payload, bytes_held = message
