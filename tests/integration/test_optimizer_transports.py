@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from certified import served, shown
 from client_support import addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.pull import Receiver
@@ -23,6 +24,17 @@ def backward_in_place(model: torch.nn.Module, optimizer: RemoteOptimizer, batch)
     """As `backward`, with gradients that are made zero rather than None."""
     optimizer.zero_grad(set_to_none=False)
     torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+def test_an_optimizer_trains_over_mutual_tls_with_a_token(start_server, made, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("correct-horse\n", encoding="utf-8")
+    server = start_server(*served(made / "sound", mutual=True), "--token-file", str(token))
+    model, own = mlp(), shown(made / "sound", mutual=True)
+    # It joins over gRPC and trains on the lane.
+    with remote(model, server, transport="tcp", token_file=token, **own) as optimizer:
+        train(batches(1), (model, optimizer))
+        assert (optimizer.transport, optimizer.global_step) == ("tcp", 1)
 
 
 OPTIONS = [

@@ -44,6 +44,12 @@ def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_stalene
     assert parameters.tolist() == [0.0]
 
 
+def test_staleness_shared_by_all_gradients_shortens_an_adaptive_step_and_leaves_its_slots_alone():
+    parameters, slots = updated("adagrad", 1, part([2.0], rate_scale=0.25), part([4.0], rate_scale=0.25))
+    # The accumulator has the plain mean, 3, squared; the step is a quarter of 1.
+    assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
+
+
 def test_a_weight_multiplies_the_gradient_itself():
     parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
     assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)
