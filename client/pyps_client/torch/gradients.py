@@ -301,10 +301,13 @@ class Finite:
     def note(self, receipts: Sequence[Receipt]) -> None:
         """Count an unchecked push that the servers refused for its NaN as left out."""
         gradients, self.unchecked = self.unchecked, ()
-        if gradients and REASON_NOT_FINITE in [receipt.reason for receipt in receipts]:
-            self.leave_out(gradients)
-        elif gradients:
-            self.passed()
+        if not gradients:
+            return
+        for receipt in receipts:
+            if receipt.reason == REASON_NOT_FINITE:
+                self.leave_out(gradients)
+                return
+        self.passed()
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -387,7 +387,7 @@ class Connection(Caller):
         return True
 
     def _take(self, message: bytes) -> None:
-        if self.is_hung_up:
+        if self._hang_up.poll(0):
             # No caller waits for the answer, and the memory may be in other use already.
             self.shut()
             return
