@@ -402,9 +402,9 @@ class LocalSocket:
 class Layout:
     """The places of a model's vectors in a segment: each begins a page, behind a page for the nonce."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, gradients: int):
         self._model, self.num_bytes = model, mmap.PAGESIZE
-        self.gradients = self._vectors()
+        self.gradients = [self._vectors() for _ in range(gradients)]
         self.parameters = self._vectors()
 
     def _vectors(self) -> local.LocalVectors:
@@ -418,15 +418,16 @@ class Layout:
 class LocalWorker(WireWorker):
     """A worker that shares memory: Hello and other calls go over gRPC, rounds through the local socket."""
 
-    def __init__(self, address: str, worker_id: str = "a", **options: Any):
+    def __init__(self, address: str, worker_id: str = "a", *, gradients: int = 1, **options: Any):
+        """`gradients` is how many sets of gradient vectors it has."""
         super().__init__(address, worker_id, **options)
-        self.layout = Layout(self.own.model)
+        self.layout = Layout(self.own.model, gradients)
         self.offer = wire.LocalTransport()
         self.descriptor = make_segment(self.layout.num_bytes)
         self.memory = mmap.mmap(self.descriptor, self.layout.num_bytes)
         self.nonce = secrets.randbits(64)
         self.memory[:8] = self.nonce.to_bytes(8, "little")
-        self.gradients = [self._arrays(self.layout.gradients)]
+        self.gradients = [self._arrays(vectors) for vectors in self.layout.gradients]
         self.parameters = self._arrays(self.layout.parameters)
         self.versions: dict[int, int] = {}
         self.link: LocalSocket | None = None
@@ -448,7 +449,7 @@ class LocalWorker(WireWorker):
             sender=self.sender,
             ticket=self.offer.ticket,
             segment_bytes=self.layout.num_bytes,
-            gradients=[self.layout.gradients],
+            gradients=self.layout.gradients,
             parameters=self.layout.parameters,
         )
         fill(attach, fields)

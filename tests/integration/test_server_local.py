@@ -71,6 +71,15 @@ def test_nan_in_one_shard_refuses_all_shards_of_the_round(start_server, model):
         assert {reply.receipt.version_after for reply in worker.exchange()} == {1}
 
 
+def test_either_set_of_gradients_may_be_pushed(start_server):
+    with local_worker(start_server().data, gradients=2) as worker:
+        worker.gradients[0][0][:], worker.gradients[1][0][:] = 1.0, 10.0
+        worker.exchange(gradients=1)
+        assert worker.parameters[0][0] == -10.0
+        worker.exchange(gradients=0)
+        assert worker.parameters[0][0] == -11.0
+
+
 @pytest.mark.parametrize("model", [SMALL, LARGE], ids=["on the event loop", "on threads"])
 def test_a_round_that_waits_for_others_is_pulled_when_it_is_over(start_server, model):
     server = start_server("--protocol", "hardsync", "--expected-workers", "2")

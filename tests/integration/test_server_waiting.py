@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from client_support import gradients_like, make_client, small_model
 from pyps.service import calls
 from pyps.service.calls import LATE_MIN
+from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PARAMETER_SERVER, stub_of
 from pyps_wire.partition import Model, Tensor
@@ -84,6 +85,16 @@ def test_shards_that_are_ready_do_not_wait_for_those_that_are_not(start_server):
         worker.push(worker.push_request(1.0, 0))
         last = next(pull)
         assert (last.shard_id, last.version) == (0, 1)
+
+
+def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server):
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        pull = parked_pull(worker, 1, seconds=20)
+        wait_until(lambda: status_of(server).waiting_for, 10, "the parked pull")
+        inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
+        assert refusal_of(list, pull)[1:] == ("NotInitialized", "the run was reset while the pull waited")
 
 
 def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_server):
