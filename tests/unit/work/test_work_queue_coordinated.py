@@ -13,6 +13,7 @@ from shards import (
     begin_pass,
     coordinated_queue,
     counted,
+    data_spec,
     examples_of,
     is_leased,
     nothing_now,
@@ -71,6 +72,13 @@ def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
     deliver(queue, "a", only)
     assert lease(queue, "a") == nothing_now(3)
     assert queue.waits_for("a") == ("the coordinator",)
+
+
+def test_a_coordinator_may_wait_for_the_data_set():
+    queue, woken = WorkQueue(stall_seconds=60), []
+    assert not outcome(queue, 0, wake=lambda: woken.append(1)).complete
+    queue.open(data_spec(4, 0, coordinated=True), worker_id="a")
+    assert woken == [1]
 
 
 def test_a_new_pass_ends_the_leases_of_the_one_before():
@@ -143,6 +151,17 @@ def test_of_two_copies_the_first_to_claim_wins(winner):
         assert (refused.accepted, refused.message) == (False, f"portion 0 was claimed by worker '{winner}' before")
     progress = queue.progress()
     assert (progress.copies, progress.stolen, progress.wasted) == (1, winner == "copy", 1)
+
+
+def test_a_copy_that_comes_after_the_delivery_is_wasted():
+    queue = coordinated_queue(2)
+    begin_pass(queue, num_portions=1)
+    original, copy = lease(queue, "a"), lease(queue, "b")
+    claim(queue, "a", original)
+    deliver(queue, "a", original)
+    assert "portion 0 was delivered by worker 'a' before" in claim(queue, "b", copy).message
+    progress = queue.progress()
+    assert (progress.copies, progress.stolen, progress.wasted) == (1, 0, 1)
 
 
 def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
