@@ -270,6 +270,12 @@ def test_what_servers_would_refuse_is_refused_before_any_starts():
         assert message in refusal("run", *flags, "--", "python", "-c", WAITING), flags
 
 
+def test_an_absurd_number_of_servers_is_refused():
+    # Of more than one server this protocol is refused too, so none would start.
+    command = ("run", "--servers", "65", "--protocol", "asgd:mutex=whole", "--", "python", "-c", WAITING)
+    assert "less than or equal to 64" in shell(*command, status=2)
+
+
 def test_a_misspelt_variable_is_refused_before_anything_starts():
     for variable, value, complaint in (
         ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, tcp, grpc"),
