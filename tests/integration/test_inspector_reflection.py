@@ -1,5 +1,8 @@
-"""The control port without generated classes: every call through reflection alone, by both of its names."""
+"""The control port without generated classes: every call through reflection alone, by both names, and by grpcurl."""
 
+import json
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +87,20 @@ def test_every_field_is_served_with_the_name_that_it_has_in_json(server):
                     assert served == expected, f"{message.name} by {version}"
                     names |= set(served.values())
     assert {"nextPageToken", "learningRates", "numPortions", "status"} <= names
+
+
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on the PATH")
+def test_grpcurl_makes_the_same_calls(server):
+    def run(*arguments: str) -> str:
+        done = subprocess.run(["grpcurl", "-plaintext", *arguments], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert INSPECTOR in run(server.control, "list").split()
+    assert "rpc GetStatus" in run(server.control, "describe", INSPECTOR)
+    for method, (request, field) in CALLS.items():
+        answer = json.loads(run("-d", json.dumps(request), server.control, f"{INSPECTOR}/{method}"))
+        assert field is None or answer[field], f"{method} gave {answer}"
 
 
 class Reflected:
