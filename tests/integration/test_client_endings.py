@@ -81,6 +81,23 @@ def test_a_signalled_worker_leaves(start_server, start_python, protocol, number,
     assert workers_of(server.control)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
 
 
+def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server_process, start_python):
+    server = start_server_process(*FLAGS[:2])
+    ended = start_python("-c", OVERLAPPED, server.data)
+    wait_until(
+        lambda: (seen := workers_of(server.control)) and seen["ends"].tally.pushes_applied, what="its first push"
+    )
+    server.signal(signal.SIGSTOP)
+    # Soon its threads wait for the server, and its main thread for them.
+    time.sleep(1)
+
+    ended.signal(signal.SIGTERM)
+
+    assert ended.wait(30) == 143, ended.output()
+    assert "Traceback" not in ended.output()
+    server.signal(signal.SIGCONT)
+
+
 def test_a_forked_child_ends_by_sigterm_as_usual(start_server, start_python):
     server = start_server()
     code = (
