@@ -8,7 +8,9 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import deque
 
+import psutil
 import pytest
 import torch
 
@@ -88,14 +90,20 @@ def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server_process, star
         lambda: (seen := workers_of(server.control)) and seen["ends"].tally.pushes_applied, what="its first push"
     )
     server.signal(signal.SIGSTOP)
-    # Soon its threads wait for the server, and its main thread for them.
-    time.sleep(1)
+    try:
+        worker, used = psutil.Process(ended.pid), deque[object](maxlen=20)
 
-    ended.signal(signal.SIGTERM)
+        def waits() -> bool:
+            used.append(worker.cpu_times())
+            return len(used) == used.maxlen and len(set(used)) == 1
 
-    assert ended.wait(30) == 143, ended.output()
-    assert "Traceback" not in ended.output()
-    server.signal(signal.SIGCONT)
+        wait_until(waits, what="all its threads to wait")
+        ended.signal(signal.SIGTERM)
+
+        assert ended.wait(30) == 143, ended.output()
+        assert "Traceback" not in ended.output()
+    finally:
+        server.signal(signal.SIGCONT)
 
 
 def test_a_forked_child_ends_by_sigterm_as_usual(start_server, start_python):
