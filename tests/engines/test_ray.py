@@ -105,8 +105,13 @@ def living(folder: Path) -> set[int]:
 
 
 def serving(word: str) -> list[psutil.Process]:
-    commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
-    return [one for one, words in commands.items() if "serve" in words and any(word in each for each in words)]
+    """Return the servers with the word in their command or in the name of their run."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
+        if "serve" in command and any(word in each for each in [*command, environment.get("PYPS_RUN_ID", "")]):
+            found.append(process)
+    return found
 
 
 def ended(job: PythonProcess, folder: Path) -> str:
