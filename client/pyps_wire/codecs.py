@@ -29,6 +29,10 @@ class Codec(int):
     dtype: np.dtype[Any] | None = None
     # Whether the worker (`pyps_client.vectors.Encoder`) adds an encoding's error to the shard's next gradient.
     stateful = False
+    # The share of that error which is added.
+    feedback = 1.0
+    # Whether a payload holds some of the numbers only; the others decode to 0.
+    sparse = False
 
     def __new__(cls, number: int, name: str, max_bytes: Callable[[int], int]) -> Self:
         """`number`: the value in the contract's enum Codec."""
@@ -52,6 +56,10 @@ class Codec(int):
         place = np.empty(count, np.float32)
         self.decode_into(payload, place)
         return place
+
+    def add_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        """Add the numbers of the payload to a contiguous array, each rounded once."""
+        place += self.decode(payload, place.size)
 
     def require_divisible(self) -> None:
         """Raise InvalidArgument where a payload cannot be split at any number."""
@@ -126,12 +134,51 @@ class _Bfloat16(WordCodec):
         return rounded.astype(np.uint16)
 
 
+class Int8(Codec):
+    """Blocks of 32 numbers: a byte with the exponent of their scale, as in a float32, and a signed byte each.
+
+    The scale is the least power of two that is at least a 127th of the largest magnitude. The number is scale * byte.
+    """
+
+    stateful = True
+    block = 32
+
+    def encode(self, values: NDArray[np.float32]) -> memoryview:
+        blocks = np.zeros(-(-values.size // self.block) * self.block, np.float32)
+        blocks[: values.size] = values
+        blocks = blocks.reshape(-1, self.block)
+        largest = np.abs(blocks).max(axis=1, initial=0.0) / np.float32(127.0)
+        finite = np.isfinite(largest)
+        exponents = np.where(finite, (largest.view(np.uint32) + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(255))
+        payload = np.empty((len(blocks), 1 + self.block), np.uint8)
+        payload[:, 0] = exponents
+        # A block with NaN or infinity has an infinite scale.
+        inverse = ((np.uint32(254) - np.where(finite, exponents, np.uint32(127))) << np.uint32(23)).view(np.float32)
+        with np.errstate(invalid="ignore"):
+            numbers = np.rint(blocks * inverse[:, None])
+        payload[:, 1:] = np.where(finite[:, None], numbers, np.float32(1.0)).astype(np.int8).view(np.uint8)
+        return payload.reshape(-1)[: self.max_bytes(values.size)].data
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        self.require_count(payload, place.size)
+        whole = np.zeros(-(-place.size // self.block) * (1 + self.block), np.uint8)
+        whole[: memoryview(payload).nbytes] = np.frombuffer(memoryview(payload), np.uint8)
+        blocks = whole.reshape(-1, 1 + self.block)
+        scales = (blocks[:, :1].astype(np.uint32) << np.uint32(23)).view(np.float32)
+        with np.errstate(invalid="ignore"):
+            place[:] = (blocks[:, 1:].view(np.int8) * scales).reshape(-1)[: place.size]
+
+    def fits(self, num_bytes: int, count: int) -> bool:
+        return num_bytes == self.max_bytes(count)
+
+
 FLOAT32 = WordCodec(1, "float32", "<f4")
 FLOAT16 = WordCodec(2, "float16", "<f2")
 BFLOAT16 = _Bfloat16(3, "bfloat16", "<u2")
+INT8 = Int8(4, "int8", lambda count: count + -(-count // Int8.block))
 
 # All codecs, by number.
-CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16)}
+CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
 
 
 def codec_names() -> list[str]:

@@ -12,6 +12,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FLOAT32: _ClassVar[Codec]
     CODEC_FLOAT16: _ClassVar[Codec]
     CODEC_BFLOAT16: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -57,6 +58,7 @@ CODEC_UNSPECIFIED: Codec
 CODEC_FLOAT32: Codec
 CODEC_FLOAT16: Codec
 CODEC_BFLOAT16: Codec
+CODEC_INT8: Codec
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_OBSERVER: Role

@@ -7,7 +7,7 @@ from kernel_values import around_all_halves, decode_reference, encode_reference
 from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps_wire import common_pb2
-from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32, codec_numbered, codec_of
+from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32, INT8, codec_numbered, codec_of
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 HALVES = (FLOAT16, BFLOAT16)
@@ -84,6 +84,26 @@ def test_names_and_numbers_are_those_of_the_contract_and_others_are_refused_with
     assert {codec.name: int(codec) for codec in NATIVE} == _kernels.CODECS
     assert sorted(CODECS.values()) == sorted(common_pb2.Codec.values())[1:]
     assert [codec_of(name).max_bytes(1) for name in ("float32", "float16", "bfloat16")] == [4, 2, 2]
-    for call in (lambda: codec_of("int8"), lambda: codec_numbered(9), lambda: codec_numbered(0)):
+    for call in (lambda: codec_of("int7"), lambda: codec_numbered(99), lambda: codec_numbered(0)):
         with pytest.raises(InvalidArgument, match="bfloat16"):
             call()
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 1000])
+def test_int8_is_off_by_at_most_a_step_of_its_blocks_scale(count):
+    random = np.random.default_rng(count)
+    values = (random.standard_normal(count) * 10.0 ** random.integers(-30, 30, count)).astype(np.float32)
+    payload = INT8.encode(values)
+    assert payload.nbytes == INT8.max_bytes(count) == count + -(-count // 32)
+    lost = np.pad(np.abs(values - INT8.decode(payload, count)), (0, -count % 32)).reshape(-1, 32)
+    largest = np.pad(np.abs(values), (0, -count % 32)).reshape(-1, 32).max(axis=1)
+    assert (lost.max(axis=1) <= largest / 127).all()
+
+
+def test_int8_keeps_zeros_and_a_block_with_nan_or_infinity_is_not_finite():
+    values = np.zeros(64, np.float32)
+    assert not INT8.decode(INT8.encode(values), 64).any()
+    for wrong in (np.nan, np.inf, -np.inf):
+        values[40] = wrong
+        decoded = INT8.decode(INT8.encode(values), 64)
+        assert not decoded[:32].any() and not np.isfinite(decoded[32:]).any()
