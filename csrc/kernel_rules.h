@@ -52,6 +52,20 @@ struct Nesterov {
   }
 };
 
+// `ends` is 1 in the last of n updates, else 0; share is 1/n. With n = 1 the bits are Nesterov's.
+struct DelayedNesterov {
+  PYPS_NUMBERS(rate, momentum, share, ends, weight_decay);
+
+  void step(float g, float& p, float& v, float& d) const {
+    const bool last = ends != 0.0f;
+    const float sum = d + g;
+    const float velocity = momentum * v + share * sum;
+    p = p - rate * (share * g + (last ? momentum * velocity : 0.0f));
+    v = last ? velocity : v;
+    d = last ? 0.0f : sum;
+  }
+};
+
 // The quotient, or 0 for a divisor of 0. The division is made in any case: a branch would not
 // vectorise.
 inline float divided(float dividend, float divisor) {
@@ -142,6 +156,7 @@ constexpr Rule rules[] = {
     entry("momentum", "velocity", &Momentum::step),
     entry("heavy_ball", "velocity", &HeavyBall::step),
     entry("nesterov", "velocity", &Nesterov::step),
+    entry("delayed_nesterov", "velocity, gradient_sum", &DelayedNesterov::step),
     entry("adagrad", "accumulator", &Adagrad::step),
     entry("rmsprop", "square_average", &Rmsprop::step),
     entry("adam", "first_moment, second_moment", &Adam::step),

@@ -34,6 +34,8 @@ NUMBERS = {
     "decay": 0.99,
     "beta1": 0.9,
     "beta2": 0.999,
+    "share": 0.25,
+    "ends": 1.0,
     "gradient_share": 0.7,
     "gradient_share1": 0.1,
     "gradient_share2": 0.001,

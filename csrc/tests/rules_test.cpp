@@ -78,6 +78,14 @@ std::vector<Rule> rules(float decay) {
          v = Rounded(keep) * Rounded(v) + d;
          p = Rounded(p) - Rounded(rate) * (d + Rounded(keep) * Rounded(v));
        }},
+      {"delayed_nesterov",
+       {rate, keep, share, 1.0f, decay},
+       [=](Rounded g, float& p, float& v, float& sum) {
+         const Rounded d = decayed(g, p);
+         v = Rounded(keep) * Rounded(v) + Rounded(share) * (Rounded(sum) + d);
+         p = Rounded(p) - Rounded(rate) * (Rounded(share) * d + Rounded(keep) * Rounded(v));
+         sum = 0.0f;
+       }},
       {"adagrad",
        {rate, eps, decay},
        [=](Rounded g, float& p, float& a, float&) {

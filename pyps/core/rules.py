@@ -26,10 +26,12 @@ WeightedGradient = tuple[bytes | memoryview, Codec, float]
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """A setting of a rule: any finite float32 from 0 up that is less than `below`."""
+    """A setting of a rule: any finite float32 from `least` up that is less than `below`."""
 
     default: float
     below: float = math.inf
+    least: float = 0.0
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +139,11 @@ def _momentum(numbers: dict[str, float], version: int) -> None:
     numbers["gradient_share"] = 1.0 - (numbers["dampening"] if version > 0 else 0.0)
 
 
+def _delayed_nesterov(numbers: dict[str, float], version: int) -> None:
+    numbers["share"] = 1.0 / numbers["n"]
+    numbers["ends"] = float((version + 1) % numbers["n"] == 0.0)
+
+
 def _adagrad(numbers: dict[str, float], version: int) -> None:
     numbers["rate"] /= 1.0 + version * numbers["lr_decay"]
 
@@ -216,6 +223,19 @@ _ROWS = (
         slot_names=("velocity",),
         momentum_name="momentum",
         without_momentum=SGD,
+    ),
+    # d += g; theta -= alpha / n * g; each n-th update: v = m * v + d / n; theta -= alpha * m * v; d = 0.
+    #
+    # Delayed Nesterov (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling"): for deltas of local
+    # training that arrive one by one, where Nesterov's momentum at each push fails. Updates are counted by the shard's
+    # version. With n = 1 it is Nesterov's rule; n pushes from one version are one step of it on their mean. A parameter
+    # without a gradient in an n-th update keeps its d until the next.
+    UpdateRule(
+        name="delayed_nesterov",
+        settings={**_MOMENTUM_SETTINGS, "n": Hyperparameter(default=1.0, least=1.0, whole=True)},
+        slot_names=("velocity", "gradient_sum"),
+        momentum_name="momentum",
+        derive=_delayed_nesterov,
     ),
     # s += g * g; theta -= alpha * g / (sqrt(s) + eps) (Dean et al. 2012, section 4.1).
     #
@@ -299,9 +319,11 @@ def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> di
     for name, value in values.items():
         setting = rule.settings[name]
         # Written so that NaN fails; the kernels compute in float32.
-        if not (0.0 <= value <= float(np.finfo(np.float32).max) and value < setting.below):
+        fits = setting.least <= value <= float(np.finfo(np.float32).max) and value < setting.below
+        if not fits or (setting.whole and not value.is_integer()):
             bound = f" and less than {setting.below:g}" if setting.below < math.inf else ""
+            numbers = "a whole number" if setting.whole else "a finite float32"
             raise UnsupportedOptimizer(
-                f"{rule.name}'s {name} is {value}; expected a finite float32 of at least 0{bound}"
+                f"{rule.name}'s {name} is {value}; expected {numbers} of at least {setting.least:g}{bound}"
             )
     return values

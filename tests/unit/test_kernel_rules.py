@@ -44,6 +44,14 @@ def nesterov(p, v, g, n):
     return p - n.rate * (g + n.momentum * v), v
 
 
+def delayed_nesterov(p, v, d, g, n):
+    d = d + g
+    if not n.ends:
+        return p - n.rate * (n.share * g), v, d
+    v = n.momentum * v + n.share * d
+    return p - n.rate * (n.share * g + n.momentum * v), v, np.zeros_like(d)
+
+
 def adagrad(p, a, g, n):
     a = a + g * g
     return p - divided(n.rate * g, np.sqrt(a) + n.eps), a
@@ -65,11 +73,12 @@ def adamw(p, m, v, g, n):
 
 
 REFERENCES = {
-    function.__name__: function for function in (sgd, momentum, heavy_ball, nesterov, adagrad, rmsprop, adam, adamw)
+    function.__name__: function
+    for function in (sgd, momentum, heavy_ball, nesterov, delayed_nesterov, adagrad, rmsprop, adam, adamw)
 }
 # A rule and numbers unlike the usual ones.
 WITHOUT_EPS = [(rule, {"eps": 0.0}) for rule in ("adagrad", "rmsprop", "adam")]
-CASES = [*((rule, {}) for rule in RULES), *WITHOUT_EPS]
+CASES = [*((rule, {}) for rule in RULES), ("delayed_nesterov", {"ends": 0.0}), *WITHOUT_EPS]
 
 
 def expected_of(rule, arrays, gradients, numbers):

@@ -29,6 +29,7 @@ CASES: tuple[tuple[str, type[torch.optim.Optimizer], dict[str, float]], ...] = (
     ("heavy_ball", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
     ("nesterov", torch.optim.SGD, {"momentum": 0.9}),
     ("nesterov", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    ("delayed_nesterov", torch.optim.SGD, {"momentum": 0.9, "n": 1.0, "weight_decay": 0.01}),
     ("adagrad", torch.optim.Adagrad, {}),
     (
         "adagrad",
@@ -49,10 +50,10 @@ def make_torchs(
     rule: str, kind: type[torch.optim.Optimizer], settings: dict[str, float], parameters: torch.Tensor
 ) -> torch.optim.Optimizer:
     """Return torch's optimizer with the rule's settings under torch's names."""
-    theirs: dict[str, Any] = {TORCHS.get(name, name): value for name, value in settings.items()}
+    theirs: dict[str, Any] = {TORCHS.get(name, name): value for name, value in settings.items() if name != "n"}
     if "beta1" in theirs:
         theirs["betas"] = (theirs.pop("beta1"), theirs.pop("beta2"))
-    return kind([parameters], **theirs, **({"nesterov": True} if rule == "nesterov" else {}))
+    return kind([parameters], **theirs, **({"nesterov": True} if "nesterov" in rule else {}))
 
 
 class Bowl:
@@ -95,6 +96,41 @@ def test_every_rule_follows_torch():
         found = trained_here(rule, settings, bowl)
         assert np.linalg.norm(expected - bowl.start) > 0.01 * np.linalg.norm(bowl.start), (rule, settings)
         assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected), (rule, settings)
+
+
+# Of eighths, so that no sum rounds.
+EIGHTHS = np.random.default_rng(1).integers(-64, 64, (16, LENGTH)).astype(np.float32) / 8
+
+
+def pushed(rule: str, n: float, gradients: Floats, *, base_versions: int) -> tuple[Floats, Floats]:
+    """Return parameters and velocity after these pushes of one worker, so many from each version."""
+    settings = {"learning_rate": 0.25, "momentum": 0.5} | ({"n": n} if n else {})
+    shard = make_shard(np.zeros(LENGTH), rule=rule, settings=settings)
+    for sequence, gradient in enumerate(gradients):
+        push(shard, gradient, sequence=sequence, base_version=sequence // base_versions * base_versions)
+    state = shard.state()
+    return state.parameters, state.slots["velocity"]
+
+
+def test_delayed_nesterov_with_n_of_1_is_nesterov_bit_for_bit():
+    for gradients in (EIGHTHS, EIGHTHS / 3):
+        expected = pushed("nesterov", 0, gradients, base_versions=1)
+        found = pushed("delayed_nesterov", 1, gradients, base_versions=1)
+        assert all(map(np.array_equal, found, expected))
+
+
+def test_as_many_pushes_from_one_version_as_n_are_one_step_of_nesterov_on_their_mean():
+    means = EIGHTHS[:12].reshape(3, 4, LENGTH).mean(axis=1)
+    expected = pushed("nesterov", 0, means, base_versions=1)
+    found = pushed("delayed_nesterov", 4, EIGHTHS[:12], base_versions=4)
+    assert all(map(np.array_equal, found, expected))
+    assert not np.array_equal(pushed("delayed_nesterov", 4, EIGHTHS[:11], base_versions=4)[0], expected[0])
+
+
+def test_delayed_nesterov_wants_a_whole_n():
+    for n in (0.0, 1.5, math.nan):
+        words = refusal(validate, "delayed_nesterov", {"n": n}, error=UnsupportedOptimizer)
+        assert f"n is {n}; expected a whole number of at least 1" in words
 
 
 def test_settings_default_to_those_of_torch():
