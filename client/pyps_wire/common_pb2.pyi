@@ -13,6 +13,8 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FLOAT16: _ClassVar[Codec]
     CODEC_BFLOAT16: _ClassVar[Codec]
     CODEC_INT8: _ClassVar[Codec]
+    CODEC_INT4: _ClassVar[Codec]
+    CODEC_ONEBIT: _ClassVar[Codec]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +61,8 @@ CODEC_FLOAT32: Codec
 CODEC_FLOAT16: Codec
 CODEC_BFLOAT16: Codec
 CODEC_INT8: Codec
+CODEC_INT4: Codec
+CODEC_ONEBIT: Codec
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_OBSERVER: Role

@@ -7,7 +7,7 @@ from kernel_values import around_all_halves, decode_reference, encode_reference
 from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps_wire import common_pb2
-from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32, INT8, codec_numbered, codec_of
+from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32, INT4, INT8, ONEBIT, codec_numbered, codec_of
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 HALVES = (FLOAT16, BFLOAT16)
@@ -89,21 +89,53 @@ def test_names_and_numbers_are_those_of_the_contract_and_others_are_refused_with
             call()
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 1000])
-def test_int8_is_off_by_at_most_a_step_of_its_blocks_scale(count):
+COUNTS = [0, 1, 31, 32, 33, 1000, 1024, 1025, 4097]
+
+
+def values_of_all_sizes(count):
     random = np.random.default_rng(count)
-    values = (random.standard_normal(count) * 10.0 ** random.integers(-30, 30, count)).astype(np.float32)
-    payload = INT8.encode(values)
-    assert payload.nbytes == INT8.max_bytes(count) == count + -(-count // 32)
-    lost = np.pad(np.abs(values - INT8.decode(payload, count)), (0, -count % 32)).reshape(-1, 32)
+    return (random.standard_normal(count) * 10.0 ** random.integers(-30, 30, count)).astype(np.float32)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_error_of_a_scaled_codec_is_within_its_blocks_largest_step(count):
+    values = values_of_all_sizes(count)
     largest = np.pad(np.abs(values), (0, -count % 32)).reshape(-1, 32).max(axis=1)
-    assert (lost.max(axis=1) <= largest / 127).all()
+    for codec, steps, size in ((INT8, 127, count + -(-count // 32)), (INT4, 3.5, 17 * -(-count // 32))):
+        payload = codec.encode(values)
+        assert payload.nbytes == codec.max_bytes(count) == size
+        lost = np.pad(np.abs(values - codec.decode(payload, count)), (0, -count % 32)).reshape(-1, 32)
+        assert (lost.max(axis=1) <= largest / steps).all(), codec
 
 
-def test_int8_keeps_zeros_and_a_block_with_nan_or_infinity_is_not_finite():
-    values = np.zeros(64, np.float32)
-    assert not INT8.decode(INT8.encode(values), 64).any()
+def test_int4_takes_the_nearest_of_its_magnitudes_and_of_two_the_one_with_an_even_index():
+    scale = np.float32(2.0**-20)
+    near = {0.25: 0, 0.26: 0.5, 0.74: 0.5, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5: 4, 5.1: 6, -7: -6, -0.75: -1}
+    for value, nearest in near.items():
+        values = np.array([7.0, *[value] * 20], np.float32) * scale
+        assert INT4.decode(INT4.encode(values), 21)[5] == np.float32(nearest) * scale, value
+
+
+@pytest.mark.parametrize("count", COUNTS[1:])
+def test_onebit_writes_the_means_of_a_blocks_numbers_on_either_side_of_zero(count):
+    values = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+    decoded = ONEBIT.decode(ONEBIT.encode(values), count)
+    for start in range(0, count, 1024):
+        block, theirs = values[start : start + 1024], decoded[start : start + 1024]
+        for side in (block >= 0, block < 0):
+            if side.any():
+                assert np.unique(theirs[side]).size == 1
+                np.testing.assert_allclose(theirs[side][0], block[side].mean(), rtol=2.0**-8)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("codec", [INT8, INT4, ONEBIT])
+def test_zeros_stay_zero_and_a_block_with_nan_or_infinity_is_not_finite(codec):
+    values = np.zeros(2 * codec.block, np.float32)
+    assert not codec.decode(codec.encode(values), values.size).any()
     for wrong in (np.nan, np.inf, -np.inf):
-        values[40] = wrong
-        decoded = INT8.decode(INT8.encode(values), 64)
-        assert not decoded[:32].any() and not np.isfinite(decoded[32:]).any()
+        values[codec.block + 8] = wrong
+        decoded = codec.decode(codec.encode(values), values.size)
+        assert not decoded[: codec.block].any() and not np.isfinite(decoded[codec.block + 8])
+    with pytest.raises(WrongSize):
+        codec.decode(codec.encode(values)[1:], values.size)
