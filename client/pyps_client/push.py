@@ -19,10 +19,21 @@ from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Receiver, Versions
 from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
+from pyps_client.run_state import View
 from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import Connection, call_seconds
 from pyps_client.transport.grpc import GrpcChannel
-from pyps_client.vectors import Encoder, Extents, Vectors, check_vectors, dtype_of, first_non_finite, part_of, values_at
+from pyps_client.vectors import (
+    Encoder,
+    Extents,
+    Vectors,
+    check_vectors,
+    codec_for,
+    dtype_of,
+    first_non_finite,
+    part_of,
+    values_at,
+)
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
 from pyps_wire.errors import InvalidArgument, WrongSize
@@ -134,6 +145,7 @@ class Pushes:
         sender: Sender,
         encoder: Encoder,
         connections: Sequence[Connection],
+        view: View,
         peers: Group = ALONE,
     ) -> None:
         self._partition = partition = holdings.partition
@@ -142,6 +154,7 @@ class Pushes:
         self._encoder = encoder
         self._codec = encoder.codec
         self._connections = connections
+        self._view = view
         self._peers = peers
         self._holdings = holdings
         self._rates = LearningRates(partition.num_servers, num_groups=self._num_groups)
@@ -187,8 +200,7 @@ class Pushes:
                     )
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
         sequence = next(self._sequences)
-        if self._codec.dtype is None:
-            self._encoder.begin(plan)
+        self._begin(plan)
         norm = plan.gradient_norm
         if norm is None and clip_norm > 0:
             norm = self.norm(plan)
@@ -224,7 +236,7 @@ class Pushes:
 
     def norm(self, plan: Plan) -> float:
         """Return the norm of a push over all processes of the replica, all of which call this."""
-        self._encoder.begin(plan)
+        self._begin(plan)
         kinds = plan.kinds or self._gradients_only
         parts = chain.from_iterable(
             pushed_parts(
@@ -236,6 +248,19 @@ class Pushes:
         if self._peers.count == 1:
             return own
         return math.sqrt(self._peers.all_reduce([own * own])[0])
+
+    def _begin(self, plan: Plan) -> None:
+        """Let the encoder know the push, unless its codec writes each number alone."""
+        if self._codec.dtype is not None or not self._encoder.begin(plan, plan.kinds) or not self._codec.stateful:
+            return
+        versions = plan.newest_base_versions or plan.base_versions or self._holdings.versions
+        epochs = versions.epochs if isinstance(versions, Versions) else self._holdings.versions.epochs
+        server_of, state = self._partition.server_of, self._view.state
+        # Two rounds: a round is one update of each shard, or as many as there are workers where each makes its own.
+        self._encoder.clear_old(
+            lambda shard_id: (epochs[server_of(shard_id)], versions.get(shard_id, -1)),
+            age_max=2 if state.terms.current_version_only else 2 * max(1, state.num_workers),
+        )
 
     def _template(self, place: int, plan: Plan, kinds: Sequence[int], receivers: Sequence[Receiver] | None) -> Template:
         index = self._connections[place].index
@@ -277,7 +302,10 @@ class Template:
         self.request.exchange.pull = reply_codec is not None
         for shard, extents in parts:
             message = self.request.exchange.shards.add(
-                sender=self.sender, codec=codec, shard_id=shard.shard_id, num_shards=len(parts)
+                sender=self.sender,
+                codec=codec_for(codec, self.kinds[shard.group]),
+                shard_id=shard.shard_id,
+                num_shards=len(parts),
             )
             # A shard without gradients is pushed too: a round waits for every worker.
             message.kind = PAYLOAD_KIND_NOTHING if extents is None else self.kinds[shard.group]  # type: ignore[assignment]
@@ -287,7 +315,8 @@ class Template:
         self.messages = list(self.request.exchange.shards)
         # The payloads of both directions.
         length = sum(shard.length for shard, _ in parts)
-        self.num_bytes = codec.max_bytes(length) + (0 if reply_codec is None else reply_codec.max_bytes(length))
+        pushed = sum(codec_for(codec, self.kinds[shard.group]).max_bytes(shard.length) for shard, _ in parts)
+        self.num_bytes = pushed + (0 if reply_codec is None else reply_codec.max_bytes(length))
         self.timeout_seconds = call_seconds(self.num_bytes)
         if self.num_bytes > LARGE_BYTES:
             keep_large_blocks()
@@ -481,9 +510,9 @@ class Outgoing:
                 payload.receive(memoryview(bytearray(payload.nbytes)))
         # Else the receipt answers another push.
         if receipt.sequence == self.sequence and receipt.shard_id in self.waiting:
-            shard, _ = self.waiting.pop(receipt.shard_id)
-            if self.template.codec.stateful and receipt.outcome != OUTCOME_REJECTED:
-                self.encoder.taken(shard)
+            del self.waiting[receipt.shard_id]
+            if self.template.codec.stateful:
+                self.encoder.answered(receipt)
             self.receipts.append(receipt)
         return not self.waiting
 

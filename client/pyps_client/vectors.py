@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,15 @@ import numpy.typing as npt
 
 from pyps_client.log import logger
 from pyps_wire.codecs import FLOAT32, Codec
+from pyps_wire.common_pb2 import (
+    OUTCOME_REJECTED,
+    PAYLOAD_KIND_BUFFER,
+    REASON_DROPPED,
+    REASON_FORGOTTEN,
+    Receipt,
+)
 from pyps_wire.errors import NotFinite, WrongSize
-from pyps_wire.partition import Model, ShardRange
+from pyps_wire.partition import Model, Partition, ShardRange
 
 Vector = npt.NDArray[np.float32]
 # One a group, in the type in which they are sent.
@@ -26,6 +33,11 @@ SKIPS_MAX = 10
 def dtype_of(codec: Codec, *, converted: bool) -> np.dtype[Any]:
     """Return the type of vectors for a codec: its own, or float32 if they are converted or it has none."""
     return FLOAT32.dtype if converted or codec.dtype is None else codec.dtype
+
+
+def codec_for(codec: Codec, kind: int) -> Codec:
+    """Return the codec of a group's pushes: buffers move as float32 where the worker's codec loses much of a number."""
+    return FLOAT32 if codec.dtype is None and kind == PAYLOAD_KIND_BUFFER else codec
 
 
 def check_vectors(
@@ -75,52 +87,156 @@ class Converter:
 NUMPY = Converter()
 
 
+class Residual:
+    """What encodings of one shard's gradients lost so far, and what the push under way loses. Two buffers, reused."""
+
+    __slots__ = ("epoch", "lost", "values", "version")
+
+    def __init__(self, length: int) -> None:
+        # float32, one number a parameter of the shard.
+        self.values = np.zeros(length, np.float32)
+        # Of the push under way, in the order of its payload.
+        self.lost = np.empty(length, np.float32)
+        # The shard's epoch and version after the newest push that changed the values; version -1 before.
+        self.epoch, self.version = 0, -1
+
+    def take(self, extents: Extents, count: int) -> None:
+        """Let what the push lost in these ranges, `count` numbers in all, be the residual."""
+        if extents:
+            self._write(self.values, extents, count)
+        else:
+            self.values, self.lost = self.lost, self.values
+
+    def after(self, extents: Extents, count: int) -> Vector:
+        """Return a copy of what `take` would make the residual."""
+        values = self.values.copy()
+        self._write(values, extents or ((0, values.size),), count)
+        return values
+
+    def _write(self, values: Vector, extents: Extents, count: int) -> None:
+        lost = self.lost[:count]
+        for start, length in extents:
+            values[start : start + length], lost = lost[:length], lost[length:]
+
+    def is_old(self, *, epoch: int, version: int, age_max: int) -> bool:
+        """Return whether a gradient computed at that version is too far from the newest push for the values to help.
+
+        A restored server may have gone back: then a distance in either direction counts.
+        """
+        age = version - self.version
+        return self.version >= 0 and (age > age_max or (epoch != self.epoch and -age > age_max))
+
+
 class Encoder:
     """Encodes a worker's pushes, each shard once a push: a retry sends the same bytes.
 
-    Under a stateful codec, what an encoding loses is added to the next gradient of the same shard (error feedback),
-    unless the server refused the payload. Threads may encode different shards at the same time.
+    Under a stateful codec, what an encoding loses is added to the next gradient of the same shard (error feedback,
+    Seide et al. 2014): a = b * e + g is encoded as q = C(a), with the gradient g, the residual e and b, the codec's
+    `feedback`. The receipt decides what the next residual is, so that nothing is applied twice:
+
+    * Applied or pending: a - D(q).
+    * Dropped by the protocol, which did not need it: a.
+    * Refused as too stale, not finite, repeated, of another epoch, or after the run's end: e stays and g is lost.
+    * Unknown, as the server has forgotten the push or the worker has given it up: a - D(q), as it may be applied.
+
+    A server without room refuses a push without a receipt; it is sent again, with the same bytes. Threads may encode
+    different shards at the same time.
     """
 
     def __init__(self, codec: Codec, converter: Converter = NUMPY) -> None:
         self.codec = codec
         self.converter = converter
+        # By shard id.
+        self.residuals: dict[int, Residual] = {}
         self._push: object = None
-        # Of that push, by shard: the ranges, the payload, and what the encoding lost.
-        self._encoded: dict[int, tuple[Extents, memoryview, Vector]] = {}
-        # By shard: what encodings lost, for the next gradient.
-        self._residuals: dict[int, Vector] = {}
+        self._kinds: Sequence[int] | None = None
+        # The shards of that push that have no receipt: the ranges, the payload, and how many numbers it holds.
+        self._encoded: dict[int, tuple[Extents, memoryview, int]] = {}
 
-    def begin(self, push: object) -> None:
-        if push is not self._push:
-            self._push, self._encoded = push, {}
+    def begin(self, push: object, kinds: Sequence[int] | None = None) -> bool:
+        """Let payloads be of this push from now on, with these kinds of groups; return False if they are already."""
+        if push is self._push:
+            return False
+        for shard_id, (extents, _, count) in self._encoded.items() if self.codec.stateful else ():
+            self.residuals[shard_id].take(extents, count)
+        self._push, self._kinds, self._encoded = push, kinds, {}
+        return True
+
+    def clear_old(self, moment_of: Callable[[int], tuple[int, int]], *, age_max: int) -> None:
+        """Clear residuals that were left more than `age_max` updates ago.
+
+        `moment_of` returns the epoch and version of a shard at which the push's gradient was computed; version -1 for
+        unknown.
+        """
+        for shard_id, residual in self.residuals.items():
+            epoch, version = moment_of(shard_id)
+            if version >= 0 and residual.is_old(epoch=epoch, version=version, age_max=age_max):
+                residual.values.fill(0.0)
+                residual.version = -1
 
     def payload(self, values: npt.NDArray[Any], shard: ShardRange, extents: Extents) -> memoryview:
         """Return the shard's payload in this push: its values in these ranges."""
         if self.codec.dtype is not None:
             # The same each time: to keep it would cost more memory than to encode it again costs time.
             return self.converter.encoded(values, self.codec)
+        if self._kinds and codec_for(self.codec, self._kinds[shard.group]) is FLOAT32:
+            return FLOAT32.encode(values)
         known = self._encoded.get(shard.shard_id)
         if known is not None and known[0] == extents:
             return known[1]
-        residual = self._residuals.get(shard.shard_id)
-        if residual is not None:
-            values = values + values_at(residual, extents)
-        payload = self.converter.encode(values, self.codec)
-        lost = values - self.codec.decode(payload, values.size) if self.codec.stateful else values[:0]
-        self._encoded[shard.shard_id] = extents, payload, lost
+        if self.codec.stateful:
+            residual = self.residuals.get(shard.shard_id)
+            if residual is None:
+                residual = self.residuals[shard.shard_id] = Residual(shard.length)
+            lost = residual.lost[: values.size]
+            payload = self.codec.encode_feedback(values, values_at(residual.values, extents), lost)
+        else:
+            payload = self.converter.encode(values, self.codec)
+        self._encoded[shard.shard_id] = extents, payload, values.size
         return payload
 
-    def taken(self, shard: ShardRange) -> None:
-        extents, _, lost = self._encoded.get(shard.shard_id) or ((), b"", None)
-        if lost is None or not self.codec.stateful:
+    def answered(self, receipt: Receipt) -> None:
+        """Make the shard's next residual, after a receipt of this push. For stateful codecs."""
+        encoded = self._encoded.pop(receipt.shard_id, None)
+        rejected = receipt.outcome == OUTCOME_REJECTED
+        if encoded is None or (rejected and receipt.reason not in (REASON_DROPPED, REASON_FORGOTTEN)):
             return
-        if not extents:
-            self._residuals[shard.shard_id] = lost
+        extents, payload, count = encoded
+        residual = self.residuals[receipt.shard_id]
+        if receipt.reason == REASON_DROPPED:
+            self.codec.add_into(payload, residual.lost[:count])
+        residual.take(extents, count)
+        residual.epoch, residual.version = receipt.epoch, receipt.min_version or receipt.version_after
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """Return copies of the residuals by shard, as if a push under way were applied, for `load`."""
+        return {
+            shard_id: {
+                "epoch": residual.epoch,
+                "version": residual.version,
+                "values": residual.after(known[0], known[2])
+                if (known := self._encoded.get(shard_id))
+                else residual.values.copy(),
+            }
+            for shard_id, residual in self.residuals.items()
+            if residual.version >= 0
+        }
+
+    def load(self, state: Mapping[int, Mapping[str, Any]], partition: Partition) -> None:
+        """Take residuals of an earlier `state` of the same run. Raises WrongSize for other shards' numbers."""
+        if not self.codec.stateful:
             return
-        residual = self._residuals.setdefault(shard.shard_id, np.zeros(shard.length, np.float32))
-        for start, length in extents:
-            residual[start : start + length], lost = lost[:length], lost[length:]
+        for shard in partition.shards:
+            if (saved := state.get(shard.shard_id)) is not None:
+                residual = self.residuals[shard.shard_id] = Residual(shard.length)
+                values = np.asarray(saved["values"], np.float32)
+                if values.shape != (shard.length,):
+                    raise WrongSize(
+                        f"the saved residual of shard {shard.shard_id} has shape {values.shape}; the shard has "
+                        f"{shard.length} parameters: load a state of this run"
+                    )
+                residual.values[:] = values
+                residual.epoch, residual.version = int(saved["epoch"]), int(saved["version"])
 
 
 def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:

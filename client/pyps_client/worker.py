@@ -149,6 +149,7 @@ class Worker:
             sender=self.sender,
             encoder=self._encoder,
             connections=servers.connections,
+            view=self.view,
             peers=self._peers,
         )
         self._sharing = Sharing(self.launch, partition, servers.connections, self.sender)
@@ -236,6 +237,20 @@ class Worker:
     def norm(self, plan: Plan) -> float:
         """Return the norm of a push over all processes of the replica, all of which call this."""
         return self._pushes.norm(plan)
+
+    def residuals(self) -> dict[str, Any] | None:
+        """Return what encodings of this worker's gradients lost and owe to its next ones, for `load_residuals`.
+
+        Call it while no push is under way. None where the codec loses nothing for good, or nothing was pushed.
+        """
+        shards = self._encoder.state()
+        return {"run_id": self.run_id, "shards": shards} if shards else None
+
+    def load_residuals(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the residuals of an earlier life of this worker; those of another run are left."""
+        self._check_open()
+        if saved["run_id"] == self.run_id:
+            self._encoder.load(saved["shards"], self.partition)
 
     def pull(
         self, vectors: Vectors, *, min_versions: Mapping[int, int] | None = None, wait_seconds: float | None = None

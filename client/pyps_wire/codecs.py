@@ -47,6 +47,20 @@ class Codec(int):
         """Return the bytes of contiguous values. NaN stays NaN: servers scan for it."""
         raise NotImplementedError
 
+    def encode_feedback(
+        self, values: NDArray[np.float32], residual: NDArray[np.float32], lost: NDArray[np.float32]
+    ) -> memoryview:
+        """Return the bytes of feedback * residual + values, and write to `lost` what they lack of it.
+
+        Contiguous arrays of one size; `lost` overlaps neither of the others. Each operation rounds once.
+        """
+        np.multiply(residual, np.float32(self.feedback), out=lost)
+        lost += values
+        payload = self.encode(lost)
+        with np.errstate(invalid="ignore"):
+            lost -= self.decode(payload, lost.size)
+        return payload
+
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         """Write the numbers of the payload into a contiguous array. Raises InvalidArgument for a malformed payload."""
         raise NotImplementedError

@@ -172,6 +172,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._examples_in_batch: int | None = None
         # The update of a state dict that was loaded before the worker joined.
         self._loaded_update: int | None = None
+        self._loaded_residuals: Mapping[str, Any] | None = None
         # The thread that takes a step now, or 0.
         self._stepping = 0
         self._guard = ForkGuard()
@@ -226,7 +227,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             hook.remove()
         warn_of_unshared(self._model, layout)
         warn_of_float64(layout)
-        self._warn_of_update()
+        self._take_loaded()
         # The parameters' old memory, where they lie in the worker's vectors now.
         give_back_free_memory()
 
@@ -353,7 +354,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return parameter groups, with their learning rates, and the run's update; slots are on the servers."""
+        """Return parameter groups, with their learning rates, and the run's update; slots are on the servers.
+
+        Under a gradient codec that loses much of a number, also what this worker's gradients are owed.
+        """
         if not self._warned_of_state:
             self._warned_of_state = True
             logger.warning(
@@ -361,7 +365,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 "optimizer has gathered, are on the servers. Keep them there with --checkpoint-dir, of `pyps serve` or "
                 "`pyps run`, and go on from them with --resume; optimizer.snapshot() is the model alone."
             )
-        return super().state_dict() | ({_UPDATE: self.global_step} if self._is_joined else {})
+        state = super().state_dict()
+        if self._is_joined:
+            state[_UPDATE] = self.global_step
+            if (residuals := self._steps.residuals()) is not None:
+                state[_RESIDUALS] = residuals
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise InvalidArgument: no copy, deepcopy or pickle of a connection."""
@@ -393,11 +402,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
         for group, of_file in zip(groups, loaded, strict=True):
             group.clear()
             group.update(of_file)
-        self._loaded_update = state_dict.get(_UPDATE)
+        self._loaded_update, self._loaded_residuals = state_dict.get(_UPDATE), state_dict.get(_RESIDUALS)
         if self._is_joined:
-            self._warn_of_update()
+            self._take_loaded()
 
-    def _warn_of_update(self) -> None:
+    def _take_loaded(self) -> None:
+        """Take over what a loaded state dict says of the run that was joined."""
+        residuals, self._loaded_residuals = self._loaded_residuals, None
+        if residuals is not None:
+            self._steps.session.load_residuals(residuals)
         update, self._loaded_update = self._loaded_update, None
         if update not in (None, self.global_step) and self._replaced:
             logger.warning(
@@ -510,6 +523,8 @@ _CLOSED = "This RemoteOptimizer was closed: make a new one to go on training."
 
 # A state dict's key for the run's update.
 _UPDATE = "pyps_update"
+# And for the worker's residuals, with the run's name.
+_RESIDUALS = "pyps_residuals"
 # Servers and name of each joined worker.
 _made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] = weakref.WeakKeyDictionary()
 

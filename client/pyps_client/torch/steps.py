@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -274,6 +275,17 @@ class Steps:
             self.gradients.hand_out()
         elif in_place:
             self.gradients.take_back()
+
+    def residuals(self) -> dict[str, Any] | None:
+        """Return the worker's residuals as tensors, once no push is under way."""
+        try:
+            self.overlap.wait_for_push()
+        except RunFinished:
+            self._finished = True
+        saved = self.session.residuals()
+        for shard in () if saved is None else saved["shards"].values():
+            shard["values"] = torch.from_numpy(shard["values"])
+        return saved
 
     def close(self, *, separate: bool = True) -> None:
         """End the threads, and the use of the shared memory; without `separate` the model's parameters stay in it."""

@@ -219,7 +219,7 @@ def test_an_encodings_error_is_added_to_the_next_push_once_a_server_took_it():
     # What is absent is owed still: here 2 to each fourth number.
     only_a = pushed_parts(PLAN, 0, present=[True, False, False, False])
     assert sent(OUTCOME_APPLIED, only_a).tolist() == [8, 0, 0, 0]
-    assert encoder._residuals[0][:12].tolist() == [0, 1, 0, 3, 0, 1, 0, 3, 0, 1, 0, 2]
+    assert encoder.residuals[0].values[:12].tolist() == [0, 1, 0, 3, 0, 1, 0, 3, 0, 1, 0, 2]
 
 
 def test_a_shard_counts_once_it_was_answered_however_often_it_left():

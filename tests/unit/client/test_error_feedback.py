@@ -1,0 +1,125 @@
+"""pyps_client.vectors.Encoder under a stateful codec: what becomes of a push's error, by its receipt."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyps_client.vectors import Encoder
+from pyps_wire.codecs import FLOAT32, INT8, Codec
+from pyps_wire.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_PENDING,
+    OUTCOME_REJECTED,
+    PAYLOAD_KIND_BUFFER,
+    PAYLOAD_KIND_GRADIENT,
+    REASON_DROPPED,
+    REASON_EPOCH,
+    REASON_FINISHED,
+    REASON_FORGOTTEN,
+    REASON_NOT_FINITE,
+    REASON_REPEATED,
+    REASON_STALE,
+    Receipt,
+)
+from pyps_wire.errors import WrongSize
+from pyps_wire.partition import Model, Tensor, partition
+
+PLAN = partition(Model((Tensor("w", (64,)), Tensor("mean", (3,), group=1))), num_servers=1)
+SHARD, BUFFER = PLAN.shards
+RANDOM = np.random.default_rng(3)
+GRADIENTS = RANDOM.standard_normal((4, 64)).astype(np.float32)
+
+
+class Halved(type(INT8)):  # type: ignore[misc]
+    feedback = 0.5
+
+
+HALVED = Halved(4713, "halved", INT8.max_bytes)
+
+
+def receipt(outcome: int = OUTCOME_APPLIED, reason: int = 0, **fields: Any) -> Receipt:
+    return Receipt(shard_id=SHARD.shard_id, outcome=outcome, reason=reason, **fields)  # type: ignore[arg-type]
+
+
+def lost_by(values: np.ndarray, codec: Codec = INT8) -> np.ndarray:
+    return values - codec.decode(codec.encode(values), values.size)
+
+
+def push(encoder: Encoder, gradient: np.ndarray, answer: Receipt | None, extents: Any = ()) -> None:
+    encoder.begin(object())
+    payload = encoder.payload(gradient, SHARD, extents)
+    assert encoder.payload(gradient + 1, SHARD, extents) is payload, "a retry sends the same bytes"
+    if answer is not None:
+        encoder.answered(answer)
+
+
+@pytest.mark.parametrize("codec", [INT8, HALVED])
+@pytest.mark.parametrize("reason", [None, 0, REASON_DROPPED, REASON_FORGOTTEN, REASON_STALE, REASON_REPEATED,
+                                    REASON_NOT_FINITE, REASON_EPOCH, REASON_FINISHED])  # fmt: skip
+def test_the_receipt_decides_what_is_owed_to_the_next_gradient(codec, reason):
+    encoder = Encoder(codec)
+    push(encoder, GRADIENTS[0], receipt(OUTCOME_PENDING))
+    owed = lost_by(GRADIENTS[0], codec)
+    wanted = np.float32(codec.feedback) * owed + GRADIENTS[1]
+    push(encoder, GRADIENTS[1], receipt(OUTCOME_REJECTED if reason else OUTCOME_APPLIED, reason or 0)
+         if reason is not None else None)  # fmt: skip
+    # The next push gives an unanswered one up.
+    encoder.begin(object())
+    if reason == REASON_DROPPED:
+        expected = wanted
+    elif reason in (None, 0, REASON_FORGOTTEN):
+        expected = lost_by(wanted, codec)
+    else:
+        expected = owed
+    np.testing.assert_array_equal(encoder.residuals[SHARD.shard_id].values, expected)
+
+
+def test_only_present_ranges_change_and_two_buffers_a_shard_are_used_again():
+    encoder, extents = Encoder(INT8), ((3, 5), (40, 9))
+    places = np.r_[3:8, 40:49]
+    push(encoder, GRADIENTS[0], receipt())
+    residual = encoder.residuals[SHARD.shard_id]
+    buffers, owed = {id(residual.values), id(residual.lost)}, residual.values.copy()
+    wanted = owed[places] + GRADIENTS[1][places]
+    push(encoder, GRADIENTS[1][places], receipt(), extents)
+    owed[places] = lost_by(wanted)
+    np.testing.assert_array_equal(residual.values, owed)
+    push(encoder, GRADIENTS[2][places], receipt(OUTCOME_REJECTED, REASON_DROPPED), extents)
+    owed[places] += GRADIENTS[2][places]
+    np.testing.assert_array_equal(residual.values, owed)
+    push(encoder, GRADIENTS[3], receipt())
+    assert {id(residual.values), id(residual.lost)} == buffers
+
+
+def test_what_is_owed_is_cleared_after_an_absence_and_after_a_restore_far_back():
+    for epoch, version, kept in ((1, 14, True), (1, 15, False), (1, 2, True), (2, 14, True), (2, 6, True),
+                                 (2, 5, False), (1, -1, True)):  # fmt: skip
+        encoder = Encoder(INT8)
+        push(encoder, GRADIENTS[0], receipt(OUTCOME_PENDING, epoch=1, version_after=9, min_version=10))
+        encoder.clear_old(lambda _, moment=(epoch, version): moment, age_max=4)
+        assert encoder.residuals[SHARD.shard_id].values.any() == kept, (epoch, version)
+
+
+def test_a_state_goes_to_the_next_life_as_if_the_push_under_way_were_applied():
+    encoder, later, exact = Encoder(INT8), Encoder(INT8), Encoder(FLOAT32)
+    push(encoder, GRADIENTS[0], receipt(epoch=1, version_after=7))
+    push(encoder, GRADIENTS[1], None)
+    state = encoder.state()
+    encoder.answered(receipt(epoch=1, version_after=8))
+    later.load(state, PLAN)
+    np.testing.assert_array_equal(later.residuals[SHARD.shard_id].values, encoder.residuals[SHARD.shard_id].values)
+    later.clear_old(lambda _: (1, 9), age_max=2)
+    np.testing.assert_array_equal(later.state()[SHARD.shard_id]["values"], encoder.state()[SHARD.shard_id]["values"])
+    exact.load(state, PLAN)
+    assert exact.state() == {}
+    state[SHARD.shard_id]["values"] = np.zeros(63, np.float32)
+    with pytest.raises(WrongSize, match="residual of shard 0 has shape \\(63,\\); the shard has 64"):
+        later.load(state, PLAN)
+
+
+def test_buffers_are_sent_as_they_are():
+    encoder, moves = Encoder(INT8), np.array([1e-9, 1.0, 1e9], np.float32)
+    encoder.begin(object(), [PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_BUFFER])
+    assert bytes(encoder.payload(moves, BUFFER, ())) == moves.tobytes()
+    assert not encoder.residuals
