@@ -336,6 +336,8 @@ class Handshake:
             server_index=server_index,
             num_servers=len(self.launch.servers),
             codecs=CODECS.values(),  # type: ignore[arg-type]
+            gradient_codec=self._codecs[0],  # type: ignore[arg-type]
+            parameter_codec=self._codecs[1],  # type: ignore[arg-type]
             host=socket.gethostname(),
             process_id=os.getpid(),
             device=self._device,

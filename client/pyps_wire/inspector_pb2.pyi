@@ -195,7 +195,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "tally", "silent_seconds", "scalars", "message", "counts", "waits_for", "transport", "replica", "parts", "shards_pushed", "shards_pulled")
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "tally", "silent_seconds", "scalars", "message", "counts", "waits_for", "transport", "replica", "parts", "shards_pushed", "shards_pulled", "gradient_codec", "parameter_codec")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +222,8 @@ class WorkerInfo(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_PUSHED_FIELD_NUMBER: _ClassVar[int]
     SHARDS_PULLED_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_CODEC_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_CODEC_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     incarnation: int
@@ -241,7 +243,9 @@ class WorkerInfo(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[int]
     shards_pushed: _containers.RepeatedScalarFieldContainer[int]
     shards_pulled: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ...) -> None: ...
+    gradient_codec: str
+    parameter_codec: str
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ..., gradient_codec: _Optional[str] = ..., parameter_codec: _Optional[str] = ...) -> None: ...
 
 class ListWorkersReply(_message.Message):
     __slots__ = ("workers",)

@@ -216,6 +216,7 @@ def facts(status: pb.Status) -> dict[str, object]:
 
 def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
     in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
+    codecs = {name for answer in answers for worker in answer.workers for name in _codecs(worker)}
     rows = []
     for name, known in workers_of(answers).items():
         # From the server that heard from it last.
@@ -236,6 +237,9 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
             row |= {
                 "where": f"{latest.host} {latest.process_id} {latest.device}",
                 "transport": ", ".join(sorted({worker.transport for worker in known})),
+            }
+            row |= {"up, down": ", ".join(_codecs(latest))} if codecs - {"float32", ""} else {}
+            row |= {
                 # A push counts once for each of its shards.
                 "shards taken": taken(tally),
                 "rejected": tally.pushes_rejected,
@@ -247,6 +251,10 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
             }
         rows.append(row)
     return _table("workers", rows, left=("worker", "state", "replica", "parts", "where", "transport"))
+
+
+def _codecs(worker: pb.WorkerInfo) -> tuple[str, str]:
+    return worker.gradient_codec, worker.parameter_codec
 
 
 def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -> Table:

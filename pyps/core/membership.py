@@ -53,6 +53,9 @@ class WorkerInfo:
     process_id: int = 0
     device: str = ""
     software: str = ""
+    # The names of the codecs of its gradients and parameters.
+    gradient_codec: str = ""
+    parameter_codec: str = ""
 
 
 @dataclass(slots=True)

@@ -9,10 +9,12 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pyps.core import rules
 from pyps.core.bounds import Bounds
 from pyps.core.election import Claim
 from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings, settle
+from pyps_wire.codecs import INT8, Codec
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
 from pyps_wire.partition import Model, Partition, first_difference
@@ -57,6 +59,9 @@ class Greeting:
     host: str
     process_id: int
     device: str
+    # Of its pushes and pulls; None where it did not say, or names one that this server does not know.
+    gradient_codec: Codec | None = None
+    parameter_codec: Codec | None = None
     # The parts of the model that the caller holds, ascending; () for all of them.
     parts: tuple[int, ...] = ()
     # Of a process of a replica: the replica's name.
@@ -288,6 +293,8 @@ def check_initialization(
     source = "the server's --optimizer"
     settings = settle(configured, caller.optimizer, num_groups=model.num_groups, source=source)
     Bounds.parse(config.bounds).require_settings(settings)
+    if isinstance(caller, Greeting):
+        check_codec(caller, settings)
     return settings
 
 
@@ -300,6 +307,21 @@ def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding
     if greeting.optimizer is not None:
         num_groups = content.partition.model.num_groups
         settle(content.settings, greeting.optimizer, num_groups=num_groups, source=f"that of run {content.run_id!r}")
+    if not greeting.observer:
+        check_codec(greeting, content.settings)
+
+
+def check_codec(greeting: Greeting, settings: RuleSettings) -> None:
+    """Refuse gradients that hold some of the numbers only where the run's rule has momentum."""
+    momentum_name = rules.find(settings.rule).momentum_name
+    momentum = max((group.get(momentum_name, 0.0) for group in settings.groups), default=0.0)
+    codec = greeting.gradient_codec
+    if codec is not None and codec.sparse and momentum > 0:
+        raise InvalidArgument(
+            f"worker {greeting.worker_id!r} pushes in codec {codec.name}, which sends some of the numbers only, but the"
+            f" run's optimizer {settings.rule} has {momentum_name} {momentum:g}, which goes on moving the others: use"
+            f" one without momentum, as sgd, or a codec that sends all numbers, as PYPS_GRADIENT_CODEC={INT8.name}"
+        )
 
 
 def check_restoring(header: RunHeader, *, run_id: str, configured: RuleSettings | None) -> None:

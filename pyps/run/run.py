@@ -138,7 +138,9 @@ class Run:
             if greeting.observer:
                 return 0
             greeting = handshake.with_parts(greeting, content.model, protocol=self._aggregation)
-            info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
+            codecs = (greeting.gradient_codec, greeting.parameter_codec)
+            names = (codec.name if codec is not None else "" for codec in codecs)
+            info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software, *names)
             joined = self.membership.join(
                 greeting.worker_id,
                 greeting.incarnation,

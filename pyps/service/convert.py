@@ -134,6 +134,9 @@ def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Gre
         host=for_people(request.host),
         process_id=request.process_id,
         device=for_people(request.device),
+        # Of a codec that this server does not know the caller learns by the reply, which names those that it does.
+        gradient_codec=CODECS.get(request.gradient_codec),
+        parameter_codec=CODECS.get(request.parameter_codec),
         parts=tuple(request.parts),
         replica=request.replica,
         secret=b"" if observer else request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN),

@@ -173,6 +173,8 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport
         process_id=member.info.process_id,
         device=member.info.device,
         software=member.info.software,
+        gradient_codec=member.info.gradient_codec,
+        parameter_codec=member.info.parameter_codec,
         clock=member.clock,
         tally=tally_of(run.statistics.worker(member.worker_id)),
         silent_seconds=max(0.0, run.clock() - member.heard_at),

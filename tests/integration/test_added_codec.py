@@ -11,6 +11,7 @@ from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, Codec
 from pyps_wire.partition import Partition
 from shards import gradient as make_gradient
+from support import shell, workers_of
 
 
 class ScaledBytes(Codec):
@@ -146,3 +147,25 @@ def test_error_feedback_survives_lost_connections(start_server, monkeypatch):
     # Without it the small numbers beside the large ones would never have moved.
     np.testing.assert_allclose(held, flat(TENSORS) - 6 * flat(gradient), atol=0.005)
     assert np.abs(travelled(flat(gradient), plan)[:7]).max() == 0
+
+
+def test_a_server_knows_its_workers_codecs_and_refuses_a_sparse_one_under_momentum(start_server, monkeypatch):
+    monkeypatch.setattr(ScaledBytes, "sparse", True)
+    server = start_server()
+    nesterov = ("nesterov", {"learning_rate": 0.5, "momentum": 0.9})
+    for life in ("first", "later"):
+        with pytest.raises(InvalidArgument, match=r"'worker' pushes in codec scaled_bytes.*nesterov has momentum 0.9"):
+            make_client(server.data, **options(optimizer=nesterov))
+        # Now the run is there.
+        with make_client(server.data, **options(optimizer=nesterov, gradient_codec="int8", worker_id=life, run_id="r")):
+            worker = workers_of(server.control)[life]
+            assert (worker.gradient_codec, worker.parameter_codec) == ("int8", CODEC.name)
+            assert f"int8, {CODEC.name}" in shell("status", "--servers", server.control, "--wide")
+    server = start_server()
+    without = ("nesterov", {"learning_rate": 0.5, "momentum": 0.0})
+    with make_client(server.data, **options(optimizer=without, parameter_codec="float32")):
+        assert workers_of(server.control)["worker"].gradient_codec == CODEC.name
+        assert "up, down" in shell("status", "--servers", server.control, "--wide")
+    server = start_server()
+    with make_client(server.data, **options(gradient_codec="float32", parameter_codec="float32")):
+        assert "up, down" not in shell("status", "--servers", server.control, "--wide")
