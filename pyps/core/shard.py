@@ -33,7 +33,7 @@ from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rules import Slots, UpdateRule, validate
 from pyps.core.store import PendingBudget, Pushed, ShardState
-from pyps.core.update import Update, apply_update
+from pyps.core.update import Update, apply_update, clipped
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 T = TypeVar("T")
@@ -352,6 +352,8 @@ class Shard:
         decision = aggregation.decide(arrival)
         if not weighing.accept and isinstance(decision, Apply | Park):
             decision = verdict.too_stale(contribution, policy=behaviour.staleness.name, version=version)
+        if isinstance(decision, Apply) and len(decision.parts) > 1 and aggregation.clip:
+            decision = Apply(clipped(decision.parts, self.length))
         if gradient.volatile and isinstance(decision, Park):
             return self._decide_on_copy(arrived, roster, reply, held_version)
         learning_rate = self.learning_rate if gradient.learning_rate is None else gradient.learning_rate
@@ -439,8 +441,10 @@ class Shard:
 
     def _update(self, decision: Apply) -> Update:
         """Make an update outside of a push."""
-        rate, update_scale = self._rate(self.learning_rate), self._update_scale(decision.parts)
-        return self._apply(decision.parts, rate=rate, update_scale=update_scale)[0]
+        rate, update_scale, parts = self._rate(self.learning_rate), self._update_scale(decision.parts), decision.parts
+        if self.behaviour.aggregation.at(self.version).clip:
+            parts = clipped(parts, self.length)
+        return self._apply(parts, rate=rate, update_scale=update_scale)[0]
 
     def _apply(
         self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None

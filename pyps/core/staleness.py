@@ -133,13 +133,19 @@ class Exponential(StalenessPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Polynomial(StalenessPolicy):
-    """Lets the step fall as a power of the staleness: alpha0 * (1 + tau)^-a (FedAsync, Xie et al. 2019)."""
+    """Lets the step fall as a power of the staleness: alpha0 * (1 + tau)^-a (FedAsync, Xie et al. 2019).
+
+    Takes no gradient that is more than `rounds_max` rounds old; 0 for no such bound. A round is a gradient from each
+    worker, which is `split` updates.
+    """
 
     name: ClassVar[str] = "polynomial"
     a: float = 0.5
+    rounds_max: float = 0.0
 
     def weigh(self, staleness: int, split: float) -> Weighing:
-        return Weighing(rate_scale=(1.0 + staleness) ** -self.a)
+        accept = not self.rounds_max or staleness <= self.rounds_max * max(1.0, split)
+        return Weighing(accept=accept, rate_scale=(1.0 + staleness) ** -self.a)
 
 
 @dataclass(frozen=True, slots=True)

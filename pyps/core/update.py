@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from statistics import median_low
 from typing import NamedTuple
 
-from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply
+from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply, norm_of_payload
 from pyps.core.protocols.base import Part
 from pyps.core.rules import BoundRule, WeightedGradient
 
@@ -25,11 +26,24 @@ class Update(NamedTuple):
 
     def weight(self, part: Part) -> float:
         """Return the gradient's weight among those of the update."""
-        return part.contribution.weighing.weight * part.share
+        return part.contribution.weighing.weight * part.share * part.clip
 
     def rate_scale(self, part: Part) -> float:
         """Return the factor by which staleness shortens the gradient's step: 1 for not at all."""
         return part.contribution.weighing.rate_scale * self.update_scale
+
+
+def clipped(parts: Sequence[Part], length: int) -> tuple[Part, ...]:
+    """Return the parts with each gradient's norm, in this shard, clipped to the median of all: of two, to the lesser.
+
+    One worker whose gradients are far too large then moves the parameters no more than the others do.
+    """
+    norms = [_norm_of_part(part, length) for part in parts]
+    counted = [norm for norm, part in zip(norms, parts, strict=True) if _has_numbers(part)]
+    bound = median_low(counted) if counted else 0.0
+    return tuple(
+        part._replace(clip=bound / norm) if norm > bound else part for norm, part in zip(norms, parts, strict=True)
+    )
 
 
 def apply_update(
@@ -59,7 +73,7 @@ def apply_update(
             numbers = [(gradient.payload, gradient.codec, factor)]
             return rule.apply(numbers, rate=rate, version=version, reply=reply, guarded=gradient.volatile)
     left_out, whole = 0, False
-    parts = [part for part in parts if part.contribution.gradient.kind != PayloadKind.NOTHING]
+    parts = [part for part in parts if _has_numbers(part)]
     if parts:
         factors, step_scale = _factors(rule, parts, update_scale)
         gradients = [part.contribution.gradient for part in parts]
@@ -80,6 +94,14 @@ def apply_update(
     return left_out
 
 
+def _has_numbers(part: Part) -> bool:
+    return part.contribution.gradient.kind != PayloadKind.NOTHING
+
+
+def _norm_of_part(part: Part, length: int) -> float:
+    return norm_of_payload(part.contribution.gradient, length) if _has_numbers(part) else 0.0
+
+
 def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
     """Return the factor of each gradient, and that of the step.
 
@@ -87,13 +109,15 @@ def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tup
     cancel a factor that all gradients share. So the mean of their rate scales multiplies the step, and only the ratio
     of each to the mean enters the sum and the slots.
     """
-    weighed = [(part.share, part.contribution.weighing) for part in parts]
+    weighed = [(part.share, part.clip, part.contribution.weighing) for part in parts]
     if not rule.adaptive:
-        scaled = [share * weighing.weight * weighing.rate_scale * update_scale for share, weighing in weighed]
+        scaled = [
+            share * clip * weighing.weight * weighing.rate_scale * update_scale for share, clip, weighing in weighed
+        ]
         return [rule.sign * factor for factor in scaled], 1.0
-    mean = sum([share * weighing.rate_scale for share, weighing in weighed]) / sum([share for share, _ in weighed])
-    ratios = [weighing.rate_scale / mean if mean else 1.0 for _, weighing in weighed]
-    factors = [rule.sign * share * weighing.weight for share, weighing in weighed]
+    mean = sum([share * weighing.rate_scale for share, _, weighing in weighed]) / sum([part.share for part in parts])
+    ratios = [weighing.rate_scale / mean if mean else 1.0 for _, _, weighing in weighed]
+    factors = [rule.sign * share * clip * weighing.weight for share, clip, weighing in weighed]
     return [factor * ratio for factor, ratio in zip(factors, ratios, strict=True)], mean * update_scale
 
 

@@ -24,7 +24,7 @@ def receipt_of(
         # A loop without a call, at every push.
         for part in decision.parts:
             if part.contribution is contribution:
-                weight *= part.share
+                weight *= part.share * part.clip
     elif isinstance(decision, Park):
         outcome, min_version, waiting_for = Outcome.PENDING, decision.min_version, decision.waiting_for
     elif isinstance(decision, _REJECTING):

@@ -97,6 +97,11 @@ class RoundController:
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update with its shard; None for no call.
         self.on_update: Callable[[Store], None] | None = None
+        # Called with a time at which `complete_overdue` should be called.
+        self.on_due: Callable[[float], object] = lambda at: None
+        self._overdue_lock = Lock()
+        # Guarded by _overdue_lock: by shard, the version whose quorum stands, and when its grace ends; the first first.
+        self._overdue: dict[int, tuple[int, float]] = {}
         # Held for one change, or one check of all rounds, at a time; taken before any shard's lock.
         self._lock = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
@@ -302,9 +307,12 @@ class RoundController:
             self._counted.add(gradient.example_count > 0)
         if update is not None:
             self._version_grew(shard, receipt.version_after)
-        elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
-            # A worker left meanwhile, and the rounds were completed before this push arrived.
-            self._complete(content, shard, self._membership.roster)
+        elif receipt.outcome is Outcome.PENDING:
+            if self._membership.roster is not roster:
+                # A worker left meanwhile, and the rounds were completed before this push arrived.
+                self._complete(content, shard, self._membership.roster)
+            elif self.behaviour.aggregation.grace:
+                self._note_quorum(content, shard, roster)
 
     # Effects of membership and steps.
 
@@ -357,6 +365,39 @@ class RoundController:
                 what = "rounds were completed without workers that were expected"
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
+    def _note_quorum(self, content: ReadyContent, shard: Store, roster: Roster) -> None:
+        """Let a shard's round wait for `grace` from now on, if it has a quorum since now."""
+        aggregation, version = self.behaviour.aggregation, shard.version
+        if not aggregation.has_quorum(shard.num_pending, content.roster_of(shard.shard_id, roster)):
+            return
+        with self._overdue_lock:
+            if self._overdue.get(shard.shard_id, (-1, 0.0))[0] == version:
+                return
+            at = self._clock() + aggregation.grace
+            self._overdue.pop(shard.shard_id, None)
+            self._overdue[shard.shard_id] = version, at
+        self.on_due(at)
+
+    def complete_overdue(self) -> None:
+        """Make the updates whose quorum has waited for `grace`, without the workers that are late."""
+        now = self._clock()
+        with self._lock:
+            content, roster = self._content, self._membership.roster
+            with self._overdue_lock:
+                over = {shard_id: version for shard_id, (version, at) in self._overdue.items() if at <= now}
+                for shard_id in over:
+                    del self._overdue[shard_id]
+            if content is None:
+                return
+            for shard_id, version in over.items():
+                shard, of_part = content.shards.get(shard_id), content.roster_of(shard_id, roster)
+                if shard is None or shard.version != version:
+                    continue
+                if self.behaviour.aggregation.has_quorum(shard.num_pending, of_part):
+                    # The log says who was there, so that a replay makes the same update.
+                    present = tuple(sorted(shard.contributors()))
+                    self._updated(shard, shard.complete(Roster(present)))
+
     def _find_stalls(self, now: float) -> None:
         """Find the workers that delay others, and stop waiting for each after the stall time."""
         with self._lock:
@@ -398,6 +439,8 @@ class RoundController:
                 self.carry_out(self._membership.expect_no_more())
         self._find_stalls(now)
         self.complete_rounds()
+        if self._overdue:
+            self.complete_overdue()
         # Once the roster has settled.
         warnings = self.warnings
         if warnings != self._warned and self._membership.roster is self._roster:
@@ -506,6 +549,8 @@ class RoundController:
     def _complete(self, content: ReadyContent, shard: Store, roster: Roster) -> int:
         updates = shard.complete(content.roster_of(shard.shard_id, roster))
         self._updated(shard, updates)
+        if shard.num_pending and self.behaviour.aggregation.grace:
+            self._note_quorum(content, shard, roster)
         return len(updates)
 
     def _updated(self, shard: Store, updates: Sequence[Update]) -> None:

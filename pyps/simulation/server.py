@@ -78,6 +78,7 @@ class VirtualServer:
             **behaviour.texts,
         )
         self.run = Run(config, clock=lambda: scheduler.now, recorder=recorder)
+        self.run.rounds.on_due = lambda at: scheduler.at(at, self._complete_overdue)
         # A parameter group each, since no shard has numbers of two groups.
         self._model = Model(tuple(Tensor(f"{i}", each.shape, group=i) for i, each in enumerate(parameters)))
         self._initialize(parameters, settings)
@@ -244,6 +245,10 @@ class VirtualServer:
                     self._say(
                         kind, event.worker, note="" if event.worker else "the expected workers that have not come"
                     )
+
+    def _complete_overdue(self) -> None:
+        with self._reporting_rounds():
+            self.run.rounds.complete_overdue()
 
     @contextmanager
     def _reporting_rounds(self) -> Iterator[None]:

@@ -39,6 +39,17 @@ def test_the_gradient_that_completes_a_round_needs_no_room(start_server):
         assert [receipt.outcome for receipt in receipts] == [common.OUTCOME_PENDING] * 7 + [common.OUTCOME_APPLIED]
 
 
+def test_a_round_with_a_quorum_is_made_when_its_grace_ends(start_server):
+    server = start_server("--protocol", "backup:b=1,grace=0.3", "--expected-workers", "3")
+    with crew(server, 3) as [first, second, late]:
+        at_once([partial(worker.train, 1) for worker in (first, second, late)])
+        began = time.monotonic()
+        first.push(first.push_request(1.0, base_version=1))
+        second.push(second.push_request(1.0, base_version=1))
+        [shard] = parked_pull(first, 2)
+        assert (shard.version, 0.3 <= time.monotonic() - began < 5) == (2, True)
+
+
 def test_a_restored_run_waits_one_lease_at_most_for_its_former_workers(start_server, tmp_path):
     flags = (*HARDSYNC, *QUICK_LEASES, "--checkpoint-dir", str(tmp_path), "--expected-workers", "2")
     server = start_server(*flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -91,36 +92,47 @@ def _in_worker_order(gathered: Iterable[Contribution]) -> list[Contribution]:
     return sorted(gathered, key=lambda contribution: contribution.gradient.worker_id)
 
 
-WEIGHTINGS = ("by_count", "equal")
+WEIGHTINGS = ("by_count", "by_speed", "equal")
+CLIPS = ("", "median")
 
 
 @dataclass(frozen=True, slots=True)
 class Hardsync(Barrier):
     """Applies the mean of one gradient from each live worker (Zhang et al. 2016; the STT chapter's "hybrid"; BSP).
 
-    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples. If one
-    gradient of a round has no count, all have equal shares: without a count it would weigh nothing.
+    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples; `by_speed` by
+    examples * (examples / minibatches), for deltas of local training (Liu et al. 2024). If one gradient of a round has
+    no count, all have equal shares: without a count it would weigh nothing.
     """
 
     name: ClassVar[str] = "hardsync"
     weighting: str = "by_count"
+    clip: str = ""
 
     def __post_init__(self) -> None:
-        if self.weighting not in WEIGHTINGS:
-            raise InvalidArgument(
-                f"hardsync's weighting is {self.weighting!r}; expected one of {', '.join(WEIGHTINGS)}"
-            )
+        _require_one_of("hardsync's weighting", self.weighting, WEIGHTINGS)
+        _require_one_of("hardsync's clip", self.clip, CLIPS)
 
     @property
     def weighs_examples(self) -> bool:
-        return self.weighting == "by_count"
+        return self.weighting != "equal"
 
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
-        total = sum(contribution.gradient.example_count for contribution in gathered)
+        weights = [self._weight(contribution.gradient) for contribution in gathered]
+        total = sum(weights)
         # The total is 0 in a round of nothing.
         if self.weighting == "equal" or any(_is_uncounted(each.gradient) for each in gathered) or total == 0:
             return mean(gathered)
-        return tuple(Part(contribution, contribution.gradient.example_count / total) for contribution in gathered)
+        return tuple(Part(each, weight / total) for each, weight in zip(gathered, weights, strict=True))
+
+    def _weight(self, gradient: Gradient) -> float:
+        count = gradient.example_count
+        return count if self.weighting == "by_count" else count * count / max(1, gradient.minibatch_count)
+
+
+def _require_one_of(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidArgument(f"{what} is {value!r}; expected one of {', '.join(filter(None, known))}")
 
 
 def _is_uncounted(gradient: Gradient) -> bool:
@@ -139,19 +151,33 @@ class StrictBsp(Barrier):
 
 @dataclass(frozen=True, slots=True)
 class Backup(Barrier):
-    """Applies the mean of the first L - b gradients of a shard's version, drops the late ones (Chen et al. 2016)."""
+    """Applies the mean of the first L - b gradients of a shard's version, drops the late ones (Chen et al. 2016).
+
+    With `grace` the update waits for the others too, for so many seconds after the first L - b have come at most.
+    """
 
     name: ClassVar[str] = "backup"
     b: int = spec.required(example=1, unset=-1)
+    grace: float = 0.0
+    clip: str = ""
 
     def __post_init__(self) -> None:
         if self.b < 0:
             raise InvalidArgument(
                 f"backup's b is {self.b}; expected the workers that no update waits for, as in backup:b=2"
             )
+        if not 0.0 <= self.grace < math.inf:
+            raise InvalidArgument(
+                f"backup's grace is {self.grace:g}; expected the seconds that an update waits for the last b workers,"
+                " or 0 for none"
+            )
+        _require_one_of("backup's clip", self.clip, CLIPS)
+
+    def has_quorum(self, num_gathered: int, roster: Roster) -> bool:
+        return not roster.missing and num_gathered >= max(1, roster.num_workers - self.b)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
-        return num_gathered >= max(1, roster.num_workers - self.b)
+        return num_late == 0 or (not self.grace and self.has_quorum(num_gathered, roster))
 
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         return mean(gathered)

@@ -39,6 +39,10 @@ class Aggregation(ABC):
         """Return the update that is due since the roster has changed, or None. Called again after each update."""
         return None
 
+    def has_quorum(self, num_gathered: int, roster: Roster) -> bool:
+        """Return whether an update of so many gradients waits for `grace` only."""
+        return False
+
     def settle(self, pending: Pending) -> Apply:
         """Return the update of the pending gradients, one at least, when another protocol follows: their mean."""
         return Apply(mean(pending))
@@ -92,6 +96,16 @@ class Aggregation(ABC):
     def weighs_examples(self) -> bool:
         """True if the shares of an update's gradients depend on their example counts."""
         return False
+
+    @property
+    def clip(self) -> str:
+        """The norm to which each gradient of an update is clipped: "median" for that of its norms, empty for none."""
+        return ""
+
+    @property
+    def grace(self) -> float:
+        """The seconds for which an update that has a quorum waits for the other workers."""
+        return 0.0
 
     @property
     def whole_model(self) -> bool:
@@ -176,6 +190,8 @@ class Part(NamedTuple):
 
     contribution: Contribution
     share: float = 1.0
+    # The factor that clips its norm.
+    clip: float = 1.0
 
 
 class Apply(NamedTuple):

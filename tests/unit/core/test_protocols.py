@@ -34,7 +34,10 @@ REFUSALS = {
     "softsync": "softsync's n is 0; expected at least 1, as in softsync:n=4",
     "softsync:n=x": "protocol 'softsync': n is 'x'; expected a whole number",
     "softsync:m=3": "protocol 'softsync' has no setting 'm=3'; it has n=",
-    "hardsync:weighting=count": "hardsync's weighting is 'count'; expected one of by_count, equal",
+    "hardsync:weighting=count": "hardsync's weighting is 'count'; expected one of by_count, by_speed, equal",
+    "hardsync:clip=mean": "hardsync's clip is 'mean'; expected one of median",
+    "backup:b=1,clip=mean": "backup's clip is 'mean'; expected one of median",
+    "backup:b=1,grace=-1": "backup's grace is -1; expected the seconds that an update waits for the last b workers",
     "backup": "backup's b is -1; expected the workers that no update waits for, as in backup:b=2",
     "ssp": "ssp's s is -1; expected the clocks that a worker may be ahead of the slowest, as in ssp:s=3",
     "ssp:s=2,strict_bsp=true": "ssp's strict_bsp needs s=0, and s is 2",
@@ -189,9 +192,16 @@ def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_o
 
     assert weighed(Hardsync("by_count"), 30, 10) == [0.75, 0.25]
     assert weighed(Hardsync("equal"), 30, 10) == [0.5, 0.5]
+    assert weighed(Hardsync("by_speed"), 30, 10) == [0.9, 0.1], "one minibatch each"
     assert weighed(Hardsync(), 30, 0) == weighed(Hardsync(), 0, 0) == [0.5, 0.5], "one without a count makes all equal"
     assert shares(Hardsync().decide(arrival("a", workers=roster("a"), example_count=37))) == [1.0]
     assert shares(StrictBsp().decide(arrival("b", contribution("a"), workers=roster("a", "b")))) == [1.0, 1.0]
+
+
+def test_by_speed_weighs_by_examples_times_the_examples_of_a_minibatch():
+    slow = contribution("a", example_count=32, minibatch_count=4)
+    quick = arrival("b", slow, workers=roster("a", "b"), example_count=64, minibatch_count=16)
+    assert shares(Hardsync("by_speed").decide(quick)) == [0.5, 0.5], "32 * 8 and 64 * 4"
 
 
 def test_nothing_counts_as_a_contribution_and_without_a_count_weighs_nothing():
@@ -207,6 +217,18 @@ def test_backup_applies_the_first_l_minus_b_and_one_at_least():
     assert isinstance(Backup(1).decide(arrival("b", first, workers=workers)), Park)
     assert shares(Backup(1).decide(arrival("a", first, contribution("b"), workers=workers))) == [1 / 3] * 3
     assert isinstance(Backup(5).decide(arrival("a", workers=roster("a", "b"))), Apply)
+
+
+def test_a_backup_with_grace_waits_for_all_and_says_when_it_could_do_without_the_last():
+    workers, backup = roster("a", "b", "c"), Backup(1, grace=2.0)
+    assert isinstance(backup.decide(arrival("b", contribution("a"), workers=workers)), Park)
+    assert [backup.has_quorum(count, workers) for count in (0, 1, 2, 3)] == [False, False, True, True]
+    assert not backup.has_quorum(2, roster("a", "b", missing=1)), "the first update waits for all expected workers"
+    waiting = Pending([contribution("a"), contribution("b")])
+    assert backup.complete(waiting, 0, workers) is None
+    assert workers_of(backup.complete(waiting, 0, roster("a", "b"))) == ["a", "b"]
+    assert isinstance(backup.decide(arrival("c", *waiting, workers=workers)), Apply)
+    assert not any(parse(text).has_quorum(9, workers) for text in ("async", "hardsync", "softsync:n=1"))
 
 
 def test_a_backup_that_leaves_nobody_is_refused_and_warned_of_while_workers_are_few():

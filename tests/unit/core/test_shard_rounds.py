@@ -1,9 +1,13 @@
 """Rounds on a shard: who is in an update, when workers come late, die, push twice or have nothing to push."""
 
+from collections.abc import Sequence
+
+import pytest
+
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from shards import Log, make_shard, nothing, pull, push, restored, roster, roster_of
+from shards import Log, make_behaviour, make_shard, nothing, pull, push, restored, roster, roster_of
 
 TWO = roster("a", "b")
 THREE = roster("a", "b", "c")
@@ -44,6 +48,38 @@ def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known
     assert (receipt.outcome, receipt.reason, receipt.min_version) == (Outcome.REJECTED, Reason.REPEATED, 1)
     push(shard, [3.0], worker_id="b", workers=TWO)
     assert (shard.num_pending, pull(shard)[1].tolist()) == (0, [-2.0])
+
+
+def test_a_poisoned_gradient_is_clipped_to_the_median_norm_of_its_round():
+    five = roster_of(5)
+
+    def after_a_round(protocol: str, values: Sequence[list[float]]) -> tuple[list[float], list[float]]:
+        shard = make_shard([0.0, 0.0], protocol=protocol)
+        receipts = [push(shard, each, worker_id=f"w{i:02d}", workers=five) for i, each in enumerate(values)]
+        return pull(shard)[1].tolist(), [receipts[-1].weight]
+
+    honest = [[3.0, 4.0], [3.0, 4.0], [6.0, 8.0], [0.0, 2.5]]
+    for protocol in ("hardsync:clip=median", "backup:b=0,clip=median"):
+        # Norms 5, 5, 10, 2.5 and 5000: the median is 5.
+        moved, weight = after_a_round(protocol, [*honest, [-3000.0, -4000.0]])
+        assert moved == pytest.approx([-(3 + 3 + 3 + 0 - 3) / 5, -(4 + 4 + 4 + 2.5 - 4) / 5])
+        assert weight == [pytest.approx(0.2 / 1000)], "the receipt says it"
+    assert after_a_round("hardsync", [*honest, [-3000.0, -4000.0]])[0][0] > 500
+    # Gradients of equal norm, and a round that another protocol settles.
+    shard = make_shard([0.0], protocol="hardsync:clip=median")
+    push(shard, [1.0], worker_id="a", workers=THREE)
+    push(shard, [-8.0], worker_id="b", workers=THREE)
+    shard.configure(behaviour=make_behaviour("async"), roster=THREE)
+    assert pull(shard)[1].tolist() == [0.0]
+
+
+def test_nothing_has_no_norm_and_a_round_of_nothing_is_not_clipped():
+    shard = make_shard([0.0], protocol="hardsync:clip=median")
+    shard.push(nothing(worker_id="a"), roster=TWO)
+    shard.push(nothing(worker_id="b"), roster=TWO)
+    shard.push(nothing(worker_id="a", base_version=1, sequence=1), roster=TWO)
+    push(shard, [4.0], worker_id="b", sequence=1, workers=TWO)
+    assert pull(shard)[1].tolist() == [-2.0]
 
 
 def test_a_round_is_completed_without_a_dead_worker_and_wakes_waiting_calls():

@@ -37,6 +37,13 @@ def test_no_policy_but_drop_touches_the_gradient_itself_and_none_but_per_update_
         assert parse(text).update_scale((3, 5)) == 1.0, text
 
 
+def test_polynomial_takes_no_gradient_that_is_more_rounds_old_than_it_is_told():
+    policy = parse("polynomial:rounds_max=4")
+    accepted = {split: [policy.weigh(age, split).accept for age in (4, 5, 12, 13)] for split in (0.0, 1.0, 3.0)}
+    assert accepted == {0.0: [True, False, False, False], 1.0: [True, False, False, False], 3.0: [True] * 3 + [False]}
+    assert policy.weigh(3, 1.0).rate_scale == 0.5
+
+
 def test_constant_divides_by_the_protocols_split_alone():
     splits = {1.0: 1.0, 4.0: 0.25, 7.5: 1 / 7.5, 0.0: 1.0}
     for (split, scale), staleness in product(splits.items(), (0, 1, 1000)):

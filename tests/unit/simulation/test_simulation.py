@@ -7,6 +7,7 @@ import pytest
 
 from pyps.simulation.event import Kind, Scheduler
 from pyps.simulation.simulation import Computed, Step, WorkerPlan, exponential, fixed, lognormal, normal, scripted
+from shards import digest, replay
 from simulated import cluster, noisy, ones, worker_plans
 
 
@@ -42,6 +43,17 @@ def test_a_hardsync_round_takes_the_largest_of_l_times(workers, timing):
     random = [np.random.default_rng([3, index]) for index in range(workers)]
     largest = [max(timing(step, numbers) for numbers in random) for step in range(ROUNDS)]
     assert run.simulation.now == pytest.approx(sum(largest))
+
+
+def test_a_quorum_waits_for_its_grace_in_virtual_time_and_a_replay_makes_the_same_updates():
+    workers = [WorkerPlan(name, fixed(4.0 if name == "c" else 1.0), steps=8) for name in "abc"]
+    times = {}
+    for grace in (0, 0.5, 4):
+        run = cluster(f"backup:b=1,grace={grace}", workers=workers, compute=noisy).run(seconds=8.9)
+        times[grace] = [event.time for event in run.events(Kind.COMPLETE)]
+        assert replay(run.log, run.fresh_shard())[-1] == digest(run.parameters()), grace
+    # The first round waits for all; a push that completes a round is no event of this kind.
+    assert times == {0: [], 0.5: [5.5, 7.0, 8.5], 4: []}
 
 
 def test_times_have_the_mean_that_was_asked_for():
