@@ -37,7 +37,7 @@ from pyps_wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyps_client.torch import RemoteOptimizer, SandblasterResult, sandblaster
+    from pyps_client.torch import LocalTraining, RemoteOptimizer, SandblasterResult, sandblaster
 
 __all__ = [
     "Client",
@@ -47,6 +47,7 @@ __all__ = [
     "InvalidArgument",
     "Launch",
     "LimitExceeded",
+    "LocalTraining",
     "ModelMismatch",
     "NameHeld",
     "NotAllowed",
@@ -75,7 +76,7 @@ __all__ = [
     "sandblaster",
 ]
 
-_NEEDS_TORCH = ("RemoteOptimizer", "SandblasterResult", "sandblaster")
+_NEEDS_TORCH = ("LocalTraining", "RemoteOptimizer", "SandblasterResult", "sandblaster")
 
 
 def __getattr__(name: str) -> Any:

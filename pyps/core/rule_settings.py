@@ -12,7 +12,10 @@ from pyps_wire.errors import InvalidArgument, OptimizerMismatch
 
 @dataclass(frozen=True)
 class RuleSettings:
-    """An update rule's name and, for each parameter group, its settings, defaults filled in."""
+    """An update rule's name and, for each parameter group, its settings, defaults filled in.
+
+    The name is empty, and without settings, where a worker leaves the rule to the servers.
+    """
 
     rule: str
     groups: tuple[Mapping[str, float], ...]
@@ -64,10 +67,10 @@ class RuleSettings:
         """Return a line for each setting that differs, with both values."""
         if self.rule == "heavy_ball" and other.rule == "momentum":
             other = other.as_heavy_ball()
-        if self.rule != other.rule:
+        if other.rule and self.rule != other.rule:
             return [f"rule: {self.rule} here, {other.rule} there"]
         lines = []
-        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True) if other.rule else ()):
             for name in sorted({*mine, *theirs}):
                 if mine.get(name) != theirs.get(name):
                     values = f"{_number(mine.get(name))} here, {_number(theirs.get(name))} there"
@@ -102,7 +105,7 @@ def settle(
 
     Raise OptimizerMismatch where both are given and differ.
     """
-    if configured is None and requested is None:
+    if configured is None and (requested is None or not requested.rule):
         raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")
     if requested is not None:
         requested = requested.for_groups(num_groups)

@@ -284,14 +284,19 @@ _PUSHED_KINDS = (0, PayloadKind.GRADIENT, PayloadKind.DELTA, PayloadKind.BUFFER)
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
-    """Return a worker's optimizer, checked and completed; None if it names no rule. Settings have defaults."""
-    if not message.rule:
+    """Return a worker's optimizer, checked and completed; None if it is absent. Settings have defaults.
+
+    Without a rule, which the worker leaves to the servers, it has the kinds of the groups' pushes alone.
+    """
+    if not (message.rule or message.groups):
         return None
     groups = tuple(dict(group.hyperparameters) for group in message.groups)
     unknown = next((group.kind for group in message.groups if group.kind not in _PUSHED_KINDS), None)
     if unknown is not None:
         raise InvalidArgument(f"a parameter group has kind {unknown}; expected GRADIENT (1), DELTA (2) or BUFFER (4)")
     kinds = tuple(PayloadKind(group.kind or PayloadKind.GRADIENT) for group in message.groups)
+    if not message.rule:
+        return RuleSettings("", groups, kinds)
     return RuleSettings.make(message.rule, groups or ({},), kinds or (PayloadKind.GRADIENT,))
 
 

@@ -254,7 +254,7 @@ def _name_of(module: torch.nn.Module) -> str:
         for name, part in inner.named_modules()
     }
     text = "\n".join(f"{name} {kind}" for name, kind in kinds.items())
-    return f"{type(inner).__name__[:100]} ({zlib.crc32(text.encode()):08x})"
+    return f"{kinds['.'][:100]} ({zlib.crc32(text.encode()):08x})"
 
 
 def _checked_name(parameter: Any, names: Mapping[int, str], where: str) -> str:

@@ -51,7 +51,7 @@ class Rates:
         self._momentum = translation.hyperparameters.get(translation.momentum, "")
         # Rate and momentum of each group that were last sent to the servers.
         settings = [group.hyperparameters for group in agreed.groups]
-        self._sent = [(group["learning_rate"], group.get(translation.momentum)) for group in settings]
+        self._sent = [(group.get("learning_rate", 0.0), group.get(translation.momentum)) for group in settings]
         # True once a change was sent.
         self._moved = False
         # Each group's parameters; the model holds them, so that an id stays its own.

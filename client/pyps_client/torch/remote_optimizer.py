@@ -475,6 +475,8 @@ class Ending:
         self._guard = ForkGuard()
         # Hooks on the torch optimizer and the model.
         self.hooks: list[RemovableHandle] = []
+        # Called before the last push; False where no push follows.
+        self.before: Callable[[bool], object] = lambda delivers: None
         # Held from the first `close` on.
         self.begun = threading.Lock()
 
@@ -492,7 +494,10 @@ class Ending:
         try:
             if cause == "finished":
                 session.hurry()
+                self.before(True)
                 self.steps.flush()
+            else:
+                self.before(False)
         except BaseException as error:
             cause, message = leave.cause_of(error)
             raise
@@ -504,9 +509,9 @@ class Ending:
 
 
 class _JoinFirst:
-    """A hook that joins before the model's first forward pass. In a copy of the model it does nothing."""
+    """A hook by which an optimizer joins before the model's first forward pass; it does nothing in a model's copy."""
 
-    def __init__(self, optimizer: RemoteOptimizer | None = None) -> None:
+    def __init__(self, optimizer: Any = None) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     @_uncompiled

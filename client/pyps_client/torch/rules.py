@@ -87,8 +87,19 @@ TRANSLATIONS: tuple[Translation, ...] = (
 )
 
 
+class ServersRule(torch.optim.Optimizer):
+    """A rule named as the servers name it, for parameters that only they update; an empty name leaves it to them."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], rule: str, settings: Mapping[str, float]) -> None:
+        # Where the rule's rate is not stated, no push states it: 0 is what an absent number is read as.
+        super().__init__([dict(group) for group in groups], {"lr": settings.get("learning_rate", 0.0)})
+        self.settings = OptimizerSettings(rule=rule, groups=[GroupSettings(hyperparameters=settings) for _ in groups])
+
+
 def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
     """Return the table's entry for an optimizer; refuse others, and subclasses, which may compute something else."""
+    if isinstance(optimizer, ServersRule):
+        return Translation(optimizer=ServersRule, rule=optimizer.settings.rule, hyperparameters={})
     if isinstance(optimizer, type):
         raise UnsupportedOptimizer(
             f"{_class_name(optimizer)} is a class: make an optimizer of it first, as "
@@ -115,6 +126,8 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
 
 def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
     """Return the servers' rule and settings for a fresh optimizer; refuse one that they cannot replace."""
+    if isinstance(optimizer, ServersRule):
+        return optimizer.settings
     translation = translation_of(optimizer)
     for state in optimizer.state.values():
         # SGD counts no steps.

@@ -110,6 +110,8 @@ class Steps:
         self.check_before: Callable[[], Callable[[bool], object] | None] = lambda: None
         # Examples in each minibatch from now on; None for an unknown number.
         self.examples_in_batch: int | None = None
+        # Steps of an optimizer of the worker's own in what is gathered as one minibatch (LocalTraining).
+        self.local_steps = 1
         self.layout = layout
         self.view = worker.view
         self.schedule = Schedule(settings, worker.view)
@@ -348,7 +350,7 @@ class Steps:
             self.parameters.vectors if pulls else None,
             present=gathered.present,
             example_count=gathered.example_count,
-            minibatch_count=gathered.minibatch_count,
+            minibatch_count=gathered.minibatch_count * self.local_steps,
             base_versions=gathered.base_versions,
             newest_base_versions=gathered.newest_base_versions,
             kinds=gathered.kinds,

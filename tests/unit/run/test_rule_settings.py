@@ -41,6 +41,18 @@ def test_what_is_pushed_is_settled_by_the_first_worker_and_the_same_for_all():
     assert said.endswith("(here: the server, there: the worker):\n  pushes of group 0: DELTA here, GRADIENT there")
 
 
+def test_a_worker_may_leave_the_rule_to_the_servers_and_state_what_it_pushes_alone():
+    kinds = (PayloadKind.GRADIENT, PayloadKind.BUFFER)
+    server, kinds_alone = RuleSettings.parse("sgd:learning_rate=1"), RuleSettings("", ({}, {}), kinds)
+    at_the_start = settle(server, kinds_alone, num_groups=2, source="--optimizer")
+    assert at_the_start == replace(server.for_groups(2), kinds=kinds)
+    assert settle(at_the_start, kinds_alone, num_groups=2, source="the run's") == at_the_start
+    others = RuleSettings("", ({}, {}), kinds[::-1])
+    said = refusal(lambda: settle(at_the_start, others, num_groups=2, source="the run's"), error=OptimizerMismatch)
+    assert said.count("pushes of group") == 2
+    assert "neither the server" in refusal(lambda: settle(None, kinds_alone, num_groups=2, source=""))
+
+
 def test_an_unknown_setting_is_said_before_its_value_is_read():
     with pytest.raises(UnsupportedOptimizer, match="adam has no setting 'amsgrad'"):
         RuleSettings.parse("adam:amsgrad=true")

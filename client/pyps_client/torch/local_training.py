@@ -1,0 +1,326 @@
+"""Local training: a torch optimizer trains on the worker, and every so many steps the servers take what it changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from pyps_client import leave
+from pyps_client.fork import ForkGuard
+from pyps_client.launch import Launch
+from pyps_client.replica.group import ALONE
+from pyps_client.torch.joining import OwnModel, unwrapped
+from pyps_client.torch.layout import plan, shareable_buffers
+from pyps_client.torch.local_rounds import Pace, Rounds, Shadow
+from pyps_client.torch.remote_optimizer import RemoteOptimizer, _JoinFirst, _uncompiled
+from pyps_client.torch.rules import ServersRule
+from pyps_wire.common_pb2 import Receipt
+from pyps_wire.errors import InvalidArgument, SettingsChanged
+
+T = TypeVar("T")
+
+# Outer rules by name: the servers' rule, and settings that fit deltas (Douillard et al. 2023, "DiLoCo", section 3.1).
+_NESTEROV = {"learning_rate": 0.7, "momentum": 0.9}
+OUTER: Mapping[str, tuple[str, Mapping[str, float]]] = {
+    "average": ("sgd", {"learning_rate": 1.0}),
+    "nesterov": ("nesterov", _NESTEROV),
+    "delayed_nesterov": ("delayed_nesterov", _NESTEROV),
+}
+
+# A state dict's key for the position in the round, and for what the exchanges keep.
+_ROUND = "pyps_round"
+
+
+def _of_remote(name: str) -> Any:
+    """Return a property of the RemoteOptimizer that makes the exchanges; reading it joins the run as there."""
+
+    def read(optimizer: LocalTraining) -> Any:
+        optimizer.join()
+        return getattr(optimizer._remote, name)
+
+    return property(read, doc=getattr(RemoteOptimizer, name).__doc__)
+
+
+class LocalTraining(torch.optim.Optimizer):
+    """A torch optimizer that trains on the worker, and joins what all workers trained every `sync_every` steps.
+
+        optimizer = LocalTraining(model, torch.optim.AdamW(model.parameters(), lr=0.001), sync_every=32)
+
+    A round is `sync_every` steps of the wrapped, the inner, optimizer, whose state stays with the worker. Then the
+    worker pushes its delta, the parameters with which the round began minus the present ones, as one gradient, and
+    pulls. The servers apply the delta by their own rule, the outer one: SGD at rate 1 under `hardsync` averages the
+    workers' models (Stich 2019, "Local SGD converges fast and communicates little"), Nesterov's momentum is DiLoCo.
+    Schedulers, GradScaler, clipping and hooks act on the inner optimizer, through this object or directly.
+
+    The worker joins as a RemoteOptimizer does. If it dies, its steps since the last push are lost; a worker that comes
+    back begins with the servers' parameters. The properties of the run and the errors are RemoteOptimizer's.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        servers: str | Sequence[str] | None = None,
+        *,
+        sync_every: int | str = 32,
+        outer: str = "",
+        overlap: str = "off",
+        launch: Launch | None = None,
+        buffers: str = "local",
+    ) -> None:
+        """Check model, optimizer and settings; the servers are called when the worker joins.
+
+        `sync_every`: steps in a round, or "auto": 16 in the slowest worker's rounds and, where workers wait for each
+        other (hardsync), up to 16 times as many in those of faster ones, in proportion to their speed.
+        `outer`: the servers' rule for deltas, if `pyps serve --optimizer` names none: "average" (sgd at rate 1),
+        "nesterov" (rate 0.7, momentum 0.9), "delayed_nesterov:n=2", or any rule of the servers with its settings. Where
+        the servers have a rule, leave it out.
+        `overlap`: "off" waits for each exchange; "step" makes it beside the next steps, and moves the model by what the
+        servers changed when that has come.
+        `servers`, `launch`, `buffers`: as for RemoteOptimizer. `launch` has the codecs of deltas and parameters.
+
+        Raises a ConfigurationError for a model, an optimizer or a setting that no run can have.
+        """
+        module = unwrapped(model, ALONE)
+        _check_inner(optimizer)
+        if sync_every != "auto" and (not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1):
+            raise InvalidArgument(f"sync_every is {sync_every!r}; expected a number of steps, 1 or more, or 'auto'.")
+        if overlap not in ("off", "step"):
+            raise InvalidArgument(f"overlap is {overlap!r}; expected 'off' or 'step'.")
+        launch = Launch.of(servers, launch)
+        if launch.parts > 1:
+            raise InvalidArgument(
+                f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
+                "`pyps run --parts` sets), but LocalTraining trains whole models: start workers of one process."
+            )
+        # Refuses parameters that no server can hold, by their own names and addresses.
+        plan(module, optimizer.param_groups)
+        self._inner = optimizer
+        self._model = module
+        self._own_model = OwnModel(module, optimizer.param_groups, ALONE)
+        self._make = partial(_make_remote, module, optimizer, launch, _outer_of(outer), buffers)
+        self._rounds = Rounds(Pace(sync_every), overlaps=overlap == "step")
+        # Made again when it joins, with the values, types and places that the model has then.
+        self._remote, _ = self._make()
+        self._loaded: Mapping[str, Any] = {}
+        self._is_joined = False
+        self._guard = ForkGuard()
+        # As a copy is made: the groups and the state are the inner optimizer's.
+        super().__setstate__({"defaults": optimizer.defaults})
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._forward_hooks = [part.register_forward_pre_hook(_JoinFirst(self)) for part in parts]
+
+    def join(self) -> None:
+        """Join the run now, wait for its servers, and bring its parameters into the model; once joined, do nothing."""
+        if self._is_joined:
+            return
+        if self._remote._ending.begun.locked():
+            raise InvalidArgument(_CLOSED)
+        self._own_model.check(True)
+        remote, twins = self._make()
+        if self._loaded:
+            remote.load_state_dict(self._loaded)
+        remote.join()
+        self._remote = remote
+        self._rounds.begin(remote.stepper, twins)
+        remote._ending.before = self._rounds.leave
+        self._is_joined = True
+        for hook in self._forward_hooks:
+            hook.remove()
+
+    @_uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of the inner optimizer; at the end of a round push the delta and pull, as RemoteOptimizer does.
+
+        Raises what RemoteOptimizer.step raises; the model has the servers' parameters then, and the round is lost.
+        """
+        self.join()
+        self._guard.check()
+        if self._remote._ending.begun.locked():
+            raise InvalidArgument(_CLOSED)
+        rounds = self._rounds
+        if rounds.finished:
+            if not rounds.is_over:
+                rounds.finish()
+            rounds.tell_over()
+            return None
+        self._own_model.check(rounds.steps == 0)
+        loss = self._inner.step(closure) if closure is not None else self._inner.step()
+        rounds.stepped()
+        return loss
+
+    def sync(self) -> None:
+        """End the round now: push its delta, if there is one, pull, and wait for both. For the end of an epoch."""
+        self.join()
+        self._rounds.flush()
+
+    @_uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as for every torch optimizer."""
+        if not (self._remote._ending.begun.locked() or self._guard.in_child):
+            self.join()
+        self._inner.zero_grad(set_to_none)
+
+    # The inner optimizer's own: a scheduler or a state dict of either acts on both.
+    param_groups: list[dict[str, Any]] = property(  # type: ignore[assignment]
+        lambda self: self._inner.param_groups, lambda self, groups: setattr(self._inner, "param_groups", groups)
+    )
+    state: Any = property(lambda self: self._inner.state, lambda self, state: setattr(self._inner, "state", state))
+
+    finished: bool = _of_remote("finished")
+    global_step: int = _of_remote("global_step")
+    batch_size: int = _of_remote("batch_size")
+    run_id: str = _of_remote("run_id")
+    transport: str = _of_remote("transport")
+    num_workers: int = _of_remote("num_workers")
+    receipts: Sequence[Receipt] = _of_remote("receipts")
+    skipped: int = _of_remote("skipped")
+
+    @property
+    def steps(self) -> int:
+        """Steps of this worker's inner optimizer so far."""
+        return self._rounds.steps
+
+    @property
+    def sync_every(self) -> int:
+        """Steps in a round now."""
+        return self._rounds.pace.steps
+
+    @property
+    def examples_in_batch(self) -> int | None:
+        """Examples in each minibatch from now on, which schedules and weights count; None: unknown."""
+        return self._rounds.examples_in_batch
+
+    @examples_in_batch.setter
+    def examples_in_batch(self, count: int | None) -> None:
+        # Which checks the number.
+        self._remote.examples_in_batch = count
+        self._rounds.examples_in_batch = count
+
+    @property
+    def stepper(self) -> Rounds:
+        """The worker's rounds, for `pyps_client.data.Portions`."""
+        self.join()
+        return self._rounds
+
+    def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
+        if not self.finished:
+            yield from itertools.takewhile(lambda _: not self.finished, batches)
+
+    def report(self, **scalars: float) -> None:
+        """Send figures of this worker, such as loss=0.3, with its next heartbeat, for `pyps status`."""
+        self.join()
+        self._remote.report(**scalars)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Return the model's state dict with the servers' present values, without this worker's steps since."""
+        self.join()
+        return self._remote.snapshot()
+
+    def close(self, cause: str = "finished", message: str = "") -> None:
+        """Push the delta so far, unless the cause is "failed", and leave the run. A second call does nothing.
+
+        Without a call this happens when the optimizer is freed, or the program ends.
+        """
+        for hook in self._forward_hooks:
+            hook.remove()
+        self._remote.close(cause, message)
+
+    def __enter__(self) -> LocalTraining:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(*leave.cause_of(error))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise SettingsChanged: all workers of a run agree on its parameters before the first step."""
+        raise SettingsChanged(
+            "A parameter group cannot be added to LocalTraining: the run's parameters are agreed upon when it starts. "
+            "Give the inner optimizer all groups before."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state dict, the position in the round, and what the exchanges keep."""
+        self._remote._warned_of_state = True
+        round_ = {"steps_left": self._rounds.steps_left, "sync_every": self._rounds.pace.steps}
+        return self._inner.state_dict() | {_ROUND: {**round_, "remote": self._remote.state_dict()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or a state dict of the inner optimizer alone.
+
+        The model's parameters are the servers' from joining on: the first round is shorter, as that of the state dict.
+        """
+        own = dict(state_dict)
+        round_ = own.pop(_ROUND, None)
+        self._inner.load_state_dict(own)
+        if round_ is not None:
+            self._rounds.pace.steps, self._rounds.steps_left = round_["sync_every"], round_["steps_left"]
+            self._loaded = round_["remote"]
+            if self._is_joined:
+                self._remote.load_state_dict(self._loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise InvalidArgument: no copy, deepcopy or pickle of a connection."""
+        raise InvalidArgument(
+            "LocalTraining is a connection to its servers, of which no copy can be made or saved: save "
+            "optimizer.state_dict(), or copy the model alone."
+        )
+
+
+_CLOSED = "This LocalTraining was closed: make a new one to go on training."
+
+
+def _check_inner(optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, RemoteOptimizer | LocalTraining):
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}; expected a torch optimizer that trains on this worker, such "
+            "as torch.optim.AdamW(model.parameters()): LocalTraining calls the servers itself."
+        )
+
+
+def _outer_of(text: str) -> tuple[str, Mapping[str, float]]:
+    """Return the servers' rule and its settings for the text of `outer`; the servers check both."""
+    name, _, rest = text.partition(":")
+    rule, settings = OUTER.get(name, (name, {}))
+    pairs = [item.partition("=") for item in rest.split(",") if item]
+    try:
+        given = {setting.strip(): float(number) for setting, _, number in pairs}
+    except ValueError:
+        raise InvalidArgument(
+            f"outer is {text!r}; expected {', '.join(OUTER)}, or a rule of the servers, with settings such as "
+            "nesterov:learning_rate=0.7,momentum=0.9."
+        ) from None
+    return rule, {**settings, **given}
+
+
+def _make_remote(
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    launch: Launch,
+    outer: tuple[str, Mapping[str, float]],
+    buffers: str,
+) -> tuple[RemoteOptimizer, dict[torch.Tensor, torch.Tensor]]:
+    """Return a RemoteOptimizer of a shadow of the model, and the shadow's tensors by the model's."""
+    trained = {parameter for group in inner.param_groups for parameter in group["params"]}
+    twins: dict[torch.Tensor, torch.Tensor] = {
+        tensor: torch.nn.Parameter(tensor.detach().clone(), tensor.requires_grad) for tensor in trained
+    }
+    if buffers != "local":
+        twins |= {buffer: buffer.detach().clone() for buffer in shareable_buffers(module).values()}
+    groups = [{"params": [twins[tensor] for tensor in group["params"]]} for group in inner.param_groups]
+    # A round is a push and a pull, whatever number of minibatches the protocol sums.
+    remote = RemoteOptimizer(
+        Shadow(module, twins, {}),
+        ServersRule(groups, *outer),
+        launch=launch,
+        push_every=1,
+        pull_every=1,
+        buffers=buffers,
+        owns_schedule=False,
+    )
+    return remote, twins

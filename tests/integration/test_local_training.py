@@ -1,0 +1,275 @@
+"""LocalTraining through real servers: equal to what it stands for, alone and together; refused where it cannot be."""
+
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client import LocalTraining, RemoteOptimizer
+from pyps_client.launch import Launch
+from pyps_client.torch.local_rounds import AUTO_STEPS
+from pyps_wire.errors import InvalidArgument, SettingsChanged
+from support import status_of, wait_for_event
+from training import backward, batches, mlp, parameters_of, train
+
+HARDSYNC = ("--protocol", "hardsync", "--expected-workers", "2")
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def local(model, server, worker_id="a", *, inner=adamw, **settings) -> LocalTraining:
+    names = settings.keys() & Launch.__dataclass_fields__.keys()
+    launch = Launch(server.data, run_id="r", worker_id=worker_id, **{name: settings.pop(name) for name in names})
+    return LocalTraining(model, inner(model), launch=launch, **{"outer": "average", "sync_every": 4, **settings})
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+@pytest.mark.parametrize("transport", ["auto", "grpc", "tcp"])
+def test_a_worker_alone_at_rate_1_trains_as_torch_does(start_server, overlap, transport):
+    model, twin = mlp(), mlp()
+    plain = adamw(twin)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 3)
+    with local(model, start_server(), overlap=overlap, transport=transport) as optimizer:
+        same_schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        for batch in batches(18):
+            for trained, steps, rates in ((model, optimizer, same_schedule), (twin, plain, schedule)):
+                backward(trained, batch)
+                torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+                steps.step()
+                rates.step()
+        optimizer.sync()
+        assert (optimizer.steps, optimizer.global_step) == (18, 5)
+        assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=2.4e-7)
+
+
+def test_two_workers_with_a_push_a_step_are_data_parallel_sgd(start_server):
+    server = start_server(*HARDSYNC)
+    halves = [list(batches(12, seed=seed)) for seed in (1, 2)]
+    twin = mlp()
+    plain = sgd(twin)
+    for both in zip(*halves, strict=True):
+        backward(twin, tuple(map(torch.cat, zip(*both, strict=True))))
+        plain.step()
+
+    def run(index: int) -> np.ndarray:
+        model = mlp()
+        with local(model, server, f"w{index}", inner=sgd, sync_every=1) as optimizer:
+            train(halves[index], (model, optimizer))
+        return parameters_of(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        for trained in pool.map(run, range(2)):
+            np.testing.assert_allclose(trained, parameters_of(twin), atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_a_round_an_epoch_averages_models_that_were_trained_apart(start_server, overlap):
+    """Parameter averaging, the baseline of the sources; under hardsync an exchange may overlap the next steps."""
+    server = start_server(*HARDSYNC)
+    halves = [list(batches(6, seed=seed)) for seed in (1, 2)]
+    apart = [mlp(), mlp()]
+    for model, half in zip(apart, halves, strict=True):
+        train(half, (model, adamw(model)))
+    mean = np.mean([parameters_of(model) for model in apart], axis=0)
+
+    def run(index: int) -> np.ndarray:
+        model = mlp()
+        with local(model, server, f"w{index}", sync_every=len(halves[0]), overlap=overlap) as optimizer:
+            optimizer.examples_in_batch = 16
+            train(halves[index], (model, optimizer))
+            optimizer.sync()
+            (receipt,) = {(each.reason, each.staleness) for each in optimizer.receipts}
+            assert receipt == (0, 0)
+            return parameters_of(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        for trained in pool.map(run, range(2)):
+            np.testing.assert_allclose(trained, mean, atol=1e-6)
+    assert status_of(server).version_max == 1
+
+
+def test_two_rounds_of_two_workers_under_nesterov_equal_two_torch_optimizers(start_server):
+    """DiLoCo (Douillard et al. 2023, algorithm 1), with the outer optimizer on the servers."""
+    server = start_server(*HARDSYNC, "--optimizer", "nesterov:learning_rate=0.7,momentum=0.9")
+    data = [list(batches(8, seed=seed)) for seed in (1, 2)]
+    held, workers = mlp(), [mlp(), mlp()]
+    inner = [adamw(worker) for worker in workers]
+    outer = torch.optim.SGD(held.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for first in (0, 4):
+        for worker, optimizer, batch in zip(workers, inner, data, strict=True):
+            worker.load_state_dict(held.state_dict())
+            train(batch[first : first + 4], (worker, optimizer))
+        for parameter, *of_workers in zip(held.parameters(), *(each.parameters() for each in workers), strict=True):
+            parameter.grad = sum((parameter - each).detach() for each in of_workers) / 2
+        outer.step()
+
+    def run(index: int) -> np.ndarray:
+        model = mlp()
+        with local(model, server, f"w{index}", outer="") as optimizer:
+            train(data[index], (model, optimizer))
+        return parameters_of(model)
+
+    with ThreadPoolExecutor(2) as pool:
+        for trained in pool.map(run, range(2)):
+            np.testing.assert_allclose(trained, parameters_of(held), atol=1e-6)
+
+
+def test_close_pushes_the_steps_of_a_round_that_has_begun_and_a_failure_does_not(start_server):
+    server = start_server()
+    model = mlp()
+    with local(model, server) as optimizer:
+        optimizer.examples_in_batch = 16
+        train(batches(6), (model, optimizer))
+    last = parameters_of(model)
+    other = mlp(1)
+    with pytest.raises(ZeroDivisionError), local(other, server, "b") as optimizer:
+        optimizer.zero_grad()
+        np.testing.assert_allclose(parameters_of(other), last, atol=2.4e-7)
+        train(batches(3), (other, optimizer))
+        raise ZeroDivisionError
+    assert status_of(server).version_max == 2
+
+
+def test_a_state_dict_holds_the_inner_state_and_the_position_in_the_round(start_server):
+    server = start_server()
+    model = mlp()
+    with local(model, server) as optimizer:
+        train(batches(6), (model, optimizer))
+        state = copy.deepcopy(optimizer.state_dict())
+    later = mlp(1)
+    with local(later, server, "b") as optimizer:
+        optimizer.load_state_dict(state)
+        assert optimizer.state[later[0].weight]["step"] == 6
+        train(batches(2), (later, optimizer))
+        assert optimizer.global_step == 3
+        optimizer.load_state_dict(adamw(later).state_dict())
+        assert not optimizer.state
+
+
+def test_shared_buffers_are_averaged_with_the_rounds(start_server):
+    server = start_server(*HARDSYNC, "--optimizer", "sgd:learning_rate=1")
+    (inputs,) = (torch.randn(64, 8, generator=torch.Generator().manual_seed(3)),)
+
+    def run(index: int) -> torch.Tensor:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        with local(model, server, f"w{index}", inner=sgd, outer="", buffers="average", sync_every=2) as optimizer:
+            for half in inputs.chunk(2):
+                optimizer.zero_grad()
+                model(half + index).square().mean().backward()
+                optimizer.step()
+            optimizer.sync()
+            return model[1].running_mean.clone()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert torch.equal(first, second) and first.abs().sum() > 0
+
+
+def test_the_end_of_the_run_leaves_its_last_parameters_in_the_model(start_server, caplog):
+    server = start_server("--stop-after", "updates=2")
+    model = mlp()
+    with local(model, server) as optimizer:
+        trained = 0
+        for batch in optimizer.until_finished(batches(40)):
+            train([batch], (model, optimizer))
+            trained += 1
+        assert trained < 13
+        last = optimizer.snapshot()
+        assert all(torch.equal(last[name], value) for name, value in model.state_dict().items())
+        train(batches(1), (model, optimizer))
+        assert all(torch.equal(last[name], value) for name, value in model.state_dict().items())
+    assert "is over: steps do nothing any more" in caplog.text
+
+
+DOOMED = """
+import signal, sys, torch
+from pyps_client import LocalTraining
+from pyps_client.launch import Launch
+from training import batches, mlp, train
+model = mlp()
+inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+launch = Launch(sys.argv[1], run_id="r", worker_id="doomed")
+optimizer = LocalTraining(model, inner, launch=launch, outer="average", sync_every=4)
+train(batches(6), (model, optimizer))
+print("going", flush=True)
+signal.pause()
+"""
+
+
+def test_a_worker_killed_within_a_round_loses_its_steps_alone_and_the_other_goes_on(start_server, start_python):
+    server = start_server(*HARDSYNC, "--lease-seconds", "2", "--heartbeat-seconds", "0.2")
+    model = mlp()
+    with local(model, server) as optimizer:
+        with ThreadPoolExecutor(1) as pool:
+            doomed = pool.submit(start_python, "-c", DOOMED, server.data).result()
+            train(batches(4), (model, optimizer))
+            doomed.wait_for_output("going")
+            doomed.kill()
+            train(batches(8), (model, optimizer))
+        wait_for_event(server, "expired", "doomed")
+        assert optimizer.global_step == 3
+        assert all(receipt.reason == 0 for receipt in optimizer.receipts)
+
+
+def test_a_worker_three_times_as_fast_takes_three_times_as_many_steps(start_server):
+    server = start_server(*HARDSYNC)
+    last = torch.zeros(2)
+
+    def run(index: int) -> int:
+        model = torch.nn.Linear(4, 1)
+        with local(model, server, f"w{index}", inner=sgd, sync_every="auto") as optimizer:
+            while optimizer.global_step < 9:
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                # A slow machine: nothing else is waited for.
+                time.sleep(0.004 if index == 0 else 0.012)
+                optimizer.step()
+            last[index] = optimizer.sync_every
+        return optimizer.sync_every
+
+    with ThreadPoolExecutor(2) as pool:
+        fast, slow = pool.map(run, range(2))
+    assert slow <= AUTO_STEPS + 4
+    assert 2 * AUTO_STEPS < fast < 5 * AUTO_STEPS
+
+
+def test_what_cannot_be_trained_locally_is_refused_in_a_sentence(monkeypatch):
+    model = mlp()
+    for inner, settings, message in (
+        (adamw(model), {"sync_every": 0}, "sync_every is 0; expected a number of steps, 1 or more, or 'auto'"),
+        (adamw(model), {"sync_every": "often"}, "sync_every is 'often'; expected"),
+        (adamw(model), {"overlap": "backward"}, "overlap is 'backward'; expected 'off' or 'step'"),
+        (adamw(model), {"outer": "nesterov:rate"}, "outer is 'nesterov:rate'; expected average, nesterov,"),
+        (adamw(model), {"buffers": "mine"}, "buffers is 'mine'; expected one of local"),
+        (torch.optim.AdamW, {}, "optimizer is a type; expected a torch optimizer that trains on this worker"),
+        (RemoteOptimizer(model, sgd(model), "127.0.0.1:1"), {}, "optimizer is a RemoteOptimizer; expected a torch"),
+        (adamw(mlp(1)), {}, "is not a parameter of the model"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            LocalTraining(model, inner, "127.0.0.1:1", **settings)
+    optimizer = LocalTraining(model, adamw(model), "127.0.0.1:1")
+    with pytest.raises(InvalidArgument, match="no copy"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(SettingsChanged, match="cannot be added to LocalTraining"):
+        optimizer.add_param_group({"params": []})
+    optimizer.close()
+    with pytest.raises(InvalidArgument, match="was closed"):
+        optimizer.step()
+    monkeypatch.setenv("PYPS_PARTS", "2")
+    with pytest.raises(InvalidArgument, match=r"one of the 2 parts .* LocalTraining trains whole models"):
+        LocalTraining(model, adamw(model), "127.0.0.1:1")
+
+
+def test_a_run_without_an_outer_rule_says_where_to_name_one(start_server):
+    with pytest.raises(InvalidArgument, match="no optimizer was given: neither the server"):
+        local(mlp(), start_server(), outer="").join()
