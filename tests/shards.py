@@ -37,7 +37,7 @@ from pyps.run.run import Run
 from pyps.run_header import RunHeader, Snapshot
 from pyps.storage.folder import CheckpointFolder
 from pyps.work import DataSpec, WorkQueue, lease_reply
-from pyps_wire.codecs import FLOAT32
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.errors import InvalidArgument, PypsError
 from pyps_wire.partition import Model, Tensor, partition
 from pyps_wire.work_pb2 import LeaseReply
@@ -46,6 +46,28 @@ from support import DEADLINE_SECONDS
 
 def floats(*values: float) -> Floats:
     return np.array(values, dtype=np.float32)
+
+
+class Pairs(Codec):
+    """A sparse codec: each number that is not 0 as its place and itself."""
+
+    sparse = True
+
+    def encode(self, values: Floats) -> memoryview:
+        [places] = np.nonzero(values)
+        return memoryview(places.astype(np.uint32).tobytes() + values[places].tobytes())
+
+    def decode_into(self, payload: Any, place: Floats) -> None:
+        half = len(payload) // 2
+        place.fill(0.0)
+        place[np.frombuffer(payload[:half], np.uint32)] = np.frombuffer(payload[half:], np.float32)
+
+
+PAIRS = Pairs(99, "pairs", lambda count: 8 * count)
+
+
+def sparse(*values: float, **fields: Any) -> Gradient:
+    return gradient([], **{"codec": PAIRS, "payload": PAIRS.encode(floats(*values)), **fields})
 
 
 def roster(*workers: str, missing: int = 0) -> Roster:

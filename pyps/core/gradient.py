@@ -120,7 +120,10 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
     if gradient.kind == PayloadKind.NOTHING:
         return FINITE
     count = gradient.count(shard_length) if gradient.extents else shard_length
-    index = _kernels.first_non_finite(gradient.payload, gradient.codec, count)
+    if gradient.codec in NATIVE:
+        index = _kernels.first_non_finite(gradient.payload, gradient.codec, count)
+    else:
+        _, index = decoded(gradient.payload, gradient.codec, count=count)
     return FINITE if index < 0 else Finding(shard_id, gradient.parameter_index(index))
 
 

@@ -352,7 +352,7 @@ class Shard:
         decision = aggregation.decide(arrival)
         if not weighing.accept and isinstance(decision, Apply | Park):
             decision = verdict.too_stale(contribution, policy=behaviour.staleness.name, version=version)
-        if isinstance(decision, Apply) and len(decision.parts) > 1 and aggregation.clip:
+        if isinstance(decision, Apply) and len(decision.parts) > 1 and aggregation.clip == "median":
             decision = Apply(clipped(decision.parts, self.length))
         if gradient.volatile and isinstance(decision, Park):
             return self._decide_on_copy(arrived, roster, reply, held_version)
@@ -442,7 +442,7 @@ class Shard:
     def _update(self, decision: Apply) -> Update:
         """Make an update outside of a push."""
         rate, update_scale, parts = self._rate(self.learning_rate), self._update_scale(decision.parts), decision.parts
-        if self.behaviour.aggregation.at(self.version).clip:
+        if self.behaviour.aggregation.at(self.version).clip == "median":
             parts = clipped(parts, self.length)
         return self._apply(parts, rate=rate, update_scale=update_scale)[0]
 
@@ -450,8 +450,10 @@ class Shard:
         self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None
     ) -> tuple[Update, int]:
         """Make an update; return it, and how many numbers were left out because they were no longer finite."""
+        # One gradient alone is sent by all.
+        merge = self.behaviour.aggregation.at(self.version).merge if len(parts) > 1 else ""
         left_out = apply_update(
-            self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply
+            self._rule, parts, rate=rate, version=self.version, update_scale=update_scale, reply=reply, merge=merge
         )
         self.version += 1
         for part in parts:

@@ -8,9 +8,12 @@ from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply, norm_of_payload
+import numpy as np
+
+from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply, made_native, norm_of_payload
 from pyps.core.protocols.base import Part
 from pyps.core.rules import BoundRule, WeightedGradient
+from pyps_wire.codecs import FLOAT32
 
 
 class Update(NamedTuple):
@@ -54,16 +57,18 @@ def apply_update(
     version: int,
     update_scale: float = 1.0,
     reply: Reply | None = None,
+    merge: str = "",
 ) -> int:
     """Apply the parts to the rule's shard as one update, and write the new parameters to `reply` too.
 
     `rate` is the learning rate after schedules and before any staleness; `update_scale` shortens the update as a whole,
-    in addition to each gradient's own staleness; `version` is the number of updates before this one. Return how many
-    numbers of volatile gradients were left out because they were no longer finite.
+    in addition to each gradient's own staleness; `version` is the number of updates before this one; `merge` is the
+    protocol's way to merge sparse gradients. Return how many numbers of volatile gradients were left out because they
+    were no longer finite.
     """
     if len(parts) == 1 and parts[0].share == 1.0:
         gradient, _, weighing = parts[0].contribution
-        if not gradient.extents and gradient.kind != PayloadKind.NOTHING:
+        if not gradient.extents and gradient.kind != PayloadKind.NOTHING and not gradient.codec.sparse:
             # Most pushes. The general path below gives the same bits.
             factor = rule.sign * weighing.weight
             if rule.adaptive:
@@ -77,6 +82,11 @@ def apply_update(
     if parts:
         factors, step_scale = _factors(rule, parts, update_scale)
         gradients = [part.contribution.gradient for part in parts]
+        if any(gradient.codec.sparse for gradient in gradients):
+            if merge == "senders" and not any(gradient.extents for gradient in gradients):
+                gradients, factors = [_mean_of_senders(gradients, factors, parts, rule.length)], [1.0]
+            else:
+                gradients = [made_native(gradient, shard_id=-1, shard_length=rule.length) for gradient in gradients]
         guarded = any(gradient.volatile for gradient in gradients)
         for start, stop, numbers in _covered(gradients, factors, rule.length):
             whole = stop - start == rule.length
@@ -119,6 +129,23 @@ def _factors(rule: BoundRule, parts: Sequence[Part], update_scale: float) -> tup
     ratios = [weighing.rate_scale / mean if mean else 1.0 for _, _, weighing in weighed]
     factors = [rule.sign * share * clip * weighing.weight for share, clip, weighing in weighed]
     return [factor * ratio for factor, ratio in zip(factors, ratios, strict=True)], mean * update_scale
+
+
+def _mean_of_senders(
+    gradients: Sequence[Gradient], factors: Sequence[float], parts: Sequence[Part], length: int
+) -> Gradient:
+    """Return the sum of the gradients with each number divided by the shares of the workers that sent it.
+
+    A number that is 0 was not sent. Divided by all workers, a number that one of eight sends would lose 7/8 of its
+    size, which no feedback returns.
+    """
+    total, senders = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    for gradient, factor, part in zip(gradients, factors, parts, strict=True):
+        values = gradient.codec.decode(gradient.payload, length)
+        total += np.float32(factor) * values
+        senders += np.float32(part.share) * (values != 0.0)
+    np.divide(total, senders, out=total, where=senders > 0.0)
+    return gradients[0]._replace(codec=FLOAT32, payload=FLOAT32.encode(total))
 
 
 def _covered(

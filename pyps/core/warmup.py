@@ -115,6 +115,10 @@ class Staged(Aggregation):
         return self.main.grace
 
     @property
+    def merge(self) -> str:
+        return self.main.merge or self.warm_up.stage.merge
+
+    @property
     def whole_model(self) -> bool:
         return self.main.whole_model
 

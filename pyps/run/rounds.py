@@ -220,7 +220,9 @@ class RoundController:
         """Check a push; return its shard, the push in a codec of the kernels, and the result of the scan."""
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
-        if gradient.codec not in NATIVE or gradient.extents:
+        # Where gradients wait, sparse ones stay small until they are merged.
+        waits = gradient.codec.sparse and not gradient.extents and self.behaviour.aggregation.merge
+        if (gradient.codec not in NATIVE and not waits) or gradient.extents:
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.recorder is not None:
             # The log must hold exactly the bits applied, so the copy is scanned, unless the push is refused anyway.

@@ -8,7 +8,19 @@ from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import PayloadKind
-from pyps.core.protocols.base import Acknowledge, Aggregation, Apply, Arrival, Decision, Park, Part, Pending, mean
+from pyps.core.protocols.base import (
+    MERGES,
+    Acknowledge,
+    Aggregation,
+    Apply,
+    Arrival,
+    Decision,
+    Park,
+    Part,
+    Pending,
+    mean,
+    require_one_of,
+)
 from pyps.core.replicas import parts_in_words
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument
@@ -86,6 +98,7 @@ class Softsync(Aggregation):
 
     name: ClassVar[str] = "softsync"
     n: int = spec.required(example=4, unset=0)
+    merge: str = "senders"
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -93,6 +106,7 @@ class Softsync(Aggregation):
                 f"softsync's n is {self.n}; expected at least 1, as in softsync:n=4: an update for every"
                 " floor(workers / n) gradients"
             )
+        require_one_of("softsync's merge", self.merge, MERGES)
 
     def gradients_per_update(self, num_workers: int) -> int:
         """Return the paper's c."""

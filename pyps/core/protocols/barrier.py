@@ -12,6 +12,7 @@ from typing import ClassVar
 from pyps.core import spec
 from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.protocols.base import (
+    MERGES,
     Aggregation,
     Apply,
     Arrival,
@@ -23,6 +24,7 @@ from pyps.core.protocols.base import (
     Pending,
     Refuse,
     mean,
+    require_one_of,
 )
 from pyps.core.receipt import WAITING_FOR_MAX, Reason
 from pyps.core.roster import Roster
@@ -93,7 +95,7 @@ def _in_worker_order(gathered: Iterable[Contribution]) -> list[Contribution]:
 
 
 WEIGHTINGS = ("by_count", "by_speed", "equal")
-CLIPS = ("", "median")
+CLIPS = ("none", "median")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,13 @@ class Hardsync(Barrier):
 
     name: ClassVar[str] = "hardsync"
     weighting: str = "by_count"
-    clip: str = ""
+    clip: str = "none"
+    merge: str = "senders"
 
     def __post_init__(self) -> None:
-        _require_one_of("hardsync's weighting", self.weighting, WEIGHTINGS)
-        _require_one_of("hardsync's clip", self.clip, CLIPS)
+        require_one_of("hardsync's weighting", self.weighting, WEIGHTINGS)
+        require_one_of("hardsync's clip", self.clip, CLIPS)
+        require_one_of("hardsync's merge", self.merge, MERGES)
 
     @property
     def weighs_examples(self) -> bool:
@@ -128,11 +132,6 @@ class Hardsync(Barrier):
     def _weight(self, gradient: Gradient) -> float:
         count = gradient.example_count
         return count if self.weighting == "by_count" else count * count / max(1, gradient.minibatch_count)
-
-
-def _require_one_of(what: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise InvalidArgument(f"{what} is {value!r}; expected one of {', '.join(filter(None, known))}")
 
 
 def _is_uncounted(gradient: Gradient) -> bool:
@@ -159,7 +158,8 @@ class Backup(Barrier):
     name: ClassVar[str] = "backup"
     b: int = spec.required(example=1, unset=-1)
     grace: float = 0.0
-    clip: str = ""
+    clip: str = "none"
+    merge: str = "senders"
 
     def __post_init__(self) -> None:
         if self.b < 0:
@@ -171,7 +171,8 @@ class Backup(Barrier):
                 f"backup's grace is {self.grace:g}; expected the seconds that an update waits for the last b workers,"
                 " or 0 for none"
             )
-        _require_one_of("backup's clip", self.clip, CLIPS)
+        require_one_of("backup's clip", self.clip, CLIPS)
+        require_one_of("backup's merge", self.merge, MERGES)
 
     def has_quorum(self, num_gathered: int, roster: Roster) -> bool:
         return not roster.missing and num_gathered >= max(1, roster.num_workers - self.b)

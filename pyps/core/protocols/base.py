@@ -14,6 +14,7 @@ from pyps.core.pacing import Pacer
 from pyps.core.receipt import Reason
 from pyps.core.roster import Roster
 from pyps.core.staleness import Weighing
+from pyps_wire.errors import InvalidArgument
 
 
 class Aggregation(ABC):
@@ -99,13 +100,18 @@ class Aggregation(ABC):
 
     @property
     def clip(self) -> str:
-        """The norm to which each gradient of an update is clipped: "median" for that of its norms, empty for none."""
-        return ""
+        """The norm to which each gradient of an update is clipped: "median" for that of its norms, or "none"."""
+        return "none"
 
     @property
     def grace(self) -> float:
         """The seconds for which an update that has a quorum waits for the other workers."""
         return 0.0
+
+    @property
+    def merge(self) -> str:
+        """By what each number of sparse gradients is divided: "senders" or "all" workers; empty where none waits."""
+        return ""
 
     @property
     def whole_model(self) -> bool:
@@ -116,6 +122,15 @@ class Aggregation(ABC):
     def accumulate(self) -> int:
         """Minibatches that a worker should sum in a push; 0 leaves it to the worker."""
         return 0
+
+
+MERGES = ("senders", "all")
+
+
+def require_one_of(what: str, value: str, known: Collection[str]) -> None:
+    """Raise InvalidArgument for a setting's value that is not among the known ones."""
+    if value not in known:
+        raise InvalidArgument(f"{what} is {value!r}; expected one of {', '.join(known)}")
 
 
 def mean(contributions: Iterable[Contribution]) -> tuple[Part, ...]:

@@ -1,13 +1,28 @@
 """Rounds on a shard: who is in an update, when workers come late, die, push twice or have nothing to push."""
 
 from collections.abc import Sequence
+from itertools import product
 
+import numpy as np
 import pytest
 
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from shards import Log, make_behaviour, make_shard, nothing, pull, push, restored, roster, roster_of
+from shards import (
+    Log,
+    digest,
+    make_behaviour,
+    make_shard,
+    nothing,
+    pull,
+    push,
+    replay,
+    restored,
+    roster,
+    roster_of,
+    sparse,
+)
 
 TWO = roster("a", "b")
 THREE = roster("a", "b", "c")
@@ -71,6 +86,38 @@ def test_a_poisoned_gradient_is_clipped_to_the_median_norm_of_its_round():
     push(shard, [-8.0], worker_id="b", workers=THREE)
     shard.configure(behaviour=make_behaviour("async"), roster=THREE)
     assert pull(shard)[1].tolist() == [0.0]
+
+
+def test_each_number_of_sparse_gradients_is_divided_by_the_workers_that_sent_it_or_by_all():
+    merged = {"senders": [-2.0, -6.0, 0.0, -4.0], "all": [-4 / 3, -2.0, 0.0, -4 / 3]}
+    for protocol, (merge, expected) in product(("hardsync", "backup:b=0", "softsync:n=1"), merged.items()):
+        separator = "," if ":" in protocol else ":"
+        log = Log()
+        shard = make_shard(np.zeros(4), protocol=f"{protocol}{separator}merge={merge}", recorder=log)
+        rows = {"a": (1.0, 6.0, 0.0, 0.0), "b": (3.0, 0.0, 0.0, 0.0), "c": (0.0, 0.0, 0.0, 4.0)}
+        for name, row in rows.items():
+            assert shard.pending_bytes == {"a": 0, "b": 16, "c": 24}[name], "what waits stays small"
+            shard.push(sparse(*row, worker_id=name), roster=THREE)
+        assert pull(shard)[1].tolist() == pytest.approx(expected), (protocol, merge)
+        replayed = make_shard(np.zeros(4), protocol=shard.behaviour.aggregation)
+        assert replay(log, replayed)[-1] == digest(pull(shard)[1])
+
+
+def test_a_weight_counts_among_the_senders_of_a_number_and_a_dense_gradient_sends_all_that_is_not_0():
+    shard = make_shard(np.zeros(3), protocol="hardsync:clip=median")
+    shard.push(sparse(4.0, 0.0, 0.0, worker_id="a", example_count=30), roster=THREE)
+    shard.push(sparse(0.0, 4.0, 0.0, worker_id="b", example_count=10), roster=THREE)
+    push(shard, [8.0, 0.0, 0.0], worker_id="c", example_count=10, workers=THREE)
+    assert pull(shard)[1].tolist() == [-4.0, -4.0, 0.0], "c is clipped to a norm of 4"
+
+
+def test_a_sparse_gradient_alone_or_with_nothing_beside_it_is_applied_in_full():
+    for protocol in ("async", "hardsync", "softsync:n=1,merge=all", "ssp:s=0,strict_bsp=true"):
+        shard = make_shard([0.0, 0.0], protocol=protocol)
+        shard.push(sparse(0.0, 3.0), roster=roster("a"))
+        assert pull(shard)[1].tolist() == [0.0, -3.0], protocol
+    refused = make_shard([0.0]).push(sparse(np.nan), roster=roster("a")).receipt
+    assert refused.reason is Reason.NOT_FINITE
 
 
 def test_nothing_has_no_norm_and_a_round_of_nothing_is_not_clipped():

@@ -58,7 +58,7 @@ def test_an_example_shows_every_setting_and_can_be_read():
     for registry in (protocols.PROTOCOLS, staleness.POLICIES):
         for kind in registry.values():
             assert isinstance(spec.make(spec.example(kind), registry, what="behaviour"), kind)
-    assert spec.example(Softsync) == "softsync:n=4"
+    assert spec.example(Softsync) == "softsync:n=4,merge=senders"
     assert spec.example(Ssp) == "ssp:s=3,strict_bsp=false"
     assert spec.example(staleness.Hinge) == "hinge:a=10,b=4"
 

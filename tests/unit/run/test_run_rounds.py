@@ -9,7 +9,7 @@ from pyps.core.gradient import PayloadKind, PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ScheduleOwned, WaitTimedOut
-from shards import RunDriver, effort_of, gradient, pull, refusal, serving
+from shards import RunDriver, effort_of, gradient, pull, refusal, serving, sparse
 
 
 def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_itself():
@@ -159,6 +159,17 @@ def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
     assert driver.run.membership.roster == Roster(("a",))
     assert driver.push("joined", base_version=1).outcome is Outcome.PENDING
     assert driver.run.membership.roster.workers == ("a", "joined")
+
+
+def test_sparse_gradients_stay_sparse_where_they_wait():
+    for protocol, waiting_bytes in (("hardsync", 8), ("softsync:n=1", 8), ("async", 0)):
+        driver = RunDriver("a", "b", protocol=protocol, expected_workers="2")
+        shard = driver.run.content.shards[0]
+        pushed = sparse(1.0, *[0.0] * 15)
+        driver.run.push(PushPlan(0, pushed), run_id="r")
+        assert shard.pending_bytes == waiting_bytes, protocol
+        driver.run.push(PushPlan(0, pushed._replace(worker_id="b")), run_id="r")
+        assert pull(shard)[1].tolist()[:2] == [-2.0 if protocol == "async" else -1.0, 0.0], protocol
 
 
 def test_a_round_with_a_quorum_waits_for_its_grace_and_not_longer():
