@@ -530,7 +530,10 @@ def pushed_parts(
 def norm_of(
     parts: Iterable[Part], vectors: Sequence[npt.NDArray[Any]], *, kinds: Sequence[int], encoder: Encoder
 ) -> float:
-    """Return the Euclidean norm of a push's gradients as encoded, without deltas, summed in float64."""
+    """Return the Euclidean norm of a push's gradients as encoded, without deltas, summed in float64.
+
+    0 where it is not finite, as an encoding may be of numbers that are: servers refuse those as NOT_FINITE.
+    """
     total = 0.0
     for shard, extents in parts:
         if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
@@ -538,7 +541,7 @@ def norm_of(
         pushed = values_at(part_of(vectors, shard), extents)
         values = encoder.codec.decode(encoder.payload(pushed, shard, extents), pushed.size).astype(np.float64)
         total += float(values @ values)
-    return math.sqrt(total)
+    return math.sqrt(total) if math.isfinite(total) else 0.0
 
 
 def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents | None:

@@ -1,0 +1,63 @@
+"""A server killed amid pushes in few bits: nothing is applied twice, and the worker still owes what it owed."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from client_support import CuttingProxy, make_client
+from pyps_wire.codecs import INT8
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
+from support import checksums, inspect, wait_until
+
+SIZE = 3000
+FIRST = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_a_push_applied_before_the_kill_and_one_after_leave_the_residual_right_to_the_bit(
+    start_server_process, tmp_path, proxies, transport
+):
+    flags = ("--checkpoint-dir", str(tmp_path), "--staleness", "none")
+    server = start_server_process(*flags)
+    proxy = CuttingProxy(server.data)
+    held, owed, saved = FIRST.copy(), np.zeros(SIZE, np.float32), FIRST
+    random = np.random.default_rng(2)
+    client = make_client(
+        *(proxy.address,),
+        tensors={"w": FIRST},
+        optimizer=("sgd", {"learning_rate": 0.5}),
+        shard_size=4096,
+        gradient_codec="int8",
+        transport=transport,
+    )
+    with client, ThreadPoolExecutor(1) as pool:
+        for number in range(9):
+            values = random.standard_normal(SIZE).astype(np.float32)
+            if number == 4:
+                # The server applies it and dies before anyone knows.
+                behind = proxy if transport == "grpc" else list(proxies.values())[-1]
+                behind.hold_replies()
+                pushing = pool.submit(client.push, {"w": values})
+                wait_until(lambda control=server.control: checksums(control)[0][0] == 5, what="the update")
+                server.kill()
+                behind.cut()
+                server = start_server_process(*flags, "--resume", "--port", server.data.rpartition(":")[2])
+                [receipt] = pushing.result(60)
+                assert receipt.reason == REASON_EPOCH
+                held = saved.copy()
+            else:
+                [receipt] = client.push({"w": values})
+                assert receipt.outcome == OUTCOME_APPLIED
+                wanted = values + owed
+                sent = INT8.decode(INT8.encode(wanted), SIZE)
+                held -= np.float32(0.5) * sent
+                owed = wanted - sent
+            if number == 2:
+                inspect(server.control, "SaveCheckpoint")
+                saved = held.copy()
+            residuals = client.session.residuals()
+            assert residuals is not None
+            np.testing.assert_array_equal(residuals["shards"][0]["values"], owed)
+            np.testing.assert_array_equal(client.pull()["w"], held)
+    proxy.close()

@@ -1,0 +1,165 @@
+"""Error feedback from the worker to the servers: parameters and residuals right to the bit, whatever befalls a push."""
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from client_support import make_client
+from pyps.core.arrays import Floats
+from pyps_client import Client
+from pyps_wire.codecs import INT8
+from pyps_wire.common_pb2 import (
+    OUTCOME_APPLIED,
+    OUTCOME_PENDING,
+    REASON_DROPPED,
+    REASON_NOT_FINITE,
+    REASON_REPEATED,
+    REASON_STALE,
+    Receipt,
+)
+from support import configure, wait_until
+from training import backward, batches, mlp, remote
+
+SIZE = 2500
+RANDOM = np.random.default_rng(29)
+FIRST = RANDOM.standard_normal(SIZE).astype(np.float32)
+
+
+def gradient() -> Floats:
+    """Return multiples of 1/64, whose sums are exact, of many magnitudes."""
+    return (np.rint(RANDOM.standard_normal(SIZE) * 2.0 ** RANDOM.integers(3, 12, SIZE)) / 64).astype(np.float32)
+
+
+class Mirror:
+    """A worker that pushes in int8, and what numpy says of its residuals."""
+
+    def __init__(self, address: str, worker_id: str = "worker", **options: Any) -> None:
+        options = {"tensors": {"w": FIRST}, "optimizer": ("sgd", {"learning_rate": 0.5}), "shard_size": 4096} | options
+        self.client: Client = make_client(address, worker_id=worker_id, gradient_codec="int8", run_id="r", **options)
+        self.owed = np.zeros(SIZE, np.float32)
+
+    def push(self, values: Floats) -> tuple[Receipt, Floats]:
+        """Push; return the receipt, and the numbers that the server got."""
+        wanted = values + self.owed
+        sent = INT8.decode(INT8.encode(wanted), SIZE)
+        [receipt] = self.client.push({"w": values})
+        if receipt.outcome in (OUTCOME_APPLIED, OUTCOME_PENDING):
+            self.owed = wanted - sent
+        elif receipt.reason == REASON_DROPPED:
+            self.owed = wanted
+        np.testing.assert_array_equal(self.residual, self.owed)
+        return receipt, sent
+
+    @property
+    def residual(self) -> Floats:
+        saved = self.client.session.residuals()
+        return np.zeros(SIZE, np.float32) if saved is None else saved["shards"][0]["values"]
+
+
+def test_a_gradient_refused_as_repeated_or_stale_is_lost_and_what_was_owed_stays(start_server):
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2")
+    a, b, held = Mirror(server.data, "a"), Mirror(server.data, "b"), FIRST.copy()
+    with a.client, b.client:
+        for _ in range(3):
+            (first, of_a), (again, _) = a.push(gradient()), a.push(gradient())
+            (second, of_b), (late, _) = b.push(gradient()), a.push(gradient())
+            assert (first.outcome, second.outcome) == (OUTCOME_PENDING, OUTCOME_APPLIED)
+            assert (again.reason, late.reason) == (REASON_REPEATED, REASON_STALE)
+            held -= np.float32(0.5) * (np.float32(0.5) * of_a + np.float32(0.5) * of_b)
+            for worker in (a, b):
+                np.testing.assert_array_equal(worker.client.pull()["w"], held)
+
+
+def test_a_gradient_that_backup_dropped_goes_with_the_next(start_server):
+    server = start_server("--protocol", "backup:b=1", "--expected-workers", "2")
+    a, b, held = Mirror(server.data, "a"), Mirror(server.data, "b"), FIRST.copy()
+    with a.client, b.client:
+        (_, of_a), (_, of_b) = a.push(gradient()), b.push(gradient())
+        held -= np.float32(0.5) * (np.float32(0.5) * of_a + np.float32(0.5) * of_b)
+        for first, second in ((a, b), (a, b), (b, a)):
+            first.client.pull(), second.client.pull()
+            (applied, sent), (dropped, _) = first.push(gradient()), second.push(gradient())
+            assert (applied.outcome, dropped.reason) == (OUTCOME_APPLIED, REASON_DROPPED)
+            held -= np.float32(0.5) * sent
+        np.testing.assert_array_equal(a.client.pull()["w"], held)
+
+
+def test_a_push_refused_for_load_is_sent_again_with_the_same_bytes(start_server):
+    # Less room than two gradients that wait take, in int8 or as float32.
+    flags = ("--protocol", "hardsync", "--expected-workers", "3", "--staleness", "none")
+    server = start_server(*flags, "--max-pending-bytes", "2600")
+    workers, held = [Mirror(server.data, name) for name in "ab"], FIRST.copy()
+    with workers[0].client, workers[1].client, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(worker.push, gradient()) for worker in workers]
+        outages = [worker.client.session._servers.connections[0].outage for worker in workers]
+        wait_until(lambda: any(outage.lost for outage in outages), what="a push refused for load")
+        configure(server, protocol="async")
+        sent = [pushed.result(60)[1] for pushed in waiting]
+        for worker in workers:
+            worker.client.pull()
+            sent.append(worker.push(gradient())[1])
+        for numbers in sent:
+            held -= np.float32(0.5) * numbers
+        np.testing.assert_allclose(workers[0].client.pull()["w"], held, rtol=1e-6, atol=1e-6)
+
+
+def test_servers_clip_and_refuse_by_the_decoded_numbers(start_server):
+    server = start_server("--clip-norm", "100", "--staleness", "none")
+    worker, values = Mirror(server.data), np.full(SIZE, 0.4, np.float32)
+    # Beside these the others are lost, and go with a later push.
+    values[::32] = 127.0
+    with worker.client:
+        held = FIRST.copy()
+        for _ in range(4):
+            _, sent = worker.push(values)
+            held -= np.float32(0.5 * 100 / np.linalg.norm(sent.astype(np.float64))) * sent
+            np.testing.assert_allclose(worker.client.pull()["w"], held, rtol=1e-6)
+        # It is finite here, and its scale times 64 is not.
+        refused, _ = worker.push(np.full(SIZE, np.finfo(np.float32).max))
+        assert refused.reason == REASON_NOT_FINITE
+        np.testing.assert_array_equal(worker.client.pull()["w"], worker.client.snapshot()["w"])
+
+
+def test_what_is_owed_is_cleared_after_an_absence_of_more_than_two_rounds(start_server):
+    server = start_server("--staleness", "none")
+    a, b = Mirror(server.data, "a"), Mirror(server.data, "b")
+    with a.client, b.client:
+        b.push(gradient())
+        for num_others, kept in ((4, True), (5, False), (1, True)):
+            a.client.pull()
+            a.push(gradient())
+            for _ in range(num_others):
+                b.push(gradient())
+            a.client.pull()
+            a.owed *= kept
+            a.push(gradient())
+
+
+def test_residuals_are_in_the_state_dict(start_server):
+    server, options = start_server("--staleness", "none"), {"gradient_codec": "int8", "transport": "grpc"}
+
+    def residual_of(optimizer: Any) -> torch.Tensor:
+        saved = optimizer.state_dict().get("pyps_residuals")
+        return torch.zeros(1) if saved is None else saved["shards"][0]["values"]
+
+    for overlap in ("off", "step", "backward"):
+        model, run = mlp(), {"run_id": "r", "overlap": overlap, "worker_id": overlap, **options}
+        with remote(model, server, **run) as optimizer:
+            for batch in batches(3):
+                backward(model, batch)
+                optimizer.step()
+            owed, file = residual_of(optimizer), io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+        assert owed.any()
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        with remote(mlp(), server, **run) as optimizer:
+            assert not residual_of(optimizer).any()
+            optimizer.load_state_dict(state)
+            assert torch.equal(residual_of(optimizer), owed)
+        with remote(mlp(), start_server(), **options) as of_another_run:
+            of_another_run.load_state_dict(state)
+            assert not residual_of(of_another_run).any()
