@@ -5,11 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from client_support import make_client
 from pyps.core.arrays import Floats
-from pyps_client import Client
+from pyps_client import Client, Observer
 from pyps_wire.codecs import INT8
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
@@ -163,3 +164,39 @@ def test_residuals_are_in_the_state_dict(start_server):
         with remote(mlp(), start_server(), **options) as of_another_run:
             of_another_run.load_state_dict(state)
             assert not residual_of(of_another_run).any()
+
+
+@pytest.mark.parametrize("overlap", ["off", "step", "backward"])
+@pytest.mark.parametrize("protocol", ["hardsync", "softsync:n=2", "async"])
+def test_training_in_int8_comes_to_the_loss_of_float32(start_server, protocol, overlap):
+    """With batch norm, whose statistics travel as float32 beside the gradients where a push may be whole."""
+    buffers = "local" if overlap == "backward" else "average"
+    inputs, classes = next(batches(1, size=256))
+
+    def loss_of(model: torch.nn.Module) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(inputs), classes)
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 10))
+
+    def train(address: str, codec: str, index: int) -> None:
+        own = model()
+        run = {"run_id": "r", "worker_id": str(index), "gradient_codec": codec, "transport": "grpc"}
+        with remote(own, address, lr=0.3, overlap=overlap, buffers=buffers, **run) as optimizer:
+            for _ in range(50):
+                own.zero_grad()
+                loss_of(own).backward()
+                optimizer.step()
+
+    losses = []
+    for codec in ("float32", "int8"):
+        server = start_server("--protocol", protocol, "--expected-workers", "2", "--staleness", "none")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda index, at=server.data, codec=codec: train(at, codec, index), range(2), timeout=120))
+        trained = model()
+        with Observer(server.data) as observer:
+            values = {name: torch.from_numpy(value) for name, value in observer.snapshot().items()}
+        assert not trained.load_state_dict(values, strict=False).unexpected_keys
+        losses.append(float(loss_of(trained).detach()))
+    assert losses[1] < 1.01 * losses[0] and losses[0] < 0.9 * float(loss_of(model()).detach()), losses
