@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +74,8 @@ class UpdateRule:
         sign = -1.0 if kind is PayloadKind.DELTA else 1.0
         if self.without_momentum and hyperparameters[self.momentum_name] == 0.0:
             return BoundRule(self.without_momentum, parameters, {}, hyperparameters, sign=sign)
-        return BoundRule(self, parameters, slots, hyperparameters, sign=sign)
+        bound = LookaheadRule if hyperparameters.get("lookahead") else BoundRule
+        return bound(self, parameters, slots, hyperparameters, sign=sign)
 
 
 class BoundRule:
@@ -94,11 +96,17 @@ class BoundRule:
         self.sign = sign
         self.adaptive = rule.adaptive
         # Encodes the parameters to where a Reply says.
-        self.write = kernel.write
+        self.write: Callable[[Reply], object] = kernel.write
+        self._parameters = parameters
         self._update = kernel.apply
         self._settings = dict(hyperparameters)
         self._derive = rule.derive
         self._numbers = itemgetter(*kernel.numbers)
+
+    @property
+    def handed_out(self) -> Floats:
+        """The parameters as pulls bring them; do not keep the array."""
+        return self._parameters
 
     def apply(
         self,
@@ -132,6 +140,46 @@ class BoundRule:
         if self._derive:
             self._derive(numbers, version)
         return self._update(gradients, self._numbers(numbers), reply, guarded, start, stop)
+
+
+class LookaheadRule(BoundRule):
+    """A rule that hands out the parameters as momentum alone will move them next: theta - alpha * m * v.
+
+    Pulls and replies bring these; checkpoints and exports hold theta. alpha is the rate of the last update, or before
+    the first one of this object the learning rate of the settings.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        parameters: Floats,
+        slots: Slots,
+        hyperparameters: Mapping[str, float],
+        *,
+        sign: float = 1.0,
+    ) -> None:
+        super().__init__(rule, parameters, slots, hyperparameters, sign=sign)
+        self.write = self._write_ahead
+        self._velocity = slots["velocity"]
+        self._momentum, self._rate = hyperparameters["momentum"], hyperparameters["learning_rate"]
+
+    def apply(
+        self, gradients: Sequence[WeightedGradient], *, rate: float, reply: Reply | None = None, **more: Any
+    ) -> int:
+        self._rate = rate
+        left_out = super().apply(gradients, rate=rate, **more)
+        if reply is not None:
+            self._write_ahead(reply)
+        return left_out
+
+    @property
+    def handed_out(self) -> Floats:
+        ahead = aligned_zeros(self.length)
+        np.multiply(self._velocity, np.float32(self._rate * self._momentum), out=ahead)
+        return np.subtract(self._parameters, ahead, out=ahead)
+
+    def _write_ahead(self, reply: Reply) -> None:
+        _kernels.ShardKernel("sgd", self.handed_out, {}).write(reply)
 
 
 # Shares are computed here, not in the kernel's float32, which would round twice: there 1 - 0.999 is not 0.001.
@@ -229,10 +277,15 @@ _ROWS = (
     # Delayed Nesterov (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling"): for deltas of local
     # training that arrive one by one, where Nesterov's momentum at each push fails. Updates are counted by the shard's
     # version. With n = 1 it is Nesterov's rule; n pushes from one version are one step of it on their mean. A parameter
-    # without a gradient in an n-th update keeps its d until the next.
+    # without a gradient in an n-th update keeps its d until the next. With lookahead = 1 workers get theta - alpha * m
+    # * v, the parameters as momentum will move them next.
     UpdateRule(
         name="delayed_nesterov",
-        settings={**_MOMENTUM_SETTINGS, "n": Hyperparameter(default=1.0, least=1.0, whole=True)},
+        settings={
+            **_MOMENTUM_SETTINGS,
+            "n": Hyperparameter(default=1.0, least=1.0, whole=True),
+            "lookahead": Hyperparameter(default=0.0, below=2.0, whole=True),
+        },
         slot_names=("velocity", "gradient_sum"),
         momentum_name="momentum",
         derive=_delayed_nesterov,

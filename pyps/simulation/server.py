@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PushPlan
+from pyps.core.gradient import Gradient, PushPlan, Reply
 from pyps.core.receipt import Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import RunRecorder
@@ -135,11 +137,11 @@ class VirtualServer:
             shard.when_version(min_version, lambda shard_id=shard_id: then(shard_id, self._resumes_at[shard_id]))  # type: ignore[misc]
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
-        shard = self.shards[shard_id]
-        held = shard.read(lambda version, parameters: (version, parameters.copy()))
-        shard.note_pull(held[0], worker_id=worker_id)
-        self._say(Kind.PULL, worker_id, shard_id, held[0])
-        return held
+        parameters = np.empty(self.shards[shard_id].length, np.float32)
+        version = self.shards[shard_id].pull(Reply(parameters.view(np.uint8).data, 0, FLOAT32), worker_id=worker_id)
+        assert version is not None
+        self._say(Kind.PULL, worker_id, shard_id, version)
+        return version, parameters
 
     def receive(self, gradients: Gradients, *, at: At, then: Answer) -> None:
         """Receive a push, whose messages arrive one after the other; answer each once it is handled."""

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from pyps.core.arrays import Floats
+from pyps.core.gradient import Reply
 from pyps.core.rules import RULES, find, validate
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import UnsupportedOptimizer
-from shards import make_shard, pull, push, refusal
+from shards import gradient, make_shard, pull, push, refusal, roster
 
 LENGTH = 1000
 STEPS = 100
@@ -106,8 +108,8 @@ def pushed(rule: str, n: float, gradients: Floats, *, base_versions: int) -> tup
     """Return parameters and velocity after these pushes of one worker, so many from each version."""
     settings = {"learning_rate": 0.25, "momentum": 0.5} | ({"n": n} if n else {})
     shard = make_shard(np.zeros(LENGTH), rule=rule, settings=settings)
-    for sequence, gradient in enumerate(gradients):
-        push(shard, gradient, sequence=sequence, base_version=sequence // base_versions * base_versions)
+    for sequence, values in enumerate(gradients):
+        push(shard, values, sequence=sequence, base_version=sequence // base_versions * base_versions)
     state = shard.state()
     return state.parameters, state.slots["velocity"]
 
@@ -125,6 +127,26 @@ def test_as_many_pushes_from_one_version_as_n_are_one_step_of_nesterov_on_their_
     found = pushed("delayed_nesterov", 4, EIGHTHS[:12], base_versions=4)
     assert all(map(np.array_equal, found, expected))
     assert not np.array_equal(pushed("delayed_nesterov", 4, EIGHTHS[:11], base_versions=4)[0], expected[0])
+
+
+def test_with_lookahead_workers_get_the_parameters_as_momentum_will_move_them_and_checkpoints_do_not():
+    settings = {"learning_rate": 0.25, "momentum": 0.5, "n": 2.0}
+    plain, ahead = (
+        make_shard(np.zeros(LENGTH), rule="delayed_nesterov", settings=settings | {"lookahead": lookahead})
+        for lookahead in (0.0, 1.0)
+    )
+    for sequence, values in enumerate(EIGHTHS[:5]):
+        push(plain, values, sequence=sequence)
+        written = np.zeros(LENGTH, np.float32)
+        reply = Reply(written.view(np.uint8).data, 0, FLOAT32)
+        ahead.push(gradient(values, sequence=sequence, base_version=sequence), roster=roster(), reply=reply)
+        state = ahead.state()
+        assert np.array_equal(state.parameters, plain.state().parameters)
+        expected = state.parameters - np.float32(0.125) * state.slots["velocity"]
+        assert np.array_equal(written, expected) and np.array_equal(pull(ahead)[1], expected)
+    assert not np.array_equal(expected, state.parameters)
+    words = refusal(validate, "delayed_nesterov", {"lookahead": 2.0}, error=UnsupportedOptimizer)
+    assert "expected a whole number of at least 0 and less than 2" in words
 
 
 def test_delayed_nesterov_wants_a_whole_n():
