@@ -64,6 +64,8 @@ class RunState(NamedTuple):
     next_rates: Mapping[int, float] = MappingProxyType({})
     # Some process of the replica needed a pull at the last `meet`.
     pull_agreed: bool = False
+    # Examples behind the run's updates: the most of any shard.
+    examples: int = 0
 
 
 class View:
@@ -111,6 +113,7 @@ class View:
                     terms=terms,
                     finished=latest.finished or reply.state == RUN_STATE_FINISHED,
                     global_step=max(latest.global_step, version),
+                    examples=max([latest.examples, *(shard.examples for shard in reply.shards)]),
                     next_rates={**latest.next_rates, **rates},
                 )
             )
@@ -123,7 +126,7 @@ class View:
         """
         with self._lock:
             latest = self._latest
-            terms, finished, step, num_workers, rates, _ = latest
+            terms, finished, step, num_workers, rates, _, examples = latest
             step = max(step, version)
             changed: dict[int, float] = {}
             newest, refused = 0, False
@@ -134,6 +137,8 @@ class View:
                     step = version
                 if epoch > newest:
                     newest = epoch
+                if receipt.examples > examples:
+                    examples = receipt.examples
                 if receipt.reason or receipt.outcome == OUTCOME_REJECTED:
                     refused = True
                     finished = finished or receipt.reason == REASON_FINISHED
@@ -151,7 +156,7 @@ class View:
                     terms = terms._replace(ask_to_proceed=asks, batch_size=batch_size)
             if changed:
                 rates = {**rates, **changed}
-            self._publish(RunState(terms, finished, step, num_workers, rates, latest.pull_agreed))
+            self._publish(RunState(terms, finished, step, num_workers, rates, latest.pull_agreed, examples))
         if refused:
             self._count_refused(receipts)
         return newest
@@ -203,9 +208,10 @@ class View:
         latest, leads = self._latest, float(self._peers.index == 0)
         protocol, staleness, *settings = latest.terms
         words = (protocol, staleness)
-        of_leader = [leads * float(number) for number in (latest.global_step, words != self._words, *settings)]
+        counts = latest.global_step, latest.examples, words != self._words
+        of_leader = [leads * float(number) for number in (*counts, *settings)]
         numbers = self._peers.all_reduce([float(latest.finished), float(pull_needed), *of_leader])
-        finished, pull, step, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
+        finished, pull, step, examples, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
         if reworded:
             # Sums carry numbers alone, and words rarely change.
             self._words = self._peers.broadcast(words)
@@ -215,6 +221,7 @@ class View:
                 terms=self.state.terms if terms == self.state.terms else terms,
                 finished=finished > 0,
                 global_step=int(step),
+                examples=int(examples),
                 pull_agreed=pull > 0,
             )
 

@@ -158,17 +158,19 @@ class Extent(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class ShardVersion(_message.Message):
-    __slots__ = ("shard_id", "version", "next_rate")
+    __slots__ = ("shard_id", "version", "next_rate", "examples")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_RATE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     version: int
     next_rate: float
-    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., next_rate: _Optional[float] = ...) -> None: ...
+    examples: int
+    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., next_rate: _Optional[float] = ..., examples: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("shard_id", "sequence", "outcome", "reason", "message", "duplicate", "version_before", "version_after", "staleness", "rate", "rate_scale", "weight", "num_workers", "epoch", "min_version", "ask_to_proceed", "batch_size", "waiting_for", "durable_version", "next_rate")
+    __slots__ = ("shard_id", "sequence", "outcome", "reason", "message", "duplicate", "version_before", "version_after", "staleness", "rate", "rate_scale", "weight", "num_workers", "epoch", "min_version", "ask_to_proceed", "batch_size", "waiting_for", "durable_version", "next_rate", "examples")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +191,7 @@ class Receipt(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_RATE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     sequence: int
     outcome: Outcome
@@ -209,7 +212,8 @@ class Receipt(_message.Message):
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     durable_version: int
     next_rate: float
-    def __init__(self, shard_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., message: _Optional[str] = ..., duplicate: bool = ..., version_before: _Optional[int] = ..., version_after: _Optional[int] = ..., staleness: _Optional[int] = ..., rate: _Optional[float] = ..., rate_scale: _Optional[float] = ..., weight: _Optional[float] = ..., num_workers: _Optional[int] = ..., epoch: _Optional[int] = ..., min_version: _Optional[int] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., durable_version: _Optional[int] = ..., next_rate: _Optional[float] = ...) -> None: ...
+    examples: int
+    def __init__(self, shard_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., message: _Optional[str] = ..., duplicate: bool = ..., version_before: _Optional[int] = ..., version_after: _Optional[int] = ..., staleness: _Optional[int] = ..., rate: _Optional[float] = ..., rate_scale: _Optional[float] = ..., weight: _Optional[float] = ..., num_workers: _Optional[int] = ..., epoch: _Optional[int] = ..., min_version: _Optional[int] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., durable_version: _Optional[int] = ..., next_rate: _Optional[float] = ..., examples: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("message_bytes_max", "model_parameters_max", "workers_max", "in_flight_bytes_max")

@@ -273,7 +273,7 @@ def receipt_of(receipt: Receipt, run: Run | None, message: common.Receipt | None
     if rounds.behaviour.batch_growth and (batch_size := run.rounds.batch_size):
         message.batch_size = batch_size
     if (shard := run.content.shards.get(receipt.shard_id)) is not None:
-        message.next_rate = shard.next_rate
+        message.next_rate, message.examples = shard.next_rate, shard.examples
         if shard.durable_version:
             message.durable_version = shard.durable_version
     return message
@@ -309,7 +309,7 @@ def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
 
 def shard_versions(run: Run) -> list[common.ShardVersion]:
     return [
-        common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.next_rate)
+        common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.next_rate, examples=shard.examples)
         for i, shard in run.content.shards.items()
     ]
 

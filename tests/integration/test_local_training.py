@@ -156,6 +156,30 @@ def test_a_state_dict_holds_the_inner_state_and_the_position_in_the_round(start_
         assert not optimizer.state
 
 
+def test_inner_schedules_may_count_the_examples_of_the_whole_run(start_server):
+    server = start_server(*HARDSYNC)
+
+    def run(index: int) -> list[float]:
+        model = mlp()
+        with local(model, server, f"w{index}", inner=sgd, sync_every=2) as optimizer:
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + optimizer.run_examples))
+            rates = []
+            for batch in batches(6, size=8):
+                optimizer.examples_in_batch = 8
+                train([batch], (model, optimizer))
+                schedule.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+            # The newest receipt of one worker was written before the round was complete.
+            assert optimizer.run_examples in (64, 96)
+        return rates
+
+    with ThreadPoolExecutor(2) as pool:
+        for rates in pool.map(run, range(2)):
+            assert rates[0] == 0.1 and rates[-1] <= 0.1 / 64
+    with local(mlp(), server, "later", outer="") as optimizer:
+        assert optimizer.run_examples == 96
+
+
 def test_shared_buffers_are_averaged_with_the_rounds(start_server):
     server = start_server(*HARDSYNC, "--optimizer", "sgd:learning_rate=1")
     (inputs,) = (torch.randn(64, 8, generator=torch.Generator().manual_seed(3)),)

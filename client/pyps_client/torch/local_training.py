@@ -173,6 +173,7 @@ class LocalTraining(torch.optim.Optimizer):
 
     finished: bool = _of_remote("finished")
     global_step: int = _of_remote("global_step")
+    run_examples: int = _of_remote("run_examples")
     batch_size: int = _of_remote("batch_size")
     run_id: str = _of_remote("run_id")
     transport: str = _of_remote("transport")

@@ -285,6 +285,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             yield from itertools.takewhile(lambda _: not self.finished, batches)
 
     global_step: int = _of_run("global_step", "Updates of the whole run: the step to log figures under.")
+    run_examples: int = _of_run(
+        "view.state.examples", "Examples behind the run's updates, as far as workers set examples_in_batch."
+    )
     batch_size: int = _of_run("terms.batch_size", "Examples in a minibatch by the servers' batch_growth; 0 without it.")
     run_id: str = _of_run("run_id", "The run's name.")
     transport: str = _of_run("transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".')
