@@ -210,7 +210,10 @@ class Staging:
         self._session = session
         self._codec = codec_of(session.launch.gradient_codec)
         if self._codec.stateful:
-            raise InvalidArgument(f"codec {self._codec.name} has a state from push to push, which stages have not")
+            raise InvalidArgument(
+                f"gradient_codec is {self._codec.name}, which makes up for its errors in later pushes, but a sum of "
+                "Sandblaster's gradients is sent once: use float32, float16 or bfloat16"
+            )
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:

@@ -1,10 +1,13 @@
 """pyps_client.vectors.Encoder under a stateful codec: what becomes of a push's error, by its receipt."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pyps_client.launch import Launch
+from pyps_client.lbfgs.worker import Staging
 from pyps_client.vectors import Encoder
 from pyps_wire.codecs import FLOAT32, INT8, Codec
 from pyps_wire.common_pb2 import (
@@ -22,7 +25,7 @@ from pyps_wire.common_pb2 import (
     REASON_STALE,
     Receipt,
 )
-from pyps_wire.errors import WrongSize
+from pyps_wire.errors import InvalidArgument, WrongSize
 from pyps_wire.partition import Model, Tensor, partition
 
 PLAN = partition(Model((Tensor("w", (64,)), Tensor("mean", (3,), group=1))), num_servers=1)
@@ -116,6 +119,12 @@ def test_a_state_goes_to_the_next_life_as_if_the_push_under_way_were_applied():
     state[SHARD.shard_id]["values"] = np.zeros(63, np.float32)
     with pytest.raises(WrongSize, match="residual of shard 0 has shape \\(63,\\); the shard has 64"):
         later.load(state, PLAN)
+
+
+def test_sandblasters_sums_are_sent_without_feedback_or_not_at_all():
+    session = SimpleNamespace(launch=Launch("one:1", gradient_codec="int8"))
+    with pytest.raises(InvalidArgument, match=r"gradient_codec is int8, which makes up .* use float32, float16 or"):
+        Staging(session)  # type: ignore[arg-type]
 
 
 def test_buffers_are_sent_as_they_are():
