@@ -138,7 +138,7 @@ def work(overlap: str, compute: float, rounds: int) -> None:
     model = Tensors(BIG.params, BIG.keys)
     source = gradients(BIG.params, BIG.keys)
     rule = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
-    optimizer = RemoteOptimizer(model, rule, overlap=overlap)
+    optimizer = RemoteOptimizer(model, rule, overlap=overlap, rescales_gradients=False)
     computing: list[float] = []
 
     def step() -> None:

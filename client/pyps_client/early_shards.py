@@ -15,8 +15,10 @@ class EarlyShards:
     """The shards of one push, each sent as soon as its gradients are computed, or after `seal`.
 
     Each shard is checked for NaN and infinity before it is sent. After the first such shard, shards are sent without
-    numbers; if it is the first of all, none is sent. The thread that computes gradients calls `complete` and `seal`;
-    threads that send shards wait in `next`.
+    numbers; if it is the first of all, or servers hold the push, none is sent any more. The thread that computes
+    gradients calls `complete` and `seal`; threads that send shards wait in `next`.
+
+    Where servers hold the push, each of them is sent one shard at least after `seal`, which brings the scale.
     """
 
     def __init__(
@@ -26,8 +28,9 @@ class EarlyShards:
         *,
         fits: Callable[[npt.NDArray[Any]], bool],
         arrive: Callable[[int], object],
+        held: bool = False,
     ) -> None:
-        """`present`: one flag a tensor, valid once the tensor's shards are complete.
+        """`present`: one flag a tensor, valid once the tensor's shards are complete. `held`: by servers, until `seal`.
 
         `fits` returns whether numbers are finite. `arrive` waits until a complete shard's numbers are in the memory
         that is sent.
@@ -36,6 +39,9 @@ class EarlyShards:
         self.present = present
         self._arrive = arrive
         self._fits = fits
+        self.held = held
+        # Once sealed: the factor of all gradients, and their norm after it, or 0.
+        self.scale, self.norm = 1.0, 0.0
         self._changed = threading.Condition()
         # Guarded by _changed: shards in the order in which they became complete.
         self._complete: list[int] = []
@@ -54,27 +60,39 @@ class EarlyShards:
             self._complete.append(shard_id)
             self._changed.notify_all()
 
-    def seal(self) -> None:
+    def seal(self, *, scale: float = 1.0, norm: float = 0.0) -> None:
         """Mark all gradients as computed."""
         with self._changed:
-            self._sealed = True
+            self._sealed, self.scale, self.norm = True, scale, norm
             self._changed.notify_all()
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._sealed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._over
 
     def abandon(self) -> None:
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
-    def next(self, waiting: Mapping[int, object], under_way: set[int], *, begins: bool) -> int | None:
+    def next(
+        self, waiting: Mapping[int, object], under_way: set[int], *, begins: bool, to_hold: bool = False
+    ) -> int | None:
         """Wait for a shard of `waiting` that may be sent, add it to `under_way`, and return it.
 
-        Return None after `abandon`, and, unless a round `begins`, once all shards under way are answered.
+        Return None after `abandon`, for shards `to_hold` after `seal`, and, unless a round `begins`, once all shards
+        under way are answered.
         """
         with self._changed:
-            while not self._over and (begins or under_way):
+            while not self._over and not (to_hold and self._sealed) and (begins or under_way):
                 ready = [*self._complete, *waiting] if self._sealed or self.spoiled else self._complete
                 shard_id = next((each for each in ready if each in waiting and each not in under_way), None)
-                if shard_id is not None:
+                if shard_id is not None and not (to_hold and len(waiting) - len(under_way) == 1):
                     under_way.add(shard_id)
                     break
                 self._changed.wait()
@@ -90,7 +108,7 @@ class EarlyShards:
             if not fits:
                 self.spoiled = True
                 self._changed.notify_all()
-            if not self.sent and (self.spoiled or self._over):
+            if (self.held or not self.sent) and (self.spoiled or self._over):
                 self._over = True
                 return None
             with_numbers = numbers is not None and not self.spoiled

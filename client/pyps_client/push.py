@@ -35,7 +35,16 @@ from pyps_client.vectors import (
     values_at,
 )
 from pyps_wire.codecs import Codec
-from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
+from pyps_wire.common_pb2 import (
+    OUTCOME_HELD,
+    OUTCOME_NOT_HELD,
+    OUTCOME_REJECTED,
+    PAYLOAD_KIND_GRADIENT,
+    PAYLOAD_KIND_NOTHING,
+    Extent,
+    Receipt,
+    Sender,
+)
 from pyps_wire.errors import InvalidArgument, WrongSize
 from pyps_wire.local_pb2 import LocalRequest
 from pyps_wire.parameter_server_pb2 import PushRequest
@@ -91,7 +100,7 @@ class Plan:
     clock: int | None = None
     # The index of these among the lent gradients, if the caller knows it and the parameters are lent too.
     lent_index: int | None = None
-    # Sends shards in messages while gradients of others are computed. Servers must not clip then: the norm is unknown.
+    # Sends shards in messages while gradients of others are computed. It brings the norm and a scale, at its end.
     early: EarlyShards | None = None
 
 
@@ -202,7 +211,7 @@ class Pushes:
         sequence = next(self._sequences)
         self._begin(plan)
         norm = plan.gradient_norm
-        if norm is None and clip_norm > 0:
+        if norm is None and clip_norm > 0 and plan.early is None:
             norm = self.norm(plan)
         pushes: list[Outgoing] = []
         for place, connection in enumerate(self._connections):
@@ -313,6 +322,7 @@ class Template:
             if reply_codec is not None:
                 message.reply_codec = reply_codec  # type: ignore[assignment]
         self.messages = list(self.request.exchange.shards)
+        self.message_of = dict(zip(self.waiting, self.messages, strict=True))
         # The payloads of both directions.
         length = sum(shard.length for shard, _ in parts)
         pushed = sum(codec_for(codec, self.kinds[shard.group]).max_bytes(shard.length) for shard, _ in parts)
@@ -379,35 +389,62 @@ class Outgoing:
         return self.receipts
 
     def _send_early(self, channel: GrpcChannel, early: EarlyShards) -> None:
-        """Send shards as they become complete, in rounds until all are answered: no deadline runs in between."""
-        template = self.template
-        self._fill(template)
-        messages = {
-            shard.shard_id: message for (shard, _), message in zip(template.parts, template.messages, strict=True)
-        }
-        while self.waiting:
-            under_way: set[int] = set()
-            following = partial(self._early_message, early, messages, under_way)
+        """Send shards as they become complete; after a loss what the server had held goes again."""
+        self._fill(self.template)
+        held: set[int] = set()
+        if early.held:
+            self._early_rounds(channel, early, self.waiting.copy(), held, to_hold=True)
+        self._early_rounds(channel, early, self.waiting, held)
+
+    def _early_rounds(
+        self,
+        channel: GrpcChannel,
+        early: EarlyShards,
+        waiting: dict[int, Part],
+        held: set[int],
+        *,
+        to_hold: bool = False,
+    ) -> None:
+        """Send shards of `waiting` in rounds until all are answered: no deadline runs in between.
+
+        `to_hold`: until the push is sealed; those that the server holds then are added to `held`.
+        """
+        while waiting:
+            under_way = set() if to_hold else set(held)
+            following = partial(self._early_message, early, waiting, under_way, held, to_hold=to_hold)
             first = following(begins=True)
             if first is None:
                 return
 
             def take(reply: Any, payload: Payload, under_way: set[int] = under_way) -> bool:
-                self._take(reply, payload)
-                return early.answered(under_way, self.waiting)
+                receipt = reply.receipt
+                if receipt.outcome in (OUTCOME_HELD, OUTCOME_NOT_HELD):
+                    waiting.pop(receipt.shard_id, None)
+                    if receipt.outcome == OUTCOME_HELD:
+                        held.add(receipt.shard_id)
+                else:
+                    self._take(reply, payload)
+                return early.answered(under_way, waiting)
 
             lost = partial(early.lost, under_way)
-            parts = Parts(chain([first], iter(following, None)), template.timeout_seconds, abandon=lost)
+            parts = Parts(chain([first], iter(following, None)), self.template.timeout_seconds, abandon=lost)
             try:
                 self.connection.round(channel, "Exchange", parts, take)
             finally:
                 lost()
 
     def _early_message(
-        self, early: EarlyShards, messages: Mapping[int, PushRequest], under_way: set[int], *, begins: bool = False
+        self,
+        early: EarlyShards,
+        waiting: Mapping[int, Part],
+        under_way: set[int],
+        held: set[int],
+        *,
+        to_hold: bool,
+        begins: bool = False,
     ) -> tuple[PushRequest, Buffer] | None:
         """Return the next message that may be sent; None where there is none in this round."""
-        shard_id = early.next(self.waiting, under_way, begins=begins)
+        shard_id = early.next(waiting, under_way, begins=begins, to_hold=to_hold)
         if shard_id is None:
             return None
         shard, _ = self.template.waiting[shard_id]
@@ -417,7 +454,15 @@ class Outgoing:
         if with_numbers is None:
             return None
         message = PushRequest()
-        message.CopyFrom(messages[shard_id])
+        message.CopyFrom(self.template.message_of[shard_id])
+        if to_hold:
+            message.scale_follows = True
+        elif early.held:
+            message.num_shards = len(self.waiting)
+            self.encoder.scale = message.gradient_scale = early.scale
+            message.gradient_norm = early.norm
+            message.num_held = len(held)
+            held.clear()
         if numbers is None or not with_numbers:
             message.kind = PAYLOAD_KIND_NOTHING
             return message, b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ NUMPY = Converter()
 class Residual:
     """What encodings of one shard's gradients lost so far, and what the push under way loses. Two buffers, reused."""
 
-    __slots__ = ("epoch", "lost", "values", "version")
+    __slots__ = ("epoch", "lock", "lost", "values", "version")
 
     def __init__(self, length: int) -> None:
         # float32, one number a parameter of the shard.
@@ -99,6 +100,17 @@ class Residual:
         self.lost = np.empty(length, np.float32)
         # The shard's epoch and version after the newest push that changed the values; version -1 before.
         self.epoch, self.version = 0, -1
+        # Held while an encoding writes `lost`.
+        self.lock = Lock()
+
+    def rescale(self, extents: Extents, count: int, scale: float, feedback: float) -> None:
+        """Make of `lost` what the push lost where its gradient g was in truth `scale` times as large, as was q.
+
+        The codec's feedback times the residual, b * e, was encoded with g: of it all but scale * b * e is left.
+        """
+        lost = self.lost[:count]
+        lost *= np.float32(scale)
+        lost += np.float32((1.0 - scale) * feedback) * values_at(self.values, extents)
 
     def take(self, extents: Extents, count: int) -> None:
         """Let what the push lost in these ranges, `count` numbers in all, be the residual."""
@@ -152,6 +164,8 @@ class Encoder:
         self._kinds: Sequence[int] | None = None
         # The shards of that push that have no receipt: the ranges, the payload, and how many numbers it holds.
         self._encoded: dict[int, tuple[Extents, memoryview, int]] = {}
+        # The factor of that push, which is known at its end.
+        self.scale = 1.0
 
     def begin(self, push: object, kinds: Sequence[int] | None = None) -> bool:
         """Let payloads be of this push from now on, with these kinds of groups; return False if they are already."""
@@ -159,8 +173,13 @@ class Encoder:
             return False
         for shard_id, (extents, _, count) in self._encoded.items() if self.codec.stateful else ():
             self.residuals[shard_id].take(extents, count)
-        self._push, self._kinds, self._encoded = push, kinds, {}
+        self._push, self._kinds, self._encoded, self.scale = push, kinds, {}, 1.0
         return True
+
+    def discard(self, push: object) -> None:
+        """Forget a push of which nothing is applied: the residuals stay."""
+        if push is self._push:
+            self._encoded = {}
 
     def clear_old(self, moment_of: Callable[[int], tuple[int, int]], *, age_max: int) -> None:
         """Clear residuals that were left more than `age_max` updates ago.
@@ -187,9 +206,10 @@ class Encoder:
         if self.codec.stateful:
             residual = self.residuals.get(shard.shard_id)
             if residual is None:
-                residual = self.residuals[shard.shard_id] = Residual(shard.length)
+                residual = self.residuals.setdefault(shard.shard_id, Residual(shard.length))
             lost = residual.lost[: values.size]
-            payload = self.codec.encode_feedback(values, values_at(residual.values, extents), lost)
+            with residual.lock:
+                payload = self.codec.encode_feedback(values, values_at(residual.values, extents), lost)
         else:
             payload = self.converter.encode(values, self.codec)
         self._encoded[shard.shard_id] = extents, payload, values.size
@@ -205,6 +225,8 @@ class Encoder:
         residual = self.residuals[receipt.shard_id]
         if receipt.reason == REASON_DROPPED:
             self.codec.add_into(payload, residual.lost[:count])
+        if self.scale != 1.0:
+            residual.rescale(extents, count, self.scale, self.codec.feedback)
         residual.take(extents, count)
         residual.epoch, residual.version = receipt.epoch, receipt.min_version or receipt.version_after
 

@@ -111,6 +111,8 @@ class Worker:
         self._receivers: list[Receiver] = []
         self._closing = threading.Event()
         self._joined = False
+        # Whether all servers hold pushes whose scale follows; older software does not.
+        self.holds_pushes = True
         self._lease = Lease(
             self.sender, launch=launch, peers=peers, request=self._heartbeat, on_reply=self._note_heartbeat
         )
@@ -233,6 +235,10 @@ class Worker:
         if plan.gradient_norm is None and self._peers.count > 1:
             self.view.meet(pull_needed=self._holdings.pull_needed(self._servers.connections))
         return receipts
+
+    def discard(self, plan: Plan) -> None:
+        """Note that nothing of a push was applied, as servers held it and its scale never came."""
+        self._encoder.discard(plan)
 
     def norm(self, plan: Plan) -> float:
         """Return the norm of a push over all processes of the replica, all of which call this."""
@@ -472,6 +478,7 @@ class Worker:
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
         self.view.note_hello(connection.index, reply)
         self._sharing.greeted(connection, reply)
+        self.holds_pushes = self.holds_pushes and "held_pushes" in reply.features
 
     def _heartbeat(self) -> HeartbeatRequest:
         sender = self.sender

@@ -45,6 +45,8 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_APPLIED: _ClassVar[Outcome]
     OUTCOME_PENDING: _ClassVar[Outcome]
     OUTCOME_REJECTED: _ClassVar[Outcome]
+    OUTCOME_HELD: _ClassVar[Outcome]
+    OUTCOME_NOT_HELD: _ClassVar[Outcome]
 
 class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -81,6 +83,8 @@ OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_APPLIED: Outcome
 OUTCOME_PENDING: Outcome
 OUTCOME_REJECTED: Outcome
+OUTCOME_HELD: Outcome
+OUTCOME_NOT_HELD: Outcome
 REASON_UNSPECIFIED: Reason
 REASON_NOT_FINITE: Reason
 REASON_STALE: Reason

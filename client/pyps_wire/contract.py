@@ -17,6 +17,7 @@ FEATURES: tuple[str, ...] = (
     "exchange",  # push and pull in one bidirectional stream
     "extents",  # pushes of a part of a shard
     "work",  # portions of a data set, handed out by server 0
+    "held_pushes",  # PushRequest.scale_follows
     "vectors",  # instructions on vectors that lie on the servers
 )
 

@@ -68,6 +68,8 @@ class Gradient(NamedTuple):
     norm: float = 0.0
     # Whether the payload lies in memory that the worker can still write; otherwise it never changes.
     volatile: bool = False
+    # A factor of the payload's numbers. It comes after them, from a worker that clips gradients while they are sent.
+    scale: float = 1.0
 
     @property
     def schedules(self) -> bool:
@@ -177,7 +179,7 @@ def norm_of(gradient: Gradient, shard_length: int) -> float:
 def norm_of_payload(gradient: Gradient, shard_length: int) -> float:
     numbers = gradient.codec.decode(gradient.payload, gradient.count(shard_length))
     # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
-    return math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
+    return gradient.scale * math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
 
 
 def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> None:
@@ -189,6 +191,8 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
             raise InvalidArgument(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
         if not 0.0 <= gradient.norm < math.inf:
             raise InvalidArgument(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
+        if not 0.0 < gradient.scale < math.inf:
+            raise InvalidArgument(f"gradient_scale is {gradient.scale}; expected a finite number of more than 0")
         if gradient.example_count > EXAMPLES_MAX:
             raise InvalidArgument(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
         if gradient.kind == PayloadKind.NOTHING:

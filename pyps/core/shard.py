@@ -347,6 +347,8 @@ class Shard:
         weighing = behaviour.staleness.weigh(staleness, aggregation.split(roster))
         if behaviour.clip_norm:
             weighing = behaviour.clip(weighing, gradient, norm, self.length)
+        if gradient.scale != 1.0:
+            weighing = weighing._replace(weight=weighing.weight * gradient.scale)
         contribution = Contribution(gradient, staleness, weighing)
         arrival = Arrival(contribution, self._pending, version, roster)
         decision = aggregation.decide(arrival)

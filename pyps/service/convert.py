@@ -219,6 +219,7 @@ def plan_of(
         request.provisional,
         request.gradient_norm,
         memory is not None and not nothing,
+        request.gradient_scale or 1.0,
     )
     # Everything is newer than a version of another epoch.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch

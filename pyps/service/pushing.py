@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -16,15 +18,18 @@ from pyps.service.executor import EXTENT_PARAMETERS
 from pyps.service.limits import check_message_bytes
 from pyps.service.serializations import Answer, ReplyFrame
 from pyps.service.transport import Host
+from pyps_wire import common_pb2 as common
 from pyps_wire import lane
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import CODECS
-from pyps_wire.errors import InvalidArgument
+from pyps_wire.errors import InvalidArgument, LimitExceeded, ServerUnavailable
 
 # Messages of one stream without an answer yet: one is received while another is applied and a third answered.
 READ_AHEAD_MAX = 3
 # The bytes of a receipt and a version in front of parameters.
 HEADER_ROOM = 192
+# Messages whose scale does not come are held for so long after the newest of them.
+HOLD_SECONDS = 60.0
 PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
 
 
@@ -46,6 +51,8 @@ class Message(Request):
         self.run_id = request.sender.run_id
         # How many messages the push has; 0 if the sender does not say.
         self.num_shards = request.num_shards
+        # How many messages of the push were held for this one.
+        self.num_held = request.num_held
         # The memory for its parameters, in an exchange.
         self.frame: ReplyFrame | None = None
         # The size of the message and of its answer.
@@ -100,11 +107,35 @@ class _Whole(Request):
         return [part.answer(each) for part, each in zip(parts, pushed, strict=True)]
 
 
+class _Held(NamedTuple):
+    """A message of a push whose scale is not known yet. Memory for its answer is taken when it is."""
+
+    request: wire.PushRequest
+    payload: memoryview
+    num_bytes: int
+
+
+class _Note(Request):
+    """The answer to a message that is to be held."""
+
+    num_parameters = 0
+
+    def __init__(self, request: wire.PushRequest, *, held: bool, exchanges: bool):
+        self.shard_id = request.shard_id
+        outcome = common.OUTCOME_HELD if held else common.OUTCOME_NOT_HELD
+        receipt = common.Receipt(shard_id=request.shard_id, sequence=request.sequence, outcome=outcome)
+        reply = wire.ExchangeReply(receipt=receipt) if exchanges else receipt
+        self._answer = Answer(lane.EXCHANGE if exchanges else lane.PUSH, reply.SerializeToString())
+
+    def work(self) -> list[Answer]:
+        return [self._answer]
+
+
 class Pushes:
     """The pushes of one stream or lane, any number of them one after the other.
 
-    Under one mutex for the model the messages of a push are held until all are there. The conversation's owner closes
-    the account that holds them.
+    Under one mutex for the model the messages of a push are kept until all are there, and messages with
+    `scale_follows` until their scale comes. The conversation's owner closes the account that holds their bytes.
     """
 
     def __init__(self, run: Run, conversation: Conversation):
@@ -115,9 +146,80 @@ class Pushes:
         # The push whose messages are applied one by one, even if a mutex comes into force meanwhile: it cannot become
         # whole any more.
         self.singly: tuple[str, int] | None = None
+        # The messages, by shard, whose scale has not come, their push, and the end of the wait for it.
+        self.held: dict[int, _Held] = {}
+        self._held_push: tuple[str, int] | None = None
+        self._held_until: asyncio.TimerHandle | None = None
 
     def take(self, message: Message) -> Awaitable[object] | None:
         """Apply a message and answer it; await what this returns before taking the next."""
+        if self.held or message.num_held:
+            return self._take_held(message)
+        return self._take(message)
+
+    def hold(
+        self, request: wire.PushRequest, payload: memoryview, *, exchanges: bool, num_bytes: int, bytes_held: int = 0
+    ) -> Awaitable[object] | None:
+        """Keep a message until its scale comes, if there is room, and answer which; await as after `take`.
+
+        The account holds `bytes_held` of the message's bytes already.
+        """
+        sender, push_id = request.sender, (request.sender.worker_id, request.sequence)
+        # Before the message is held: callers could invent any number of names.
+        self._run.heard(sender.run_id, sender.worker_id, sender.incarnation, sender.secret)
+        if self._held_push != push_id:
+            self.discard()
+        if request.shard_id in self.held or request.shard_id not in self._run.content.shards:
+            raise InvalidArgument(
+                f"a push with scale_follows names shard {request.shard_id} twice, or this server has no such shard"
+            )
+        account, held = self._conversation.account, True
+        try:
+            account.hold(num_bytes - bytes_held)
+        except LimitExceeded:
+            account.release(bytes_held)
+            held = False
+        else:
+            self.held[request.shard_id], self._held_push = _Held(request, payload, num_bytes), push_id
+            self._wait_no_more()
+            self._held_until = asyncio.get_running_loop().call_later(HOLD_SECONDS, self.discard)
+        return self._conversation.take(_Note(request, held=held, exchanges=exchanges))
+
+    async def _take_held(self, message: Message) -> None:
+        """Apply the held messages, scaled as this one of their push, and this one."""
+        if self._held_push != message.push_id:
+            self.discard()
+        if len(self.held) != message.num_held:
+            missing = message.num_held - len(self.held)
+            self.discard()
+            raise ServerUnavailable(f"{missing} messages of the push are not held any more: send all of it again")
+        self._wait_no_more()
+        last = message.plan.gradient
+        while self.held:
+            each = self.held.pop(next(iter(self.held)))
+            each.request.gradient_norm, each.request.gradient_scale = last.norm, last.scale
+            part = Message(
+                *(self._run, each.request, each.payload),
+                exchanges=message.frame is not None,
+                received_bytes=each.num_bytes,
+                bytes_held=each.num_bytes,
+            )
+            if (taken := self._take(part)) is not None:
+                await taken
+        if (taken := self._take(message)) is not None:
+            await taken
+
+    def discard(self) -> None:
+        """Forget a push whose scale has not come: nothing of it is applied. Call it before the account is closed."""
+        self._wait_no_more()
+        self._conversation.account.release(sum(each.num_bytes for each in self.held.values()))
+        self.held, self._held_push = {}, None
+
+    def _wait_no_more(self) -> None:
+        if self._held_until is not None:
+            self._held_until.cancel()
+
+    def _take(self, message: Message) -> Awaitable[object] | None:
         if self.parts or (self._run.rounds.behaviour.aggregation.whole_model and message.push_id != self.singly):
             return self._stage(message)
         self.singly = message.push_id
@@ -178,20 +280,25 @@ async def serve_stream(host: Host, call: Call, *, exchanges: bool) -> None:
                 if len(received) > bytes_max:
                     check_message_bytes(len(received), bytes_max=bytes_max)
                 request, payload = convert.parse_frame(wire.PushRequest, received, bytes_max=PUSH_HEADER_MAX)
-                message = Message(run, request, payload, exchanges=exchanges, received_bytes=len(received))
                 if is_first:
-                    gradient = message.plan.gradient
-                    run.membership.require_own(gradient.worker_id, gradient.incarnation, message.plan.secret)
+                    sender = request.sender
+                    run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
                     # From here on the account is this worker's.
-                    account.caller, is_first = gradient.worker_id, False
-                sent = pushes.take(message)
+                    account.caller, is_first = sender.worker_id, False
+                if request.scale_follows:
+                    sent = pushes.hold(request, payload, exchanges=exchanges, num_bytes=len(received))
+                else:
+                    sent = pushes.take(
+                        Message(run, request, payload, exchanges=exchanges, received_bytes=len(received))
+                    )
                 # Their memory is free while the next message is waited for.
-                del received, request, payload, message
+                del received, request, payload
                 if sent is not None:
                     await sent
                     del sent
             await pushes.end()
     finally:
+        pushes.discard()
         account.close()
 
 

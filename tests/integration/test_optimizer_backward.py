@@ -30,7 +30,7 @@ class Unused(torch.nn.Sequential):
 
 def remote(model: torch.nn.Module, servers: str, **options) -> RemoteOptimizer:
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    how = {"overlap": "backward", "transport": "grpc", "shard_size": 256} | options
+    how = {"overlap": "backward", "transport": "grpc", "shard_size": 256, "rescales_gradients": False} | options
     return joined(model, adam, servers, **how)
 
 
@@ -180,7 +180,8 @@ def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, tra
 def test_zero_grad_ends_a_broken_pass_whose_shards_count_once(start_server, caplog, transport, set_to_none):
     server, model = start_server("--staleness", "none"), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with joined(model, sgd, server.data, overlap="backward", transport=transport, shard_size=256) as optimizer:
+    how = {"overlap": "backward", "rescales_gradients": False, "transport": transport, "shard_size": 256}
+    with joined(model, sgd, server.data, **how) as optimizer:
         expected, num_first = parameters_of(model), sum(each.numel() for each in model[0].parameters())
         # A shard that the first layer has part of does not leave.
         starts = [shard.offset for shard in optimizer.stepper.session.partition.shards]
@@ -261,7 +262,7 @@ def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (scaled, r"Gradients .* changed between backward\(\) and step\(\).*use overlap='step'"),
+        (scaled, r"Gradients .* changed between backward\(\) and step\(\).*leave rescales_gradients=False out"),
         (unscaled, r"Gradients .* changed between backward\(\) and step\(\)"),
         (twice, r"A second gradient of '.*' was computed before step\(\)"),
         (within_a_closure_too, r"A second gradient of '.*' was computed before step\(\)"),

@@ -1,11 +1,16 @@
 """overlap="backward": a push that is sent, a shard at a time, while the backward pass still computes.
 
-One backward pass is one push. It begins with the first gradient and ends within the step, which sends the shards that
-were not complete before. Gradients that were sent must not have changed by then.
+A step is one push. It begins with the first gradient of the step's last backward pass and ends within the step, which
+sends the shards that were not complete before. How many passes a step has is learned, tensor by tensor.
+
+By then gradients may have been clipped or unscaled. So servers hold the shards until the step tells the one factor by
+which all gradients have changed; after any other change the step sends them whole, as with "off". Without
+`rescales_gradients` shards are applied as they arrive, and gradients that were sent must not change.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,9 +22,9 @@ import torch
 from pyps_client.early_shards import EarlyShards
 from pyps_client.fork import ForkGuard
 from pyps_client.log import logger
-from pyps_client.torch.gradients import Minibatch
+from pyps_client.torch.gradients import Minibatch, all_fit
 from pyps_client.torch.layout import several
-from pyps_client.torch.schedule import Due
+from pyps_client.torch.schedule import Due, Settings
 from pyps_client.torch.steps import Off, Steps
 from pyps_client.transport.threads import Future, Threads
 from pyps_client.worker import Worker
@@ -28,10 +33,14 @@ from pyps_wire.errors import InvalidArgument
 
 # About how many numbers of each gradient are compared to find changes.
 NUM_SAMPLES = 16
+# So far, relative to the largest number of a tensor, float32 rounds the product with a factor.
+ROUNDING = 2.0**-20
+# A factor as of GradScaler, by which gradients are multiplied before they are sent: float16 could not hold them.
+LARGE_FACTOR = 64.0
 
 
 class Backward(Off):
-    """The push of the present backward pass. Autograd's threads report gradients; all else happens in a step."""
+    """The push of the present step. Autograd's threads report gradients; all else happens in a step."""
 
     may_alias = False
 
@@ -40,6 +49,9 @@ class Backward(Off):
         self._layout = layout = steps.layout
         self._partition = partition = steps.session.partition
         self._gradients = steps.gradients
+        # Whether servers hold shards until the step.
+        self._holds = steps.rescales_gradients
+        self.may_hand_out = not self._holds
         self._guard = ForkGuard()
         self._threads = Threads()
         self._shards_of: list[list[int]] = [[] for _ in layout.parameters]
@@ -48,7 +60,12 @@ class Backward(Off):
                 self._shards_of[piece.tensor_index].append(shard.shard_id)
         # Autograd has one thread per device.
         self._lock = threading.Lock()
-        # Guarded by _lock: a pass has begun; its shards, unless it is pushed whole; its number of examples.
+        # Guarded by _lock: how many gradients of each tensor were computed since the last step, and how many will be.
+        self._computed_of = [0] * len(layout.parameters)
+        self._expected_of = [1] * len(layout.parameters)
+        # Whether the last step had fewer of one than expected.
+        self._had_fewer = False
+        # The last pass has begun; its shards, unless it is pushed whole; its number of examples.
         self._has_begun = False
         self._early: EarlyShards | None = None
         self._example_count = 0
@@ -58,6 +75,10 @@ class Backward(Off):
         # Gradients that are ready to be sent, with torch's count of their writes and some of their numbers.
         self._taken: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._pushing: Future[Sequence[Receipt]] | None = None
+        # What gradients are multiplied by before they are sent: a power of two, as far as known the factor of the step.
+        self._factor = 1.0
+        # Reasons for pushes as with "off" that were logged.
+        self._told: set[str] = set()
         # Weakly: the model may live longer than its optimizer.
         computed = weakref.WeakMethod(self._computed)
         self._hooks = [
@@ -67,11 +88,11 @@ class Backward(Off):
         ]
 
     @classmethod
-    def possible_with(cls, session: Worker) -> type[Off]:
-        if session.view.state.terms.clip_norm > 0:
+    def possible_with(cls, session: Worker, settings: Settings) -> type[Off]:
+        if session.view.state.terms.clip_norm > 0 and not settings.rescales_gradients:
             raise InvalidArgument(
-                "overlap is 'backward', but the servers clip each push by its norm (--clip-norm), which nobody knows "
-                "before all of it is computed: use overlap='step' or 'off'."
+                "overlap is 'backward' without rescales_gradients, but the servers clip each push by its norm "
+                "(--clip-norm), which nobody knows before all of it is computed: leave rescales_gradients=False out."
             )
         if session.goes_by_calls:
             return cls
@@ -84,12 +105,22 @@ class Backward(Off):
     def step(self, gradients: Minibatch, due: Due) -> None:
         early, pushing = self._early, self._pushing
         try:
-            if early is None or pushing is None:
-                super().step(gradients, due)
-            else:
-                self._seal(early, pushing, gradients)
-                self._steps.push_and_pull(pushing.value)
+            if early is not None and pushing is not None:
+                if not self._holds:
+                    self._seal(early, pushing, gradients)
+                    return self._steps.push_and_pull(pushing.value)
+                if self._seal_held(early, gradients):
+                    pushing.wait()
+                    self._steps.finite.passed()
+                    self._gradients.minibatch_count = 1
+                    return self._steps.push_and_pull(pushing.value)
+                # Nothing of it counts; its thread reads the numbers that are written now.
+                early.abandon()
+                pushing.wait()
+                self._gradients.clear()
+            super().step(gradients, due)
         finally:
+            self._learn()
             self._end()
 
     def give_up(self) -> None:
@@ -98,7 +129,7 @@ class Backward(Off):
         if pushing is None:
             return
         pushing.wait()
-        if early is not None and early.num_answered:
+        if early is not None and early.num_answered and not self._holds:
             logger.warning(
                 "a backward pass was broken off, or no step() followed it: %d of %d shards were sent, as overlap is "
                 "'backward', and count; the rest of its push is left out",
@@ -121,28 +152,52 @@ class Backward(Off):
             self._gradients.clear()
         self._taken, self._events = {}, {}
         self._has_begun = False
+        self._computed_of = [0] * len(self._computed_of)
+
+    def _learn(self) -> None:
+        """Expect as many gradients of each tensor as this step had; of fewer, the second time in a row."""
+        pairs = [
+            (had or expected, expected) for had, expected in zip(self._computed_of, self._expected_of, strict=True)
+        ]
+        has_fewer = any(had < expected for had, expected in pairs)
+        if self._holds and (self._had_fewer or any(had > expected for had, expected in pairs)):
+            self._expected_of = [had for had, _ in pairs]
+            has_fewer = False
+        self._had_fewer = has_fewer
 
     def _computed(self, index: int, parameter: torch.Tensor) -> None:
         """Take a gradient that the backward pass has completed."""
         if self._guard.in_child:
             return
         with self._lock:
+            gradient = parameter.grad
+            if self._holds and index in self._taken and self._taken[index][0] is not gradient:
+                # The gradients were cleared without a step: a new one begins.
+                self._end()
+            self._computed_of[index] += 1
+            if self._computed_of[index] < self._expected_of[index]:
+                return
             if not self._has_begun:
                 self._has_begun = True
                 self._begin()
-            gradient = parameter.grad
             # The step refuses sparse ones.
             if self._early is None or gradient is None or gradient.layout != torch.strided:
                 return
-            if index in self._taken:
+            if self._holds and self._early.is_over:
+                return
+            if index in self._taken and self._holds:
+                # The step sends the sum.
+                self._early.abandon()
+            elif index in self._taken:
                 raise InvalidArgument(
                     f"A second gradient of {self._layout.model.tensors[index].name!r} was computed before step(), but "
                     "overlap='backward' had begun to send the first: call backward() once a step (on the sum of the "
                     "losses), and step() after each; zero_grad() of this optimizer goes before one that follows a pass "
                     "that was broken off. To accumulate, or to skip steps, or for checkpoint(..., "
-                    "use_reentrant=True) around shared parameters, use overlap='step' or 'off'."
+                    "use_reentrant=True) around shared parameters, leave rescales_gradients=False out."
                 )
-            self._take(index, gradient)
+            else:
+                self._take(index, gradient)
 
     def _begin(self) -> None:
         """Begin to push on a thread what the pass computes, unless this minibatch is pushed within its step."""
@@ -153,20 +208,31 @@ class Backward(Off):
         steps.schedule.follow(steps.steps)
         if not steps.schedule.sends_early or steps.finished or self._gradients.minibatch_count or steps.torn:
             return
+        if self._holds and not steps.session.holds_pushes:
+            self._tell("a server's software is too old for it")
+            return
         # Before anything is sent, as in a step.
         if (check := steps.check_before()) is not None:
             check(steps.steps == 0)
         steps.written.check(is_first=steps.is_first)
         steps.is_first = False
-        early = EarlyShards(self._partition, self._gradients.present, fits=self._gradients.fits, arrive=self._arrive)
-        plan, parameters, session = steps.plan(pulls=True), steps.parameters, steps.session
+        gathered = self._gradients
+        early = EarlyShards(
+            self._partition, gathered.present, fits=gathered.fits, arrive=self._arrive, held=self._holds
+        )
+        self._plan = plan = steps.plan(pulls=True)
+        parameters, session = steps.parameters, steps.session
         plan.early, plan.minibatch_count, plan.clock = early, 1, steps.steps + 1
         plan.example_count = self._example_count = steps.examples_in_batch or 0
         plan.base_versions = plan.newest_base_versions = steps.versions
 
         def exchange() -> Sequence[Receipt]:
             parameters.wait_until_free()
-            return session.exchange(plan)
+            try:
+                return session.exchange(plan)
+            finally:
+                if early.held and not early.is_sealed:
+                    session.discard(plan)
 
         self._missing = {shard.shard_id: 0 for shard in self._partition.shards}
         for parameter, shards in zip(self._layout.parameters, self._shards_of, strict=True):
@@ -177,9 +243,9 @@ class Backward(Off):
         self._early = early
         self._pushing = self._threads.submit(exchange)
 
-    def _take(self, index: int, gradient: torch.Tensor) -> None:
+    def _take(self, index: int, gradient: torch.Tensor, *, factor: float | None = None) -> None:
         assert self._early is not None
-        event = self._gradients.lay(index, gradient)
+        event = self._gradients.lay(index, gradient, factor=self._factor if factor is None else factor)
         self._taken[index] = gradient, gradient._version, _some_of(gradient)
         for shard_id in self._shards_of[index]:
             if event is not None:
@@ -192,6 +258,82 @@ class Backward(Off):
         for event in self._events.get(shard_id, ()):
             event.synchronize()
 
+    def _seal_held(self, early: EarlyShards, gradients: Minibatch) -> bool:
+        """Send the rest of the push that servers hold, and its scale; return False where it must be sent anew."""
+        steps = self._steps
+        self._refuse_other_rates()
+        if early.is_over and not early.spoiled:
+            # Another gradient was added.
+            return False
+        scale, reason = self._scale_of(gradients), ""
+        if early.spoiled:
+            # The numbers sent were too large, or are not finite, which the step counts.
+            return False
+        if self._example_count != (steps.examples_in_batch or 0):
+            reason = "examples_in_batch was set after backward()"
+        elif scale is None:
+            reason = "gradients were changed before step(), and not all by one factor"
+        if reason or scale is None:
+            self._tell(reason)
+            return False
+        unsent = [shard.shard_id for shard in self._partition.shards if shard.shard_id not in early.sent]
+        rest = {piece.tensor_index for shard_id in unsent for piece in self._partition.pieces(shard_id)}
+        sums = self._gradients.sums()
+        if not all_fit([each for index in rest if (each := sums[index]) is not None], self._gradients.wire_dtype):
+            return False
+        clips = steps.view.state.terms.clip_norm > 0
+        early.seal(scale=scale, norm=scale * steps.session.norm(self._plan) if clips else 0.0)
+        return True
+
+    def _scale_of(self, gradients: Minibatch) -> float | None:
+        """Return the factor by which the gradients are those that were sent; None where there is no such factor.
+
+        Take the gradients that this pass did not compute.
+        """
+        then, now, rest, same = [], [], [], True
+        for index, gradient in enumerate(gradients):
+            if (taken := self._taken.get(index)) is not None:
+                if gradient is None or gradient.shape != taken[0].shape:
+                    return None
+                then.append(taken[2])
+                now.append(_some_of(gradient))
+                same = (
+                    same and gradient is taken[0] and gradient._version == taken[1] and torch.equal(now[-1], then[-1])
+                )
+            elif gradient is not None:
+                if gradient.layout != torch.strided or any(self._missing[each] <= 0 for each in self._shards_of[index]):
+                    return None
+                rest.append((index, gradient))
+        factor = 1.0 if same else _ratio(now, then)
+        if factor is None:
+            return None
+        scale, self._factor = factor / self._factor, _power_of_two(factor)
+        sums = self._gradients.sums()
+        if not (same and scale == 1.0) and not all(
+            _is_product(gradient, sent, scale)
+            for index, gradient in enumerate(gradients)
+            if index in self._taken and gradient is not None and (sent := sums[index]) is not None
+        ):
+            return None
+        for index, gradient in rest:
+            self._take(index, gradient, factor=1.0 / scale)
+        return scale
+
+    def _tell(self, reason: str) -> None:
+        """Log, once for each reason, that a push goes as with "off"."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning(
+                "overlap is 'backward', but %s: such a step sends its gradients anew, whole, as with 'off'", reason
+            )
+
+    def _refuse_other_rates(self) -> None:
+        if self._steps.rate_changes():
+            raise InvalidArgument(
+                "The learning rate or the momentum was changed between backward() and step(), but with "
+                "overlap='backward' gradients were sent at the old one: change it before backward()."
+            )
+
     def _seal(self, early: EarlyShards, pushing: Future[Any], gradients: Minibatch) -> None:
         """Send the rest of the push that the backward pass began, and wait for its end."""
         steps = self._steps
@@ -201,16 +343,12 @@ class Backward(Off):
                 f"gradients are sent from the first on, as those of {self._example_count} examples. Set it before "
                 "backward()."
             )
-        if steps.rate_changes():
-            raise InvalidArgument(
-                "The learning rate or the momentum was changed between backward() and step(), but with "
-                "overlap='backward' gradients were sent at the old one: change it before backward()."
-            )
+        self._refuse_other_rates()
         if changed := self._changed(gradients):
             raise InvalidArgument(
                 f"Gradients ({several(changed)}) were changed between backward() and step(), as clip_grad_norm_, "
                 "GradScaler.unscale_ or zero_grad do, but overlap='backward' had begun to send them: this step was not "
-                "taken whole. Change gradients no more, or use overlap='step' or 'off'."
+                "taken whole. Change gradients no more, or leave rescales_gradients=False out."
             )
         early.seal()
         pushing.wait()
@@ -247,6 +385,34 @@ class Backward(Off):
 def _some_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return some numbers of a gradient. They show a write that torch does not count, such as GradScaler's to all."""
     return gradient.detach().reshape(-1)[:: max(1, gradient.numel() // NUM_SAMPLES)].nan_to_num()
+
+
+def _ratio(now: Sequence[torch.Tensor], then: Sequence[torch.Tensor]) -> float | None:
+    """Return the factor from some numbers of gradients to the same later; None where they tell none.
+
+    The largest numbers weigh most. A power of two comes out exactly.
+    """
+    pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(now, then, strict=True)]
+    squares = math.fsum(float(b @ b) for _, b in pairs)
+    factor = math.fsum(float(a @ b) for a, b in pairs) / squares if 0 < squares < math.inf else 0.0
+    return factor if 0 < factor < math.inf else None
+
+
+def _power_of_two(factor: float) -> float:
+    """Return the power of two next to a large or small factor; 1 for others, as of clip_grad_norm_."""
+    if 1 / LARGE_FACTOR <= factor <= LARGE_FACTOR:
+        return 1.0
+    return 2.0 ** round(math.log2(factor))
+
+
+def _is_product(gradient: torch.Tensor, sent: torch.Tensor, scale: float) -> bool:
+    """Return whether a gradient is what was sent, times the scale, up to the rounding of float32."""
+    if scale == 1.0 and gradient.dtype == sent.dtype:
+        return torch.equal(gradient, sent)
+    largest = partial(torch.linalg.vector_norm, ord=math.inf)
+    rounding = ROUNDING if gradient.dtype.itemsize >= 4 else 0.0
+    difference = torch.sub(gradient.detach().float(), sent, alpha=scale)
+    return not gradient.numel() or bool(largest(difference) <= rounding * largest(gradient.detach()))
 
 
 def _call(computed: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:

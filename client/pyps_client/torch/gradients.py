@@ -102,15 +102,23 @@ class Gradients:
         self.minibatch_count += 1
         self.example_count += example_count
 
-    def lay(self, index: int, gradient: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy one tensor's whole gradient to its place in the vectors; from a device it is there after the event."""
+    def lay(self, index: int, gradient: torch.Tensor, *, factor: float = 1.0) -> torch.cuda.Event | None:
+        """Copy one tensor's whole gradient, times a factor, to its place in the vectors.
+
+        From a device it is there after the event; what was copied stays among `sums`, on the device.
+        """
+        place = self._places[index]
         if index in self._addresses:
             self._add_batch((index,), {index: gradient})
-            return None
-        self.present[index] = True
         with torch.no_grad():
-            self._on_host[index].copy_(gradient, non_blocking=gradient.is_cuda)
-        return recorded_event(gradient.device) if gradient.is_cuda else None
+            if index not in self._addresses:
+                self.present[index] = True
+                place.copy_(gradient)
+            if factor != 1.0:
+                place.mul_(factor)
+            if place is not (on_host := self._on_host[index]):
+                on_host.copy_(place, non_blocking=place.is_cuda)
+        return recorded_event(place.device) if place.is_cuda else None
 
     def fits(self, numbers: npt.NDArray[Any]) -> bool:
         return all_fit([tensor_over(numbers)], self.wire_dtype)

@@ -28,7 +28,7 @@ class Step(Off):
 
     num_buffers = 2
     may_alias = False
-    in_parallel = True
+    in_parallel, may_hand_out = True, False
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)

@@ -110,6 +110,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         compat: str | None = None,
         buffers: str = "local",
         owns_schedule: bool | None = None,
+        rescales_gradients: bool = True,
     ) -> None:
         """Check model, optimizer and settings; the servers are called when the worker joins.
 
@@ -118,8 +119,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `overlap`: "off" waits for each push and pull. "step" makes them in parallel to the computation, which costs
         about one version of staleness; minibatches that end meanwhile are summed in the next push. "backward" sends a
         shard as soon as the backward pass has its gradients, and `step` waits for the rest: the result is that of
-        "off". It takes one backward pass per step, and refuses gradients, a rate or `examples_in_batch` that change
-        before `step`. Where the protocol or the transport does not allow overlap, the worker waits, and logs why.
+        "off". Where several backward passes precede a step, the last one sends. It refuses a rate that changes between
+        backward and `step`. Where the protocol or the transport does not allow overlap, the worker waits, and logs why.
         `replica`: the processes that hold one model together (model parallelism). All of them make a RemoteOptimizer,
         and take the same steps.
         `push_every`, `pull_every`: minibatches in a push, and from pull to pull; by default what the protocol wants
@@ -132,6 +133,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         ("average"), or are those of the first worker ("first"); the same for all workers.
         `owns_schedule`: True where this worker's changes of learning rate and momentum apply to the run. By default
         worker 0's do, or those of a worker without an index; until it has pushed, each worker's scheduler does.
+        `rescales_gradients`: with overlap="backward" servers hold what they get until `step`, since it may have been
+        clipped or unscaled by then. False for a loop that leaves gradients alone: each shard is applied, and answered,
+        when it arrives, and changed gradients or a second backward pass are refused.
 
         Raises a ConfigurationError for a model, an optimizer or a setting that no run can have.
         """
@@ -151,6 +155,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 compat=compat,
                 buffers=buffers,
                 owns_schedule=owns_schedule,
+                rescales_gradients=rescales_gradients,
             )
             joining = Joining(whole, optimizer, Launch.of(servers, launch), settings, peers)
             _require_first(joining.launch, optimizer)
@@ -264,8 +269,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
         With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, the next gradients are
         computed in the memory that is pushed from, which saves a copy: clone gradients to keep them. With
-        overlap="backward" it ends a backward pass that an error broke off, or that no `step` followed: shards that were
-        sent count, which a warning says, and an error of their push is raised.
+        overlap="backward" it ends a backward pass that an error broke off, or that no `step` followed, and raises an
+        error of its push. Nothing of it counts; without `rescales_gradients` shards that were sent do, with a warning.
         """
         if not (self._ending.begun.locked() or self._guard.in_child):
             if not self._is_joined:

@@ -28,6 +28,7 @@ class Settings:
     read_my_writes: bool = False
     buffers: str = "local"
     owns_schedule: bool | None = None
+    rescales_gradients: bool = True
     # True where the size of local steps between pulls is known, be it 0.
     local_rate_known: bool = True
 
@@ -116,7 +117,7 @@ class Schedule:
                 self.pull_every,
                 f"pull_every={settings.pull_every}" if settings.pull_every else terms.protocol,
             )
-        reason = _why_it_waits(settings.overlap, terms)
+        reason = _why_it_waits(settings, terms)
         if reason and not self._reported_wait:
             logger.info("overlap is %r, but %s", settings.overlap, reason)
         self._reported_wait = bool(reason)
@@ -150,9 +151,9 @@ class Schedule:
             )
 
 
-def _why_it_waits(overlap: str, terms: Terms) -> str:
+def _why_it_waits(settings: Settings, terms: Terms) -> str:
     """Return why pushes and pulls must not overlap the computation under these terms; empty where they may."""
-    protocol = terms.protocol
+    protocol, overlap = terms.protocol, settings.overlap
     if overlap == "step" and terms.current_version_only:
         return (
             f"{protocol} takes gradients of the present version only, and a worker that computes ahead has none: "
@@ -160,7 +161,7 @@ def _why_it_waits(overlap: str, terms: Terms) -> str:
         )
     if overlap != "backward":
         return ""
-    if terms.clip_norm:
+    if terms.clip_norm and not settings.rescales_gradients:
         reason = "the servers clip each push by its norm, which nobody knows before"
     elif terms.ask_to_proceed:
         reason = f"{protocol} grants steps one by one, and others wait for the end of this worker's"

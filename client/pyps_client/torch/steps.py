@@ -47,6 +47,8 @@ class Off:
     num_buffers = 1
     # True where parameters may lie in the memory that is pulled into, since only a step pulls.
     may_alias = True
+    # True where gradients may be computed in the memory that is pushed from.
+    may_hand_out = True
     # True where pushes and pulls go on during the computation.
     in_parallel = False
     # Gradients whose push is under way.
@@ -56,7 +58,7 @@ class Off:
         self._steps: Steps = weakref.proxy(steps)
 
     @classmethod
-    def possible_with(cls, session: Worker) -> type[Off]:
+    def possible_with(cls, session: Worker, settings: Settings) -> type[Off]:
         """Return this mode, or the one to use instead with this worker's transports."""
         return cls
 
@@ -115,6 +117,7 @@ class Steps:
         self.layout = layout
         self.view = worker.view
         self.schedule = Schedule(settings, worker.view)
+        self.rescales_gradients = settings.rescales_gradients
         self.rate_changes = rate_changes
         self._local_rates = local_rates
         self._buffers = buffers
@@ -122,7 +125,7 @@ class Steps:
         # A device converts to the wire's type before the bus.
         on_host = all(block.device.type == "cpu" for block in layout.blocks)
         memory = worker.lend(overlap.num_buffers, converter=TorchConverter() if on_host else None)
-        overlap = overlap.possible_with(worker)
+        overlap = overlap.possible_with(worker, settings)
         self._private = memory.private
         devices = [block.device for block in layout.blocks if block.on_cuda]
         self._has_gpu = bool(devices)
@@ -273,7 +276,7 @@ class Steps:
             self.overlap.give_up()
         except RunFinished:
             self._finished = True
-        if in_place and not self.overlap.in_parallel and self.schedule.pushes_after(self.steps):
+        if in_place and self.overlap.may_hand_out and self.schedule.pushes_after(self.steps):
             self.gradients.hand_out()
         elif in_place:
             self.gradients.take_back()

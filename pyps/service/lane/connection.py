@@ -174,6 +174,7 @@ class Connection(Caller):
             for threads in (self._receiver, self._answerer):
                 threads.shutdown(wait=False)
             self._lane.close()
+            self._pushes.discard()
             self._account.close()
             self._on_closed(self)
 
@@ -274,7 +275,7 @@ class Connection(Caller):
     def _may_burst(self) -> bool:
         """Return whether all is answered and sent, and pushes are applied message by message."""
         is_free = self._pulling is None and self._sending is None and not self._conversation.under_way
-        return is_free and not self._pushes.parts and not self._whole_model
+        return is_free and not self._pushes.parts and not self._pushes.held and not self._whole_model
 
     @property
     def _whole_model(self) -> bool:
@@ -318,6 +319,8 @@ class Connection(Caller):
                 if kind not in (lane.PUSH, lane.EXCHANGE):
                     return message
                 request = self._request(header)
+                if request.scale_follows or request.num_held:
+                    return message
                 each_id = request.sender.worker_id, request.sequence
                 if left <= 0 and not self._whole_model:
                     self._pushes.singly = push_id = each_id
@@ -367,7 +370,11 @@ class Connection(Caller):
             self._check(kind, len(header), payload.nbytes)
             self._begin_pull(header)
             return None
-        return self._pushes.take(self._message(kind, self._request(header), payload, bytes_held))
+        request = self._request(header)
+        if request.scale_follows:
+            exchanges, num_bytes = kind == lane.EXCHANGE, payload.nbytes
+            return self._pushes.hold(request, payload, exchanges=exchanges, num_bytes=num_bytes, bytes_held=bytes_held)
+        return self._pushes.take(self._message(kind, request, payload, bytes_held))
 
     def _request(self, header: bytes) -> wire.PushRequest:
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)

@@ -8,7 +8,7 @@ import pytest
 
 from pyps_client.launch import Launch
 from pyps_client.lbfgs.worker import Staging
-from pyps_client.vectors import Encoder
+from pyps_client.vectors import Encoder, values_at
 from pyps_wire.codecs import FLOAT32, INT8, Codec
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
@@ -132,3 +132,34 @@ def test_buffers_are_sent_as_they_are():
     encoder.begin(object(), [PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_BUFFER])
     assert bytes(encoder.payload(moves, BUFFER, ())) == moves.tobytes()
     assert not encoder.residuals
+
+
+@pytest.mark.parametrize("codec", [INT8, HALVED])
+@pytest.mark.parametrize("extents", [(), ((8, 24), (40, 8))])
+def test_of_a_push_scaled_at_its_end_nothing_is_lost(codec, extents):
+    encoder = Encoder(codec)
+    push(encoder, GRADIENTS[0], receipt())
+    before, scale = encoder.residuals[SHARD.shard_id].values.copy(), 0.3
+    gradient = values_at(GRADIENTS[1], extents)
+    for answer in (receipt(), receipt(OUTCOME_REJECTED, REASON_DROPPED)):
+        encoder.residuals[SHARD.shard_id].values[:] = before
+        encoder.begin(object())
+        payload = encoder.payload(gradient, SHARD, extents)
+        encoder.scale = scale
+        encoder.answered(answer)
+        applied = 0.0 if answer.reason else scale * codec.decode(payload, gradient.size)
+        owed = values_at(encoder.residuals[SHARD.shard_id].values, extents)
+        expected = codec.feedback * values_at(before, extents) + scale * gradient
+        np.testing.assert_allclose(owed + applied, expected, atol=1e-6)
+
+
+def test_a_push_that_servers_held_and_forgot_leaves_the_residuals_alone():
+    encoder = Encoder(INT8)
+    push(encoder, GRADIENTS[0], receipt())
+    before = encoder.residuals[SHARD.shard_id].values.copy()
+    plan = object()
+    encoder.begin(plan)
+    encoder.payload(GRADIENTS[1], SHARD, ())
+    encoder.discard(plan)
+    encoder.begin(object())
+    np.testing.assert_array_equal(encoder.residuals[SHARD.shard_id].values, before)
