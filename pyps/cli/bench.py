@@ -91,6 +91,10 @@ def bench(
     parameters: Annotated[
         list[int], typer.Option(help="Parameters of the model to measure with; may be given several times.", min=1)
     ] = list(PARAMETERS),  # noqa: B006 (typer shows it and copies it)
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure messages in this codec too, such as int8; may be given several times."),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="How long each line is measured.", min=0.0)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")] = False,
     token_file: TokenFile = None,
@@ -108,10 +112,14 @@ def bench(
     end: PypsError | KeyboardInterrupt | None = None
     try:
         try:
+            setups = [*SETUPS]
+            for name in codec or ():
+                codec_of(name)
+                setups.append(Setup("grpc", name))
             greetings |= {address: _greet(address, token) for address in data_addresses(servers, token)}
             for address, greeting in greetings.items():
                 _require_free(address, greeting)
-            _measure(measured, tuple(greetings), token, sizes=parameters, seconds=seconds)
+            _measure(measured, tuple(greetings), token, setups, sizes=parameters, seconds=seconds)
         finally:
             # The results follow: ignore a further Ctrl-C.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,7 +160,13 @@ def _require_free(address: str, greeting: HelloReply) -> None:
 
 
 def _measure(
-    results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
+    results: list[Rounds],
+    addresses: tuple[str, ...],
+    token: str,
+    setups: Sequence[Setup],
+    *,
+    sizes: Sequence[int],
+    seconds: float,
 ) -> None:
     """Measure each setup with each size; `results` has the rounds made so far, also after an error."""
     stages = itertools.count(1)
@@ -163,8 +177,8 @@ def _measure(
         try:
             # A worker that never pushes keeps the run between measurements.
             with session(Setup("grpc", "float32"), name="holder"):
-                for setup in SETUPS:
-                    stage = f"{next(stages)} of {len(sizes) * len(SETUPS)}"
+                for setup in setups:
+                    stage = f"{next(stages)} of {len(sizes) * len(setups)}"
                     typer.echo(f"{stage}: {size:,} parameters, {setup.transport}, {setup.codec} ...", err=True)
                     with session(setup, name=f"{setup.transport}-{setup.codec}") as worker:
                         _make_rounds(worker, setup, size, results, seconds=seconds)
@@ -187,7 +201,8 @@ def _session(servers: tuple[str, ...], model: Model, setup: Setup, *, token: str
         loss_wait_seconds=WAIT_SECONDS,
         wait_seconds=6 * WAIT_SECONDS,
         gradient_codec=setup.codec,
-        parameter_codec=setup.codec,
+        # What holds some of the numbers only cannot be all parameters.
+        parameter_codec="float32" if codec_of(setup.codec).sparse else setup.codec,
         transport=setup.transport,
     )
     size = model.num_parameters
@@ -200,8 +215,8 @@ def _make_rounds(session: Session, setup: Setup, size: int, results: list[Rounds
     if setup.transport == "auto" and session.transport == "grpc":
         return
     gradient, parameters = memory.gradients[0], memory.parameters
-    payload = codec_of(setup.codec).encode(np.full(size, 1e-3, np.float32))
-    gradient[0][:] = np.frombuffer(payload, gradient[0].dtype)
+    values, codec = np.full(size, 1e-3, np.float32), codec_of(setup.codec)
+    gradient[0][:] = values if codec.dtype is None else np.frombuffer(codec.encode(values), codec.dtype)
     session.pull(parameters)
 
     for _ in range(WARM_UP_ROUNDS):

@@ -9,6 +9,7 @@ import pytest
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from pyps.cli.bench import OPTIMIZER
 from pyps_wire import common_pb2 as common
+from pyps_wire.codecs import codec_of
 from pyps_wire.partition import Model, Tensor
 from support import AnyServer, PythonProcess, StartPython, inspect, wait_until
 from wire_worker import QUICK_LEASES, WireWorker
@@ -41,25 +42,27 @@ def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
     flags = ("--exit-when", "gone", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
     servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
-    output = run_bench(start_python, addresses(servers), "--json")
+    output = run_bench(start_python, addresses(servers), "--json", "--codec", "float16")
 
     stages = [line for line in output.splitlines() if line.endswith(" ...")]
     assert stages == [
-        "1 of 3: 70,000 parameters, auto, float32 ...",
-        "2 of 3: 70,000 parameters, grpc, float32 ...",
-        "3 of 3: 70,000 parameters, grpc, bfloat16 ...",
+        "1 of 4: 70,000 parameters, auto, float32 ...",
+        "2 of 4: 70,000 parameters, grpc, float32 ...",
+        "3 of 4: 70,000 parameters, grpc, bfloat16 ...",
+        "4 of 4: 70,000 parameters, grpc, float16 ...",
     ]
     measured = json_of(output)
     assert {(line["transport"], line["codec"]) for line in measured} == {
         ("shm", "float32"),
         ("grpc", "float32"),
         ("grpc", "bfloat16"),
+        ("grpc", "float16"),
     }
     for line in measured:
         assert line["parameters"] == 70000 and line["rounds"] >= 3
         assert line["rounds_per_second"] > 0 and 0 < line["p50_seconds"] <= line["p99_seconds"]
-        size = {"float32": 4, "bfloat16": 2}[line["codec"]]
-        assert line["bytes_per_second_each_way"] == pytest.approx(line["rounds_per_second"] * 70000 * size)
+        size = codec_of(line["codec"]).max_bytes(70000)
+        assert line["bytes_per_second_each_way"] == pytest.approx(line["rounds_per_second"] * size)
     assert {state_of(server) for server in servers} == {(common.RUN_STATE_EMPTY, "")}
     assert not list(tmp_path.glob("*/checkpoint-*")), "nothing of a measurement is kept"
     with make_client(addresses(servers), run_id="mine") as client:
