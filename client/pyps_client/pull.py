@@ -19,11 +19,11 @@ from pyps_client.transport import Incoming, Parts, Payload
 from pyps_client.transport.connection import CALL_SECONDS, Connection, Servers, call_seconds
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, part_of
-from pyps_wire.codecs import Codec, codec_numbered
+from pyps_wire.codecs import FLOAT32, Codec, codec_numbered
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Receipt, Role, Sender
 from pyps_wire.errors import PypsError, RunFinished, WaitTimedOut, WrongSize
 from pyps_wire.local_pb2 import LocalPull, LocalRequest
-from pyps_wire.parameter_server_pb2 import Parameters, ProceedReply, ProceedRequest, PullRequest
+from pyps_wire.parameter_server_pb2 import ExchangeReply, Parameters, ProceedReply, ProceedRequest, PullRequest
 from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
@@ -161,7 +161,10 @@ class Receiver:
     def __init__(
         self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: Codec, name: str, converter: Converter = NUMPY
     ) -> None:
-        """`codec`: the payloads' codec; the vectors are of its type, or float32. `name`: the server's name."""
+        """`codec`: the payloads' codec; the vectors are of its type, or float32. `name`: the server's name.
+
+        Under a published codec differences are added to the vectors: nothing else may write to them.
+        """
         self.held = held
         self.codec = codec
         # Called for each shard that a message has written, on any thread.
@@ -170,12 +173,23 @@ class Receiver:
         self._converter = converter
         self._places = {shard.shard_id: part_of(vectors, shard) for shard in held.shards.values()}
 
-    def write(self, shard_id: int, codec_number: int, payload: memoryview | Incoming) -> None:
-        """Copy, convert or receive a shard's parameters into their place."""
-        codec = self.codec if codec_number == self.codec else codec_numbered(codec_number)
+    @property
+    def bytes_max(self) -> Callable[[int], int]:
+        """Return the most bytes in which so many parameters arrive."""
+        return (FLOAT32 if self.codec.published else self.codec).max_bytes
+
+    def write(self, shard_id: int, reply: Parameters | ExchangeReply, payload: memoryview | Incoming) -> bool:
+        """Copy, convert or receive a shard's parameters into their place.
+
+        Return False for differences to other parameters than the held ones, which change nothing.
+        """
+        number: int = reply.codec
+        codec = self.codec if number == self.codec else codec_numbered(number)
         place = self._places.get(shard_id)
         if place is None:
             raise PypsError(f"{self._name} sent shard {shard_id}, which it does not hold.")
+        if codec.published:
+            return self._add(shard_id, codec, reply, payload)
         num_bytes = payload.nbytes
         if num_bytes != codec.max_bytes(place.size) and not codec.fits(num_bytes, place.size):
             raise WrongSize(
@@ -200,6 +214,38 @@ class Receiver:
             self._converter.decode(payload, codec, place)
         if self.on_landed is not None:
             self.on_landed(self.held.shards[shard_id])
+        return True
+
+    def _add(
+        self, shard_id: int, codec: Codec, reply: Parameters | ExchangeReply, payload: memoryview | Incoming
+    ) -> bool:
+        """Add differences to a shard. An error leaves it without a version, or as it was."""
+        place, versions, differences = self._places[shard_id], self.held.versions, reply.differences
+        sizes, num_bytes = differences.sizes, payload.nbytes
+        if sum(sizes) != num_bytes or not all(codec.fits(size, place.size) for size in sizes):
+            raise WrongSize(
+                f"{self._name} sent {num_bytes} bytes of differences of shard {shard_id}, of {list(sizes)} bytes; "
+                f"expected {codec.max_bytes(place.size)} for each."
+            )
+        if isinstance(payload, Incoming):
+            buffer = np.empty(num_bytes, np.uint8).data
+            payload.receive(buffer)
+            payload = buffer
+        if versions[shard_id] != differences.since_version:
+            # The answer to an earlier request. The next one says what is held now.
+            return False
+        try:
+            end = 0
+            for size in sizes:
+                codec.add_into(payload[end : end + size], place)
+                end += size
+            versions[shard_id] = reply.version
+        except BaseException:
+            versions[shard_id] = -1
+            raise
+        if self.on_landed is not None:
+            self.on_landed(self.held.shards[shard_id])
+        return True
 
 
 class LongPoll:
@@ -283,7 +329,7 @@ class IncomingPull:
         while self._waiting:
             missing = sorted(self._waiting)
             request = self._request(missing)
-            num_bytes = self.receiver.codec.max_bytes(sum(self._held.shards[i].length for i in missing))
+            num_bytes = self.receiver.bytes_max(sum(self._held.shards[i].length for i in missing))
             if num_bytes > LARGE_BYTES:
                 keep_large_blocks()
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
@@ -312,9 +358,8 @@ class IncomingPull:
     def _take(self, reply: Parameters, payload: Payload) -> bool:
         if reply.HasField("lease"):
             self.lease, self.portion = reply.lease, None
-        if reply.codec != CODEC_UNSPECIFIED:
-            if payload is not None:
-                self.receiver.write(reply.shard_id, reply.codec, payload)
+        brings = reply.codec != CODEC_UNSPECIFIED
+        if brings and (payload is None or self.receiver.write(reply.shard_id, reply, payload)):
             self._accept(reply)
         # The server says which reply is the last.
         return False

@@ -34,7 +34,7 @@ from pyps_client.vectors import (
     part_of,
     values_at,
 )
-from pyps_wire.codecs import Codec
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.common_pb2 import (
     OUTCOME_HELD,
     OUTCOME_NOT_HELD,
@@ -326,7 +326,9 @@ class Template:
         # The payloads of both directions.
         length = sum(shard.length for shard, _ in parts)
         pushed = sum(codec_for(codec, self.kinds[shard.group]).max_bytes(shard.length) for shard, _ in parts)
-        self.num_bytes = pushed + (0 if reply_codec is None else reply_codec.max_bytes(length))
+        self.num_bytes = pushed
+        if reply_codec is not None:
+            self.num_bytes += (FLOAT32 if reply_codec.published else reply_codec).max_bytes(length)
         self.timeout_seconds = call_seconds(self.num_bytes)
         if self.num_bytes > LARGE_BYTES:
             keep_large_blocks()
@@ -546,11 +548,10 @@ class Outgoing:
             receipt, held = reply.receipt, receiver.held
             # Parameters of another epoch than the held ones would mix two states of the model: a pull follows.
             if reply.codec and reply.epoch == held.epoch:
-                if payload is not None:
-                    receiver.write(receipt.shard_id, reply.codec, payload)
-                held.versions[receipt.shard_id] = version = reply.version
-                if version > self.version:
-                    self.version = version
+                if payload is None or receiver.write(receipt.shard_id, reply, payload):
+                    held.versions[receipt.shard_id] = version = reply.version
+                    if version > self.version:
+                        self.version = version
             elif isinstance(payload, Incoming) and payload.nbytes:
                 payload.receive(memoryview(bytearray(payload.nbytes)))
         # Else the receipt answers another push.

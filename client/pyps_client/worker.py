@@ -71,7 +71,7 @@ class Worker:
         `model` and `optimizer` describe the whole model; `parts` names the parts that this process holds, all by
         default. All vectors are of these parts' groups. `peers`: the processes of this worker's replica, all of which
         connect, push and proceed in the same order: these calls are collective. Raises InvalidArgument where a process
-        of several holds no part, or the codec of parameters is stateful.
+        of several holds no part, or a codec does not go the way it is asked to.
         """
         leave.install_where_asked()
         proposed = partition(model, num_servers=len(launch.servers))
@@ -82,9 +82,9 @@ class Worker:
         self._codec = codec_of(launch.gradient_codec)
         self._encoder = Encoder(self._codec)
         self._pull_codec = codec_of(launch.parameter_codec)
-        if self._pull_codec.stateful:
+        if self._pull_codec.stateful and not self._pull_codec.published:
             raise InvalidArgument(
-                f"codec {self._pull_codec.name} carries state from push to push: pull in another (parameter_codec)"
+                f"codec {self._pull_codec.name} is for gradients alone: pull in another (parameter_codec)"
             )
         # Last, so that a refused worker starts no local server.
         self.launch = launch = launch.begun(peers.count)
@@ -263,9 +263,9 @@ class Worker:
     ) -> set[int]:
         """Write parameters newer than `held_versions` into `vectors` (one a group); return the changed shards' ids.
 
-        `vectors` are float32, or of the pull codec's type. Waits for the ends of the rounds of earlier pushes, or for
-        `min_versions` (shard id -> version, {} for none) instead. Raises WaitTimedOut, which names the other workers,
-        after `wait_seconds`, by default the launch's.
+        `vectors` are float32, or of the pull codec's type; under a published codec the lent ones. Waits for the ends of
+        the rounds of earlier pushes, or for `min_versions` (shard id -> version, {} for none) instead. Raises
+        WaitTimedOut, which names the other workers, after `wait_seconds`, by default the launch's.
         """
         self._check_open()
         indices = [connection.index for connection in self._servers.connections]
@@ -454,6 +454,10 @@ class Worker:
     def _receivers_into(self, vectors: Vectors) -> list[Receiver]:
         if self._receivers and self._sharing.are_parameters(vectors):
             return self._receivers
+        if self._pull_codec.published and not self._sharing.are_parameters(vectors):
+            raise InvalidArgument(
+                f"Parameters come in {self._pull_codec.name} as differences to those held: pull into the lent vectors."
+            )
         return receivers(
             self._servers, vectors, self._holdings, codec=self._pull_codec, converter=self._encoder.converter
         )

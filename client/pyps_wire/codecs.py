@@ -33,6 +33,8 @@ class Codec(int):
     feedback = 1.0
     # Whether a payload holds some of the numbers only; the others decode to 0.
     sparse = False
+    # Whether a worker's pulls follow a published copy (`pyps.core.published`): payloads are differences to add.
+    published = False
 
     def __new__(cls, number: int, name: str, max_bytes: Callable[[int], int]) -> Self:
         """`number`: the value in the contract's enum Codec."""
@@ -74,6 +76,13 @@ class Codec(int):
     def add_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         """Add the numbers of the payload to a contiguous array, each rounded once."""
         place += self.decode(payload, place.size)
+
+    def encode_difference(self, values: NDArray[np.float32], held: NDArray[np.float32]) -> memoryview:
+        """Move `held` towards the values by a difference, and return its payload, which `add_into` adds elsewhere."""
+        with np.errstate(all="ignore"):
+            payload = self.encode(values - held)
+            self.add_into(payload, held)
+        return payload
 
     def require_divisible(self) -> None:
         """Raise InvalidArgument where a payload cannot be split at any number."""
@@ -155,6 +164,7 @@ class BlockCodec(Codec):
     """
 
     stateful = True
+    published = True
     # The numbers of a block.
     block: int
 

@@ -248,34 +248,46 @@ class PullRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., wants: _Optional[_Iterable[_Union[PullRequest.Want, _Mapping]]] = ..., wait_milliseconds: _Optional[int] = ..., portion: _Optional[_Union[_work_pb2.LeaseRequest, _Mapping]] = ...) -> None: ...
 
 class Parameters(_message.Message):
-    __slots__ = ("shard_id", "version", "epoch", "codec", "lease", "payload")
+    __slots__ = ("shard_id", "version", "epoch", "codec", "lease", "differences", "payload")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     version: int
     epoch: int
     codec: _common_pb2.Codec
     lease: _work_pb2.LeaseReply
+    differences: Differences
     payload: bytes
-    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., lease: _Optional[_Union[_work_pb2.LeaseReply, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., lease: _Optional[_Union[_work_pb2.LeaseReply, _Mapping]] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Differences(_message.Message):
+    __slots__ = ("since_version", "sizes")
+    SINCE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    since_version: int
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, since_version: _Optional[int] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("receipt", "version", "epoch", "codec", "payload")
+    __slots__ = ("receipt", "version", "epoch", "codec", "differences", "payload")
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     receipt: _common_pb2.Receipt
     version: int
     epoch: int
     codec: _common_pb2.Codec
+    differences: Differences
     payload: bytes
-    def __init__(self, receipt: _Optional[_Union[_common_pb2.Receipt, _Mapping]] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, receipt: _Optional[_Union[_common_pb2.Receipt, _Mapping]] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ProceedRequest(_message.Message):
     __slots__ = ("sender", "clock", "wait_milliseconds")

@@ -13,6 +13,7 @@ Read `shard.py` first; it uses the others in this order:
     verdict.py       receipts of decisions and refusals (receipt.py)
     update.py        one update of the parameters
     rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin
+    published.py     the copy of the parameters that workers follow which pull in few bits
     recorder.py      the events of a shard, for an update log
     store.py         the interface of a shard to rounds, services, storage and the simulator
     arrays.py        float32 arrays for the kernels

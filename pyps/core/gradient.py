@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.errors import InvalidArgument, ServerUnavailable, WrongSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # The codecs that kernels read and write. Payloads in others become float32 first.
 NATIVE = tuple(CODECS[number] for number in _kernels.CODECS.values())
@@ -268,6 +271,27 @@ class Reply(NamedTuple):
     codec: Codec
 
 
+class PublishedReply:
+    """A reply to a worker whose pulls follow a published copy: the shard says what the payload is, and its codec."""
+
+    __slots__ = ("codec", "min_version", "payloads", "since_version")
+
+    def __init__(self, codec: Codec, *, min_version: int = 0) -> None:
+        """`min_version`: the version for which the caller has waited."""
+        self.codec = codec
+        self.min_version = min_version
+        # Differences from that version on; or all parameters, in float32, where it is None.
+        self.since_version: int | None = None
+        self.payloads: Sequence[Buffer] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(payload).nbytes for payload in self.payloads)
+
+    def in_full(self, parameters: Floats) -> None:
+        self.codec, self.payloads = FLOAT32, [parameters.tobytes()]
+
+
 class SharedMemory:
     """Memory that a worker shares, for a gradient or a reply. Once detached, the worker may overwrite it."""
 
@@ -285,7 +309,7 @@ class PushPlan(NamedTuple):
     shard_id: int
     gradient: Gradient
     # Where newer parameters than the worker's are written; None for none.
-    reply: Reply | None = None
+    reply: Reply | PublishedReply | None = None
     # The version that the worker holds; -1 for none or one of another epoch.
     held_version: int = -1
     # The worker's shared memory, if gradient or reply lie there.

@@ -18,6 +18,7 @@ from pyps.core.gradient import (
     Finding,
     Gradient,
     PayloadKind,
+    PublishedReply,
     Reply,
     SharedMemory,
     norm_of,
@@ -28,12 +29,14 @@ from pyps.core.gradient import (
 )
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
 from pyps.core.protocols.base import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
+from pyps.core.published import Published
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rules import Slots, UpdateRule, validate
 from pyps.core.store import PendingBudget, Pushed, ShardState
 from pyps.core.update import Update, apply_update, clipped
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 T = TypeVar("T")
@@ -103,6 +106,8 @@ class Shard:
         self.num_pending, self.pending_bytes = len(self._pending), self._pending.num_bytes
         self._budget = PendingBudget() if budget is None else budget
         self._budget.restore(self.pending_bytes)
+        # By the codec of the workers that hold them.
+        self._published: dict[Codec, Published] = {}
         # By the version that each call waits for.
         self._parked = ParkedCalls[int]()
 
@@ -111,7 +116,7 @@ class Shard:
         gradient: Gradient,
         *,
         roster: Roster,
-        reply: Reply | None = None,
+        reply: Reply | PublishedReply | None = None,
         held_version: int = -1,
         memory: SharedMemory | None = None,
         finding: Finding | None = None,
@@ -205,7 +210,12 @@ class Shard:
         return updates
 
     def pull(
-        self, reply: Reply, *, held_version: int = -1, memory: SharedMemory | None = None, worker_id: str | None = None
+        self,
+        reply: Reply | PublishedReply,
+        *,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        worker_id: str | None = None,
     ) -> int | None:
         """Write parameters newer than `held_version` to `reply`; return their version, or None.
 
@@ -218,6 +228,8 @@ class Shard:
             if worker_id is not None and self._recorder is not None:
                 # Also when the worker holds the newest version already.
                 self._recorder.record(events.Pulled(self.shard_id, worker_id, self.version))
+            if isinstance(reply, PublishedReply):
+                return self._publish(reply, held_version)
             if self.version <= held_version:
                 return None
             self._rule.write(reply)
@@ -259,6 +271,11 @@ class Shard:
     def slots_bytes(self) -> int:
         """The size of the optimizer's arrays."""
         return sum(slot.nbytes for slot in self._slots.values())
+
+    @property
+    def published_bytes(self) -> int:
+        """The size of the published copies and their differences."""
+        return sum(published.num_bytes for published in list(self._published.values()))
 
     @property
     def num_receipts(self) -> int:
@@ -335,7 +352,12 @@ class Shard:
         return None if finding is FINITE else verdict.not_finite(finding, gradient, shard_id=shard_id)
 
     def _decide(
-        self, gradient: Gradient, roster: Roster, norm: float | None, reply: Reply | None, held_version: int
+        self,
+        gradient: Gradient,
+        roster: Roster,
+        norm: float | None,
+        reply: Reply | PublishedReply | None,
+        held_version: int,
     ) -> Pushed:
         behaviour, version = self.behaviour, self.version
         arrived = gradient
@@ -379,7 +401,7 @@ class Shard:
             self._take_rates(gradient, decision, provisional=arrived.provisional)
         update = None
         if isinstance(decision, Apply):
-            brings = reply if receipt.version_after > held_version else None
+            brings = reply if receipt.version_after > held_version and isinstance(reply, Reply) else None
             update, left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=brings)
             if left_out:
                 receipt = verdict.with_left_out(receipt, gradient, count=left_out)
@@ -407,7 +429,9 @@ class Shard:
         if not provisional:
             self.rate_is_set = True
 
-    def _decide_on_copy(self, gradient: Gradient, roster: Roster, reply: Reply | None, held_version: int) -> Pushed:
+    def _decide_on_copy(
+        self, gradient: Gradient, roster: Roster, reply: Reply | PublishedReply | None, held_version: int
+    ) -> Pushed:
         """Copy, scan and decide on a gradient that must wait but lies in memory that its worker may overwrite."""
         private = gradient.private()
         finding = scan(private, shard_id=self.shard_id, shard_length=self.length)
@@ -417,17 +441,37 @@ class Shard:
         return Pushed(receipt, self._bring(reply, held_version, receipt, gradient.worker_id))
 
     def _bring(
-        self, reply: Reply | None, held_version: int, receipt: Receipt, worker_id: str, *, written: bool = False
+        self,
+        reply: Reply | PublishedReply | None,
+        held_version: int,
+        receipt: Receipt,
+        worker_id: str,
+        *,
+        written: bool = False,
     ) -> int | None:
         """Write newer parameters to a push's reply, if its update has not; return their version, or None."""
-        version = self.version
-        if reply is None or version <= held_version or receipt.min_version > version:
+        version: int | None = self.version
+        if reply is None or self.version <= held_version or receipt.min_version > self.version:
             return None
-        if not written:
+        if isinstance(reply, PublishedReply):
+            version = self._publish(reply, held_version)
+        elif not written:
             self._rule.write(reply)
-        if self._recorder is not None:
+        if self._recorder is not None and version is not None:
             self._recorder.record(events.Pulled(self.shard_id, worker_id, version))
         return version
+
+    def _publish(self, reply: PublishedReply, held_version: int) -> int | None:
+        """Fill in the reply with published parameters newer than the caller's; return their version, or None."""
+        version, parameters = self.version, self._rule.handed_out
+        if self.kind is PayloadKind.BUFFER:
+            # A count beside a mean needs every bit, and buffers are small.
+            reply.in_full(parameters)
+            return version if version > held_version else None
+        published = self._published.get(reply.codec)
+        if published is None:
+            published = self._published[reply.codec] = Published(reply.codec, parameters, version=version)
+        return published.bring(reply, parameters, version=version, held_version=held_version, is_last=self.finished)
 
     def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
         return verdict.rejection(refusal, gradient, self.version, roster, shard_id=self.shard_id, epoch=self.epoch)
@@ -496,7 +540,7 @@ class LoggedShard(Shard):
         with self._turn, self._written():
             return super().configure(**options)
 
-    def pull(self, reply: Reply, *, worker_id: str | None = None, **options: Any) -> int | None:
+    def pull(self, reply: Reply | PublishedReply, *, worker_id: str | None = None, **options: Any) -> int | None:
         if worker_id is None:
             # An observer's pull is not recorded: it need not wait for the log.
             return super().pull(reply, **options)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.effects import Wake
-from pyps.core.gradient import Finding, Gradient, PayloadKind, Reply, SharedMemory
+from pyps.core.gradient import Finding, Gradient, PayloadKind, PublishedReply, Reply, SharedMemory
 from pyps.core.ledger import LedgerState
 from pyps.core.protocols.base import Contribution
 from pyps.core.receipt import Receipt
@@ -85,6 +85,9 @@ class Store(Protocol):
     def slots_bytes(self) -> int: ...
 
     @property
+    def published_bytes(self) -> int: ...
+
+    @property
     def num_receipts(self) -> int: ...
 
     @property
@@ -95,14 +98,19 @@ class Store(Protocol):
         gradient: Gradient,
         *,
         roster: Roster,
-        reply: Reply | None = None,
+        reply: Reply | PublishedReply | None = None,
         held_version: int = -1,
         memory: SharedMemory | None = None,
         finding: Finding | None = None,
     ) -> Pushed: ...
 
     def pull(
-        self, reply: Reply, *, held_version: int = -1, memory: SharedMemory | None = None, worker_id: str | None = None
+        self,
+        reply: Reply | PublishedReply,
+        *,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        worker_id: str | None = None,
     ) -> int | None: ...
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool: ...

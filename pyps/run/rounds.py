@@ -18,6 +18,7 @@ from pyps.core.gradient import (
     Finding,
     Gradient,
     PayloadKind,
+    PublishedReply,
     PushPlan,
     made_native,
     require_kind,
@@ -289,12 +290,18 @@ class RoundController:
         self, content: ReadyContent, shard: Store, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
     ) -> None:
         gradient, (receipt, version, update), now = plan.gradient, pushed, self._clock()
+        reply, answer_bytes = plan.reply, 0
+        if reply is not None and version is not None:
+            if isinstance(reply, PublishedReply):
+                answer_bytes = reply.num_bytes
+            else:
+                answer_bytes = reply.codec.max_bytes(shard.length)
         self._statistics.pushed(
             gradient.worker_id,
             shard.shard_id,
             receipt,
             payload_bytes=len(gradient.payload),
-            answer_bytes=0 if version is None or plan.reply is None else plan.reply.codec.max_bytes(shard.length),
+            answer_bytes=answer_bytes,
             update=update,
             now=now,
             apply_seconds=now - began,

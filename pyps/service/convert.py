@@ -10,7 +10,16 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
-from pyps.core.gradient import Extent, Gradient, PayloadKind, PushPlan, Reply, SharedMemory, require_few_extents
+from pyps.core.gradient import (
+    Extent,
+    Gradient,
+    PayloadKind,
+    PublishedReply,
+    PushPlan,
+    Reply,
+    SharedMemory,
+    require_few_extents,
+)
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out
@@ -172,7 +181,11 @@ SPARE_BYTES = 4096
 
 
 def plan_from(
-    request: wire.PushRequest, payload: memoryview, reply: Reply | None = None, *, epoch: int = 0
+    request: wire.PushRequest,
+    payload: memoryview,
+    reply: Reply | PublishedReply | None = None,
+    *,
+    epoch: int = 0,
 ) -> PushPlan:
     """Return a push to a shard of that epoch, with its payload in the received bytes."""
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
@@ -189,7 +202,7 @@ def plan_of(
     payload: bytes | memoryview,
     sender: common.Sender,
     codec: Codec,
-    reply: Reply | None,
+    reply: Reply | PublishedReply | None,
     *,
     epoch: int,
     memory: SharedMemory | None = None,

@@ -48,7 +48,7 @@ STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # The fields of the memory report that become samples of one gauge.
 MEMORY_KINDS = (
     *("parameters", "slots", "in_flight", "pending", "first_parameters"),
-    *("ledger", "serialized", "shared", "resident"),
+    *("published", "ledger", "serialized", "shared", "resident"),
 )
 # A reader that has not received its page after this time is disconnected.
 REQUEST_SECONDS = 10.0

@@ -12,7 +12,7 @@ from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.conversation import Conversation, Request
-from pyps.service.serializations import Answer, ReplyFrame, Wanted
+from pyps.service.serializations import Answer, Frame, Wanted
 from pyps.service.transport import Host
 from pyps.service.waiting import VersionWait
 from pyps.service.work_queue import LEASES_MAX, Ask, lease_portion
@@ -101,20 +101,20 @@ class PullStream:
             while (shard := await self._waits.next()) is not None:
                 await self._take(_Read(self, [shard]))
 
-    def read(self, shard: Store) -> list[ReplyFrame]:
+    def read(self, shard: Store) -> list[Frame]:
         """Return the shard's message where its parameters are newer, and count the pull."""
         wanted = self.wanted(shard)
         frame = self._host.serializations.take(wanted, worker_id=self._worker_id)
         if frame is None:
             return []
         shard_ids = (shard.shard_id,)
-        self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes, shard_ids=shard_ids)
+        self._run.statistics.pulled(self._worker_id or "observer", len(frame.payload), shard_ids=shard_ids)
         return [frame]
 
     def wanted(self, shard: Store) -> Wanted:
         shard_id, waits = shard.shard_id, self._waits
-        of_round = waits.min_versions.get(shard_id, 0) > 0
-        return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), of_round)
+        min_version = waits.min_versions.get(shard_id, 0)
+        return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), min_version)
 
     def _require_worker(self) -> None:
         """Refuse a portion to callers that could not deliver it."""
@@ -136,12 +136,12 @@ class _Read(Request):
         if mutex is None:
             self.shard_id = shards[0].shard_id
         self.num_parameters = sum(shard.length * (1 + shard.num_pending) for shard in shards)
-        self.held_bytes = sum(pull.wanted(shard).payload_bytes for shard in shards)
+        self.held_bytes = sum(pull.wanted(shard).bytes_max for shard in shards)
 
-    def work(self) -> list[ReplyFrame]:
+    def work(self) -> list[Frame]:
         return self.read_where(lambda: True)
 
-    def read_where(self, provided: Callable[[], bool]) -> list[ReplyFrame]:
+    def read_where(self, provided: Callable[[], bool]) -> list[Frame]:
         """Return the shards' messages; under the mutex, none if `provided`, which is called there, returns False."""
         if self._mutex is None:
             return self._pull.read(self._shards[0])
@@ -161,7 +161,7 @@ class _Sent(Request):
         return self._answers
 
 
-def _lease_and_read(read: _Read, ask: Ask) -> tuple[LeaseReply, list[ReplyFrame]]:
+def _lease_and_read(read: _Read, ask: Ask) -> tuple[LeaseReply, list[Frame]]:
     answers: list[LeaseReply] = []
 
     def leased() -> bool:

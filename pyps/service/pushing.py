@@ -16,12 +16,12 @@ from pyps.service.calls import SHORT_BYTES, Call
 from pyps.service.conversation import Conversation, Request
 from pyps.service.executor import EXTENT_PARAMETERS
 from pyps.service.limits import check_message_bytes
-from pyps.service.serializations import Answer, ReplyFrame
+from pyps.service.serializations import Answer, Frame, PublishedFrame, ReplyFrame
 from pyps.service.transport import Host
 from pyps_wire import common_pb2 as common
 from pyps_wire import lane
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.codecs import CODECS
+from pyps_wire.codecs import CODECS, FLOAT32
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ServerUnavailable
 
 # Messages of one stream without an answer yet: one is received while another is applied and a third answered.
@@ -54,7 +54,7 @@ class Message(Request):
         # How many messages of the push were held for this one.
         self.num_held = request.num_held
         # The memory for its parameters, in an exchange.
-        self.frame: ReplyFrame | None = None
+        self.frame: Frame | None = None
         # The size of the message and of its answer.
         self.num_bytes = received_bytes
         reply, epoch = None, 0
@@ -62,9 +62,13 @@ class Message(Request):
         self.shard = shard = run.content.shards.get(request.shard_id)
         if shard is not None and exchanges:
             codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
-            self.frame = ReplyFrame(lane.EXCHANGE, shard.length, codec, header_room=HEADER_ROOM)
+            if codec.published:
+                self.frame, codec = PublishedFrame(lane.EXCHANGE, codec), FLOAT32
+            else:
+                self.frame = ReplyFrame(lane.EXCHANGE, shard.length, codec, header_room=HEADER_ROOM)
+                codec = self.frame.reply.codec
             reply, epoch = self.frame.reply, shard.epoch
-            self.num_bytes += reply.codec.max_bytes(shard.length)
+            self.num_bytes += codec.max_bytes(shard.length)
         self.plan = plan = convert.plan_from(request, payload, reply, epoch=epoch)
         self.shard_id = plan.shard_id
         # The push's worker and sequence.

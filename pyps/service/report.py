@@ -97,6 +97,7 @@ def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
         ledger_bytes=sum(shard.ledger_bytes for shard in shards),
         serialized_bytes=host.serializations.bytes_held,
         late_messages=host.waiting.num_late,
+        published_bytes=sum(shard.published_bytes for shard in shards),
     )
 
 

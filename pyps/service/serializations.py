@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyps import _kernels
-from pyps.core.gradient import NATIVE, Reply
+from pyps.core.gradient import NATIVE, PublishedReply, Reply
 from pyps.core.store import Store
 from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps_wire import parameter_server_pb2 as wire
@@ -84,6 +84,33 @@ class ReplyFrame(Answer):
         return self._whole
 
 
+class PublishedFrame(Answer):
+    """An answer to a worker whose pulls follow a published copy."""
+
+    def __init__(self, kind: int, codec: Codec, *, min_version: int = 0) -> None:
+        super().__init__(kind)
+        self.reply = PublishedReply(codec, min_version=min_version)
+
+    @property
+    def codec(self) -> Codec:
+        return self.reply.codec
+
+    def seal(self, header: wire.Parameters | wire.ExchangeReply) -> PublishedFrame:
+        reply = self.reply
+        if reply.since_version is not None:
+            header.differences.since_version = reply.since_version
+            header.differences.sizes.extend(memoryview(payload).nbytes for payload in reply.payloads)
+        self.header, self.payload = header.SerializeToString(), b"".join(reply.payloads)
+        return self
+
+    @property
+    def whole(self) -> bytes:
+        return join(self.header, self.payload)
+
+
+Frame = ReplyFrame | PublishedFrame
+
+
 class Wanted(NamedTuple):
     """A pull's request for one shard."""
 
@@ -91,27 +118,33 @@ class Wanted(NamedTuple):
     codec: Codec
     # The version that the caller holds; -1 for none.
     held_version: int = -1
-    # True if it waited for a version, as the other workers of its round do.
-    of_round: bool = False
+    # The version for which it waited, as the other workers of its round do; 0 for none.
+    min_version: int = 0
 
     @property
-    def payload_bytes(self) -> int:
-        return self.codec.max_bytes(self.shard.length)
+    def bytes_max(self) -> int:
+        """The most bytes that the answer's payload takes."""
+        codec = FLOAT32 if self.codec.published else self.codec
+        return codec.max_bytes(self.shard.length)
 
-    def frame(self, *, worker_id: str) -> tuple[int, ReplyFrame] | None:
+    def frame(self, *, worker_id: str) -> tuple[int, Frame] | None:
         """Return the shard's version and message, None if the caller's is as new; record a worker's pull."""
-        frame = ReplyFrame(PULL, self.shard.length, self.codec, header_room=HEADER_ROOM)
+        frame: Frame
+        if self.codec.published and worker_id:
+            frame = PublishedFrame(PULL, self.codec, min_version=self.min_version)
+        else:
+            frame = ReplyFrame(PULL, self.shard.length, self.codec, header_room=HEADER_ROOM)
         version = self.shard.pull(frame.reply, held_version=self.held_version, worker_id=worker_id or None)
         if version is None:
             return None
         header = wire.Parameters(shard_id=self.shard.shard_id, version=version, epoch=self.shard.epoch)
-        header.codec = self.codec  # type: ignore[assignment]
+        header.codec = frame.codec  # type: ignore[assignment]
         return version, frame.seal(header)
 
 
 class _Kept(NamedTuple):
     version: int
-    frame: ReplyFrame
+    frame: Frame
     num_bytes: int
 
 
@@ -128,10 +161,10 @@ class Serializations:
         # Held while a frame is made; taken before the shard's own.
         self._making: dict[tuple[Store, Codec], Lock] = {}
 
-    def take(self, wanted: Wanted, *, worker_id: str) -> ReplyFrame | None:
+    def take(self, wanted: Wanted, *, worker_id: str) -> Frame | None:
         """Return the shard's message, None if the caller's version is as new; record a worker's pull."""
-        if wanted.shard.length < INLINE_PARAMETERS_MAX:
-            # Faster to make than to find.
+        if wanted.shard.length < INLINE_PARAMETERS_MAX or wanted.codec.published:
+            # Faster to make than to find; and the shard keeps what it published.
             made = wanted.frame(worker_id=worker_id)
             return None if made is None else made[1]
         # Two pulls at once make one frame.
@@ -161,9 +194,9 @@ class Serializations:
         with self._lock:
             return self._making.setdefault((wanted.shard, wanted.codec), Lock())
 
-    def _keep(self, wanted: Wanted, version: int, frame: ReplyFrame) -> None:
-        bytes_max = self._round_bytes_max if wanted.of_round else self._recent_bytes_max
-        kept = _Kept(version, frame, wanted.payload_bytes)
+    def _keep(self, wanted: Wanted, version: int, frame: Frame) -> None:
+        bytes_max = self._round_bytes_max if wanted.min_version else self._recent_bytes_max
+        kept = _Kept(version, frame, wanted.bytes_max)
         with self._lock:
             self._drop(wanted.shard, wanted.codec)
             self._frames[wanted.shard, wanted.codec] = kept

@@ -119,10 +119,20 @@ def test_a_server_without_the_codec_names_those_both_know(start_server_process, 
     )
 
 
-def test_state_from_push_to_push_is_kept_for_pushes_alone(start_server, monkeypatch):
+def test_a_codec_with_a_residual_is_for_gradients_alone_unless_pulls_follow_a_published_copy(start_server, monkeypatch):
     monkeypatch.setattr(ScaledBytes, "stateful", True)
-    with pytest.raises(InvalidArgument, match="scaled_bytes carries state"):
+    with pytest.raises(InvalidArgument, match="scaled_bytes is for gradients alone"):
         make_client(start_server().data, **options())
+    monkeypatch.setattr(ScaledBytes, "published", True)
+    gradient = {name: np.sin(tensor) for name, tensor in TENSORS.items()}
+    with make_client(start_server("--staleness", "none").data, **options(gradient_codec="float32")) as client:
+        followed, held = flat(client.pull()), flat(TENSORS)
+        np.testing.assert_array_equal(followed, held, "the first pull is exact")
+        for _ in range(4):
+            held -= np.float32(0.5) * flat(gradient)
+            followed += travelled(held - followed, client.session.partition)
+            np.testing.assert_array_equal(flat(client.exchange(gradient)), followed)
+        np.testing.assert_array_equal(flat(client.snapshot()), held)
 
 
 @pytest.mark.parametrize(("codec", "transport"), [(CODEC, "grpc"), (INT8, "grpc"), (INT8, "tcp")])

@@ -64,12 +64,12 @@ def test_the_bound_is_kept_and_what_was_made_first_goes_first():
     frame_bytes = LENGTH * 4 + 60
     cache = Serializations(round_bytes_max=4 * frame_bytes, recent_bytes_max=2 * frame_bytes)
     shards = [large_shard(shard_id) for shard_id in range(8)]
-    frames = [take(cache, shard, of_round=True) for shard in shards]
+    frames = [take(cache, shard, min_version=1) for shard in shards]
     assert cache.bytes_held <= 4 * frame_bytes
     assert [
-        take(cache, shard, of_round=True) is frame for shard, frame in zip(shards[4:], frames[4:], strict=True)
+        take(cache, shard, min_version=1) is frame for shard, frame in zip(shards[4:], frames[4:], strict=True)
     ] == ([True] * 4)
-    assert take(cache, shards[0], of_round=True) is not frames[0]
+    assert take(cache, shards[0], min_version=1) is not frames[0]
     # Pulls that do not wait for a round have less room.
     take(cache, shards[1])
     assert cache.bytes_held <= 2 * frame_bytes

@@ -214,6 +214,11 @@ class Staging:
                 f"gradient_codec is {self._codec.name}, which makes up for its errors in later pushes, but a sum of "
                 "Sandblaster's gradients is sent once: use float32, float16 or bfloat16"
             )
+        pull_codec = codec_of(session.launch.parameter_codec)
+        if pull_codec.published:
+            raise InvalidArgument(
+                f"parameter_codec is {pull_codec.name}, which changes the points that Sandblaster tries: use float32"
+            )
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:

@@ -133,7 +133,8 @@ class Steps:
         self.gradient_buffers = [Gradients(layout, each, codec=memory.converted_to) for each in memory.gradients]
         # The buffer that gathers now.
         self.gradients = self.gradient_buffers[0]
-        self.parameters = Parameters(layout, memory.parameters, alias=overlap.may_alias, private=memory.private)
+        may_alias = overlap.may_alias and not memory.follows
+        self.parameters = Parameters(layout, memory.parameters, alias=may_alias, private=memory.private)
         if devices:
             worker.tell_landed(self.parameters.land)
         # Versions of pulled parameters that are not in the model yet; and of those in the model.

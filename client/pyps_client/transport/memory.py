@@ -88,6 +88,8 @@ class Lent:
     private: bool = False
     # The codec in which float32 gradients are sent; None where they are sent as they are.
     converted_to: Codec | None = None
+    # True where pulls add to the parameters: nothing else may write there.
+    follows: bool = False
 
 
 class Layout:
@@ -122,7 +124,8 @@ class Layout:
                 [segment.vector(place, size, dtype) if segment else _aligned(size, dtype) for size, place in places]
             )
         converted_to = self.codecs[0] if converts else None
-        return Lent(lists[-1], lists[:-1], private=segment is None, converted_to=converted_to)
+        follows = self.codecs[-1].published
+        return Lent(lists[-1], lists[:-1], private=segment is None, converted_to=converted_to, follows=follows)
 
     def attach_request(self, sender: Sender, ticket: bytes) -> LocalRequest:
         """Return the request that lets a server map the segment."""

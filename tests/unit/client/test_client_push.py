@@ -28,7 +28,7 @@ from pyps_wire.common_pb2 import (
 )
 from pyps_wire.errors import WrongSize
 from pyps_wire.framing import join, split
-from pyps_wire.parameter_server_pb2 import PushRequest
+from pyps_wire.parameter_server_pb2 import Parameters, PushRequest
 from pyps_wire.partition import Model, Tensor, partition
 
 MODEL = Model((Tensor("a", (10,)), Tensor("b", (2, 5)), Tensor("c", (30,)), Tensor("d", (14,))), shard_size=32)
@@ -107,10 +107,10 @@ def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive():
         vector = np.full(64, 9.0, np.float32)
         receiver = Receiver([vector], Held(PLAN.of_server(0)), codec=codec, name="server 0", converter=converter)
         sent = np.arange(32, dtype=np.float32)
-        receiver.write(1, codec, codec.encode(sent))
+        receiver.write(1, Parameters(codec=codec), codec.encode(sent))
         np.testing.assert_array_equal(vector, [*[9.0] * 32, *sent])
         with pytest.raises(WrongSize, match="sent 62 bytes of parameters of shard 0; expected 64"):
-            receiver.write(0, codec, codec.encode(sent[1:]))
+            receiver.write(0, Parameters(codec=codec), codec.encode(sent[1:]))
 
 
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same():
