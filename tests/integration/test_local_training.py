@@ -1,6 +1,7 @@
 """LocalTraining through real servers: equal to what it stands for, alone and together; refused where it cannot be."""
 
 import copy
+import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pyps_client import LocalTraining, RemoteOptimizer
+from pyps_client import LocalTraining, RemoteOptimizer, leave
+from pyps_client.data import Portions
 from pyps_client.launch import Launch
 from pyps_client.torch.local_rounds import AUTO_STEPS
 from pyps_wire.errors import InvalidArgument, SettingsChanged
@@ -138,6 +140,55 @@ def test_close_pushes_the_steps_of_a_round_that_has_begun_and_a_failure_does_not
         train(batches(3), (other, optimizer))
         raise ZeroDivisionError
     assert status_of(server).version_max == 2
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_a_freed_optimizer_pushes_the_steps_of_its_round_and_leaves(start_server, overlap):
+    server = start_server()
+    model = mlp()
+    optimizer = local(model, server, overlap=overlap)
+    train(batches(6), (model, optimizer))
+    last = parameters_of(model)
+    del optimizer
+    gc.collect()
+    leave.wait_for_leaving()
+    assert status_of(server).workers_alive == 0
+    with local(model, server, "b"):
+        model(next(batches(1))[0])
+        np.testing.assert_allclose(parameters_of(model), last, atol=2.4e-7)
+    assert status_of(server).version_max == 2
+
+
+def test_portions_are_delivered_once_the_servers_have_their_rounds(start_server):
+    server = start_server(*HARDSYNC)
+
+    def run(index: int) -> list[int]:
+        model = mlp()
+        with local(model, server, f"w{index}", sync_every=3) as optimizer:
+            portions = Portions(range(160), optimizer, batch_size=8, portion_batches=2)
+            trained: list[int] = []
+            for indices in portions.epoch():
+                trained += indices
+                train(batches(1, size=8), (model, optimizer))
+            return trained
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert sorted(first + second) == list(range(160))
+
+
+def test_what_a_codec_leaves_out_goes_with_the_state_dict(start_server):
+    server = start_server()
+    model, twin = mlp(), mlp()
+    plain = adamw(twin)
+    with local(model, server, transport="grpc", gradient_codec="int8", sync_every=2) as optimizer:
+        train(batches(8), (model, optimizer), (twin, plain))
+        state = copy.deepcopy(optimizer.state_dict())
+        np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=0.01)
+    with local(model, server, transport="grpc", gradient_codec="int8", sync_every=2) as optimizer:
+        optimizer.load_state_dict(state)
+        train(batches(8), (model, optimizer))
+        assert optimizer.global_step == 8
 
 
 def test_a_state_dict_holds_the_inner_state_and_the_position_in_the_round(start_server):
