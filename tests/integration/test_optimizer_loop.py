@@ -118,7 +118,6 @@ def test_what_no_server_could_do_is_refused_before_any_connection():
     with pytest.raises(UnsupportedOptimizer, match=r"SGD is a class: make an optimizer of it first"):
         RemoteOptimizer(model, torch.optim.SGD, "127.0.0.1:1")
     for options, message in (
-        ({"read_my_writes": True, "local_learning_rate": 0.0}, r"read_my_writes .* pass local_learning_rate"),
         ({"push_every": True}, "push_every is True; expected a whole number, or None"),
         ({"pull_every": 1.5}, "pull_every is 1.5; expected a whole number, or None"),
         ({"push_every": 0}, "push_every is 0; expected a whole number of minibatches, 1 or more"),
@@ -126,15 +125,12 @@ def test_what_no_server_could_do_is_refused_before_any_connection():
         ({"overlap": "on"}, "overlap is 'on'; expected one of off, step, backward"),
         ({"compat": "tf"}, "compat is 'tf'; expected one of None, paper"),
         ({"owns_schedule": "yes"}, "owns_schedule is 'yes'; expected True or False, or None"),
-        ({"read_my_writes": "no"}, "read_my_writes is 'no'; expected True or False"),
         ({"local_learning_rate": "x"}, "local_learning_rate is 'x'; expected a number, or None"),
         ({"buffers": "mine"}, "buffers is 'mine'; expected one of local, average, first"),
         ({"replica": "mine"}, "replica is 'mine'; expected a pyps_client.torch.Replica"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
-    with pytest.raises(InvalidArgument, match=r"read_my_writes .* pass local_learning_rate"):
-        RemoteOptimizer(model, torch.optim.Adam(model.parameters()), "127.0.0.1:1", read_my_writes=True)
 
 
 @pytest.mark.parametrize(

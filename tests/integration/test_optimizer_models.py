@@ -160,19 +160,6 @@ def test_two_nets_of_one_shape_in_one_run_are_warned_of_and_copies_of_one_are_no
     assert re.match(rf"this worker's model is {model}, that of run r was {model} where", warning)
 
 
-def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server):
-    """Section 2.3 of the specification, item 4: with one worker nothing is missing from what is pulled."""
-    server = start_server("--staleness", "none")
-    model, twin = mlp(), mlp()
-    local = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with remote(model, server, push_every=4, read_my_writes=True) as optimizer:
-        for batch in batches(18):
-            for module, its in ((model, optimizer), (twin, local)):
-                backward(module, batch)
-                its.step()
-            np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
-
-
 def test_parameters_that_are_loaded_after_joining_are_refused(start_server):
     saved = mlp(seed=1).state_dict()
 

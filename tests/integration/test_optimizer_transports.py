@@ -40,7 +40,7 @@ def test_an_optimizer_trains_over_mutual_tls_with_a_token(start_server, made, tm
 OPTIONS = [
     {},
     {"push_every": 2, "pull_every": 3, "local_learning_rate": 0.05},
-    {"push_every": 3, "read_my_writes": True},
+    {"push_every": 3},
     {"gradient_codec": "float16", "parameter_codec": "bfloat16"},
 ]
 

@@ -53,17 +53,10 @@ class Joining:
         """Check what can be checked without servers; raises a ConfigurationError."""
         translation, local_rate = translation_of(optimizer), settings.local_learning_rate
         steps_known = local_rate is not None or not translation.stateful
-        if settings.read_my_writes and (local_rate == 0 or not steps_known):
+        if replica is not ALONE and settings.buffers != "local":
             raise InvalidArgument(
-                "read_my_writes repeats the worker's own steps on pulled parameters, but there are no local steps: "
-                "pass local_learning_rate, the size of a plain SGD step."
+                f"buffers is {settings.buffers!r}; in a replica of several processes it must be 'local'."
             )
-        if replica is not ALONE:
-            for name, possible in (("buffers", "local"), ("read_my_writes", False)):
-                if (value := getattr(settings, name)) != possible:
-                    raise InvalidArgument(
-                        f"{name} is {value!r}; in a replica of several processes it must be {possible!r}."
-                    )
         if settings.overlap == "backward" and (replica is not ALONE or settings.buffers != "local"):
             what = "a replica's processes take" if replica is not ALONE else f"buffers={settings.buffers!r} takes"
             raise InvalidArgument(f"overlap is 'backward', but {what} a push as a whole: use overlap='step' or 'off'.")

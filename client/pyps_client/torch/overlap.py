@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyps_client.torch.backward import Backward
-from pyps_client.torch.gradients import Minibatch
+from pyps_client.torch.gradients import Gradients, Minibatch
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.schedule import Due, Settings
 from pyps_client.torch.steps import Off, Steps
@@ -37,6 +37,8 @@ class Step(Off):
         # A push and a pull, or both as one exchange: under way, or ended and not taken over yet.
         self.pushing: Future[Sequence[Receipt]] | None = None
         self.pulling: Future[Any] | None = None
+        # Gradients whose push is under way.
+        self.in_flight: Gradients | None = None
         # Minibatches that had left the buffer before the newest push.
         self._sent_before = 0
 

@@ -106,7 +106,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         push_every: int | None = None,
         pull_every: int | None = None,
         local_learning_rate: float | None = None,
-        read_my_writes: bool = False,
         compat: str | None = None,
         buffers: str = "local",
         owns_schedule: bool | None = None,
@@ -127,7 +126,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         (asgd:accumulate=), or else 1.
         `local_learning_rate`: the size of the worker's own steps between pulls; by default the servers' present rate
         under plain SGD, and no local steps under other rules.
-        `read_my_writes`: True repeats the worker's own steps on pulled parameters that may lack them.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
         `buffers`: batch norm's statistics and the like stay with each worker ("local"), are averaged over the workers
         ("average"), or are those of the first worker ("first"); the same for all workers.
@@ -151,7 +149,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 push_every=push_every,
                 pull_every=pull_every,
                 local_learning_rate=local_learning_rate,
-                read_my_writes=read_my_writes,
                 compat=compat,
                 buffers=buffers,
                 owns_schedule=owns_schedule,

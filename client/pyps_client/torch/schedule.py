@@ -25,7 +25,6 @@ class Settings:
     overlap: str = "off"
     compat: str | None = None
     local_learning_rate: float | None = None
-    read_my_writes: bool = False
     buffers: str = "local"
     owns_schedule: bool | None = None
     rescales_gradients: bool = True

@@ -6,7 +6,7 @@ The threads of the appendix's pseudo-code race. Here they do not:
   `step % push_every == 0` pushes the first minibatch alone.
 * While a push is under way, gradients gather in the other buffer: no gradient is lost or pushed twice.
 * Pulled parameters arrive in a buffer of their own and enter the model between minibatches; the first before the first.
-* They may lack this worker's gradients that are under way; with read_my_writes the worker takes those steps itself.
+* They may lack this worker's gradients that are under way.
 
 The servers' answers say what the protocol in force wants from the next step on: a worker asks before each step (serial,
 ssp), waits for the version that its round makes (hardsync, backup), overlaps nothing under either, or sums minibatches
@@ -51,8 +51,6 @@ class Off:
     may_hand_out = True
     # True where pushes and pulls go on during the computation.
     in_parallel = False
-    # Gradients whose push is under way.
-    in_flight: Gradients | None = None
 
     def __init__(self, steps: Steps) -> None:
         self._steps: Steps = weakref.proxy(steps)
@@ -121,7 +119,6 @@ class Steps:
         self.rate_changes = rate_changes
         self._local_rates = local_rates
         self._buffers = buffers
-        self._read_my_writes = settings.read_my_writes
         # A device converts to the wire's type before the bus.
         on_host = all(block.device.type == "cpu" for block in layout.blocks)
         memory = worker.lend(overlap.num_buffers, converter=TorchConverter() if on_host else None)
@@ -384,9 +381,10 @@ class Steps:
                 versions = self.session.snapshot(self.parameters.vectors)
                 self.parameters.separate()
         self.parameters.write()
-        if self._read_my_writes or self._buffers is not None:
-            self._reapply()
         if self._buffers is not None:
+            # Moves that have gathered: each is added whole, since it does not gather again.
+            no_steps = [0.0] * (self.layout.model.num_groups - 1)
+            self.parameters.step_locally(self.gradients.sums(), [*no_steps, -1.0])
             self._buffers.pulled()
         self.versions = versions
         self.torn = min(versions.values(), default=0) < 0
@@ -497,13 +495,3 @@ class Steps:
             raise
         self.note_pulled()
         self.take_pulled()
-
-    def _reapply(self) -> None:
-        """Take the steps that the servers may lack on pulled parameters, and move shared buffers likewise."""
-        num_groups = self.layout.model.num_groups
-        sizes = (self._local_rates() if self._read_my_writes else ()) or [0.0] * num_groups
-        trained = sizes[: num_groups - (self._buffers is not None)]
-        if self._read_my_writes and self.overlap.in_flight is not None:
-            self.parameters.step_locally(self.overlap.in_flight.sums(), [*trained, 0.0])
-        # A buffer's move is added whole: what has gathered does not gather again.
-        self.parameters.step_locally(self.gradients.sums(), [*trained, -1.0])

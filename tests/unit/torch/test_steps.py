@@ -207,23 +207,6 @@ def test_a_pull_that_ended_while_a_push_failed_enters_the_model():
     worker.close()
 
 
-def test_read_my_writes_takes_steps_that_are_under_way_too():
-    worker, session, parameter = make_worker(rate=1.0, local=1.0, overlap="step", pull_every=2, read_my_writes=True)
-    # The first push goes alone, and the first pull comes while it is under way.
-    session.gate.clear()
-    # Others' work, which shows that a pull came in between.
-    session.parameters[0][:] = 100.0
-    session.version += 1
-    worker.step(gradient(1.0))
-    worker.step(gradient(2.0))
-    wait_until(lambda: worker.step([None]) or float(parameter.detach()[0, 0]) > 0, what="the pull's end")
-    worker.step(gradient(4.0))
-    assert float(parameter.detach()[0, 0]) == 100 - 7
-    session.gate.set()
-    worker.flush()
-    worker.close()
-
-
 def test_local_steps_of_half_precision_parameters_add_up_in_float32():
     for dtype in (torch.float16, torch.bfloat16):
         worker, _, parameter = make_worker(first=1.0, dtype=dtype, local=0.0001, pull_every=100)
