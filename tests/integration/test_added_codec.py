@@ -10,8 +10,9 @@ from pyps_client import InvalidArgument, ServerUnavailable
 from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, INT8, Codec
 from pyps_wire.partition import Partition
+from shards import PAIRS
 from shards import gradient as make_gradient
-from support import shell, workers_of
+from support import shell, status_of, workers_of
 
 
 class ScaledBytes(Codec):
@@ -100,6 +101,27 @@ def test_torch_leaves_to_the_codec_what_it_has_no_type_for():
     assert bytes(payload) == bytes(CODEC.encode(values))
     TorchConverter().decode(payload, CODEC, place)
     np.testing.assert_array_equal(place, CODEC.decode(payload, 100))
+
+
+def test_sparse_gradients_wait_as_they_are_and_a_restart_keeps_them(start_server, monkeypatch, tmp_path):
+    monkeypatch.setitem(CODECS, PAIRS, PAIRS)
+    flags = ("--protocol", "hardsync", "--expected-workers", "2", "--checkpoint-dir", str(tmp_path))
+    server = start_server(*flags)
+    sparse = options(gradient_codec=PAIRS.name, parameter_codec="float32", transport="grpc")
+    gradient = {name: np.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    gradient["first"][:2] = 4.0, 2.0
+    with make_client(server.data, worker_id="a", **sparse) as first:
+        first.push(gradient)
+        assert status_of(server).pending_bytes == 16
+        port = server.data.rpartition(":")[2]
+        server.stop()
+        server = start_server(*flags, "--resume", "--port", port)
+        gradient["first"][:3] = 0.0, 4.0, 8.0
+        with make_client(server.data, worker_id="b", **sparse) as second:
+            second.push(gradient)
+            # Half the rate, of the numbers 4, (2 + 4) / 2 and 8.
+            moved = TENSORS["first"][:4] - np.float32([2.0, 1.5, 4.0, 0.0])
+            np.testing.assert_array_equal(second.pull()["first"][:4], moved)
 
 
 def test_it_does_not_lie_in_shared_memory(start_server):
