@@ -79,7 +79,18 @@ def clipped_by_value(model, optimizer) -> None:
 
 
 def trained_by(loop: Loop, servers: str, *, overlap: str, lr: float = 0.01, **options) -> np.ndarray:
-    model = mlp()
+    torch.manual_seed(0)
+    model = (
+        mlp()
+        if options.get("shard_size", 0) < 10_000
+        else torch.nn.Sequential(
+            torch.nn.Linear(32, 1024),
+            torch.nn.Tanh(),
+            torch.nn.Linear(1024, 256),
+            torch.nn.Tanh(),
+            torch.nn.Linear(256, 10),
+        )
+    )
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     with joined(model, sgd, servers, **{"overlap": overlap, "shard_size": 256} | options) as optimizer:
         loop(model, optimizer)
@@ -109,6 +120,8 @@ def backward_around(model: torch.nn.Sequential, batch, hook: Callable[[torch.Ten
         (scaled, ("--protocol", "hardsync"), 1, {"transport": "tcp", "gradient_codec": "bfloat16"}, 0),
         (scaled, (), 1, {"transport": "tcp", "gradient_codec": "float16"}, 1e-5),
         (scaled_and_clipped, (), 1, {"transport": "tcp"}, 1e-6),
+        # Messages that threads of a lane receive.
+        (scaled, (), 1, {"transport": "tcp", "shard_size": 50_000}, 0),
         (accumulated, ("--protocol", "hardsync"), 2, {"transport": "tcp"}, 1e-6),
         (accumulated, (), 1, {"transport": "grpc", "gradient_codec": "int8"}, 1e-3),
         (clipped_by_value, (), 1, {"transport": "grpc", "gradient_codec": "int8"}, 0),

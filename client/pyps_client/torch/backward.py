@@ -23,7 +23,6 @@ from pyps_client.early_shards import EarlyShards
 from pyps_client.fork import ForkGuard
 from pyps_client.log import logger
 from pyps_client.torch.gradients import Minibatch, all_fit
-from pyps_client.torch.layout import several
 from pyps_client.torch.schedule import Due, Settings
 from pyps_client.torch.steps import Off, Steps
 from pyps_client.transport.threads import Future, Threads
@@ -33,8 +32,12 @@ from pyps_wire.errors import InvalidArgument
 
 # About how many numbers of each gradient are compared to find changes.
 NUM_SAMPLES = 16
-# So far, relative to the largest number of a tensor, float32 rounds the product with a factor.
-ROUNDING = 2.0**-20
+# So much of a gradient's norm float32 loses in the product with a factor, at most.
+ROUNDING = 2.0**-22
+# A sum of squares of less says little in float32.
+TINY = 1e-30
+# So many numbers are compared at a time, within a processor's cache.
+PART = 1 << 17
 # A factor as of GradScaler, by which gradients are multiplied before they are sent: float16 could not hold them.
 LARGE_FACTOR = 64.0
 
@@ -286,7 +289,7 @@ class Backward(Off):
         return True
 
     def _scale_of(self, gradients: Minibatch) -> float | None:
-        """Return the factor by which the gradients are those that were sent; None where there is no such factor.
+        """Return the factor from the gradients that were sent to these; None where there is none, or servers hold none.
 
         Take the gradients that this pass did not compute.
         """
@@ -305,7 +308,7 @@ class Backward(Off):
                     return None
                 rest.append((index, gradient))
         factor = 1.0 if same else _ratio(now, then)
-        if factor is None:
+        if factor is None or not (same or self._holds):
             return None
         scale, self._factor = factor / self._factor, _power_of_two(factor)
         sums = self._gradients.sums()
@@ -344,11 +347,11 @@ class Backward(Off):
                 "backward()."
             )
         self._refuse_other_rates()
-        if changed := self._changed(gradients):
+        if self._scale_of(gradients) is None:
             raise InvalidArgument(
-                f"Gradients ({several(changed)}) were changed between backward() and step(), as clip_grad_norm_, "
-                "GradScaler.unscale_ or zero_grad do, but overlap='backward' had begun to send them: this step was not "
-                "taken whole. Change gradients no more, or leave rescales_gradients=False out."
+                "Gradients were changed between backward() and step(), as clip_grad_norm_, GradScaler.unscale_ or "
+                "zero_grad do, but overlap='backward' had begun to send them: this step was not taken whole. Change "
+                "gradients no more, or leave rescales_gradients=False out."
             )
         early.seal()
         pushing.wait()
@@ -364,22 +367,6 @@ class Backward(Off):
             steps.finite.leave_out(gradients)
         # A pull follows where nothing was sent.
         self._gradients.minibatch_count = int(pushing.error is not None or bool(early.sent))
-
-    def _changed(self, gradients: Minibatch) -> list[str]:
-        """Return the names of gradients that differ from the sent ones; take those that this pass did not compute."""
-        changed = []
-        for index, gradient in enumerate(gradients):
-            if (taken := self._taken.get(index)) is not None:
-                sent, version, numbers = taken
-                same = gradient is sent and sent._version == version and torch.equal(_some_of(sent), numbers)
-            else:
-                # This pass did not compute it: it is an older gradient, or the script's.
-                same = gradient is None or all(self._missing[shard_id] > 0 for shard_id in self._shards_of[index])
-                if same and gradient is not None:
-                    self._take(index, gradient)
-            if not same:
-                changed.append(self._layout.model.tensors[index].name)
-        return changed
 
 
 def _some_of(gradient: torch.Tensor) -> torch.Tensor:
@@ -407,12 +394,17 @@ def _power_of_two(factor: float) -> float:
 
 def _is_product(gradient: torch.Tensor, sent: torch.Tensor, scale: float) -> bool:
     """Return whether a gradient is what was sent, times the scale, up to the rounding of float32."""
-    if scale == 1.0 and gradient.dtype == sent.dtype:
-        return torch.equal(gradient, sent)
-    largest = partial(torch.linalg.vector_norm, ord=math.inf)
-    rounding = ROUNDING if gradient.dtype.itemsize >= 4 else 0.0
-    difference = torch.sub(gradient.detach().float(), sent, alpha=scale)
-    return not gradient.numel() or bool(largest(difference) <= rounding * largest(gradient.detach()))
+    gradient, sent = gradient.detach().reshape(-1), sent.reshape(-1)
+    if scale == 1.0:
+        return torch.equal(gradient.float(), sent)
+    lost = size = 0.0
+    for part, of_sent in zip(torch.split(gradient, PART), torch.split(sent, PART), strict=True):
+        difference = torch.sub(part.float(), of_sent, alpha=scale)
+        lost += torch.dot(difference, difference).item()
+        size += torch.dot(part.float(), part.float()).item()
+    if not TINY < size < math.inf:
+        return torch.equal(gradient.float(), sent * scale)
+    return lost <= (ROUNDING**2 if gradient.dtype.itemsize >= 4 else 0.0) * size
 
 
 def _call(computed: weakref.WeakMethod[Any], index: int, parameter: torch.Tensor) -> None:
