@@ -191,6 +191,25 @@ def test_what_a_codec_leaves_out_goes_with_the_state_dict(start_server):
         assert optimizer.global_step == 8
 
 
+def test_a_grad_scaler_skips_steps_and_hooks_are_called_as_on_the_inner_optimizer(start_server):
+    model, twin = mlp(), mlp()
+    plain = adamw(twin)
+    with local(model, start_server(), sync_every=2) as optimizer:
+        called = []
+        optimizer.register_step_pre_hook(lambda *_: called.append("outside"))
+        pairs = [(model, optimizer, torch.amp.GradScaler("cpu")), (twin, plain, torch.amp.GradScaler("cpu"))]
+        for number, (inputs, classes) in enumerate(batches(5)):
+            for module, steps, scaler in pairs:
+                steps.zero_grad()
+                loss = torch.nn.functional.cross_entropy(module(inputs), classes)
+                scaler.scale(loss * (float("inf") if number == 2 else 1.0)).backward()
+                scaler.unscale_(steps)
+                scaler.step(steps)
+                scaler.update()
+        assert (optimizer.steps, len(called), optimizer.global_step) == (4, 4, 2)
+        np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=2.4e-7)
+
+
 def test_a_state_dict_holds_the_inner_state_and_the_position_in_the_round(start_server):
     server = start_server()
     model = mlp()

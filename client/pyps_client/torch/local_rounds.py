@@ -141,6 +141,7 @@ class Rounds(Stepper):
         began = time.monotonic()
         step_seconds = (began - self._began) / max(1, self._taken)
         self.wait()
+        self.steps_left = self.pace.steps
         if self._taken:
             self._sent_steps = self._steps_taken
             delta = self._delta()
@@ -156,7 +157,7 @@ class Rounds(Stepper):
         if is_whole:
             came_last = all(receipt.outcome == OUTCOME_APPLIED for receipt in self._steps.receipts)
             self.pace.note(step_seconds=step_seconds, exchange_seconds=self._began - began, came_last=came_last)
-        self.steps_left = self.pace.steps
+            self.steps_left = self.pace.steps
 
     def wait(self) -> None:
         """Take over the exchange that is under way, if any; raise its error."""

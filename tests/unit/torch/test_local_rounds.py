@@ -1,9 +1,79 @@
-"""How many steps a round of local training has, in virtual time; and what its shadow of a model is."""
+"""Rounds of local training: their steps in virtual time, what they push, what comes beside them, the model's shadow."""
 
+import numpy as np
+import pytest
 import torch
 
+from client_support import RecordingSession
 from pyps_client.torch.layout import _name_of
-from pyps_client.torch.local_rounds import AUTO_STEPS, FASTER_MAX, Pace, Shadow
+from pyps_client.torch.local_rounds import AUTO_STEPS, FASTER_MAX, Pace, Rounds, Shadow
+from pyps_wire.errors import ServerUnavailable
+from support import wait_until
+from training import started_steps
+
+
+def make_rounds(steps: int, *, overlaps: bool = False) -> tuple[Rounds, RecordingSession, torch.nn.Parameter]:
+    """Rounds of a model of one number, 0, whose servers take deltas at rate 1."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    session = RecordingSession([np.zeros(1, np.float32)], rate=1.0)
+    twins = {model.weight: torch.nn.Parameter(torch.zeros(1, 1))}
+    rounds = Rounds(Pace(steps), overlaps=overlaps)
+    rounds.begin(started_steps(session, Shadow(model, twins, {})), twins)
+    return rounds, session, model.weight
+
+
+def step(rounds: Rounds, weight: torch.nn.Parameter, change: float = 1.0) -> None:
+    with torch.no_grad():
+        weight += change
+    rounds.stepped()
+
+
+def test_a_push_states_the_steps_and_the_examples_of_its_delta():
+    rounds, session, weight = make_rounds(3)
+    for examples in (8, 8, 4, 8):
+        rounds.tell_examples(examples)
+        step(rounds, weight)
+    rounds.sync()
+    first, last = session.pushes
+    assert (float(first.vectors[0][0]), first.minibatch_count, first.example_count) == (-3.0, 3, 20)
+    assert (float(last.vectors[0][0]), last.minibatch_count, last.example_count) == (-1.0, 1, 8)
+    assert (weight.item(), rounds.steps_answered, rounds.steps_left) == (4.0, 4, 3)
+
+
+def test_what_comes_beside_the_next_steps_moves_the_model_and_leaves_their_delta():
+    rounds, session, weight = make_rounds(2, overlaps=True)
+    session.gate.clear()
+    for _ in range(2):
+        step(rounds, weight)
+    step(rounds, weight, 0.25)
+    assert (session.pushes, weight.item(), rounds.steps_answered) == ([], 2.25, 0)
+    # Another worker's work.
+    session.parameters[0] += 100
+    session.gate.set()
+    wait_until(lambda: session.held == session.version > 0, what="the new parameters")
+    assert weight.item() == 2.25, "the model changes within steps only"
+    rounds.wait()
+    assert (weight.item(), rounds.steps_answered) == (102.25, 2)
+    step(rounds, weight, 0.25)
+    rounds.wait()
+    assert [float(pushed.vectors[0][0]) for pushed in session.pushes] == [-2.0, -0.5]
+    assert weight.item() == session.parameters[0][0] == 102.5
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_round_whose_push_fails_is_lost_and_the_next_begins_with_the_servers_parameters(overlaps):
+    rounds, session, weight = make_rounds(2, overlaps=overlaps)
+    session.failure = ServerUnavailable("gone")
+    step(rounds, weight)
+    with pytest.raises(ServerUnavailable):
+        step(rounds, weight)
+        rounds.wait()
+    assert weight.item() == 0.0
+    session.failure = None
+    for _ in range(2):
+        step(rounds, weight, 0.5)
+    rounds.wait()
+    assert weight.item() == session.parameters[0][0] == 1.0
 
 
 def paces_after(
