@@ -9,9 +9,10 @@ from pyps.core.bounds import Bounds
 from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.handshake import Greeting, Opening
+from pyps_wire.codecs import INT8
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import partition
-from shards import MODEL, RunDriver, gradient, make_run
+from shards import MODEL, RunDriver, floats, gradient, make_run
 
 BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_norm_max=3,examples_max=100"
 
@@ -45,6 +46,10 @@ def test_deltas_and_buffers_keep_to_their_norm():
         with pytest.raises(InvalidArgument, match="the delta's norm is 5, above delta_norm_max=3"):
             bounds.require_push(gradient([3.0, 4.0], kind=kind), 2)
         bounds.require_push(gradient([0.3, 0.4], kind=kind), 2)
+        # Their norm is 2.996, and 3.006 once they are decoded.
+        encoded = bytes(INT8.encode(floats(2.704, 1.29)))
+        with pytest.raises(InvalidArgument, match=r"the delta's norm is 3\.0.*, above delta_norm_max=3"):
+            bounds.require_push(gradient([], kind=kind, codec=INT8, payload=encoded), 2)
     bounds.require_push(gradient([3.0, 4.0]), 2)
 
 
