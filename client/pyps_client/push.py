@@ -209,7 +209,8 @@ class Pushes:
                     )
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
         sequence = next(self._sequences)
-        self._begin(plan)
+        if self._codec.dtype is None:
+            self._begin(plan)
         norm = plan.gradient_norm
         if norm is None and clip_norm > 0 and plan.early is None:
             norm = self.norm(plan)
@@ -259,8 +260,8 @@ class Pushes:
         return math.sqrt(self._peers.all_reduce([own * own])[0])
 
     def _begin(self, plan: Plan) -> None:
-        """Let the encoder know the push, unless its codec writes each number alone."""
-        if self._codec.dtype is not None or not self._encoder.begin(plan, plan.kinds) or not self._codec.stateful:
+        """Let the encoder know the push, and clear what it has kept for too long."""
+        if not self._encoder.begin(plan, plan.kinds) or not self._codec.stateful:
             return
         versions = plan.newest_base_versions or plan.base_versions or self._holdings.versions
         epochs = versions.epochs if isinstance(versions, Versions) else self._holdings.versions.epochs

@@ -42,21 +42,21 @@ def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
     flags = ("--exit-when", "gone", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
     servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
-    output = run_bench(start_python, addresses(servers), "--json", "--codec", "float16")
+    output = run_bench(start_python, addresses(servers), "--json", "--codec", "int8")
 
     stages = [line for line in output.splitlines() if line.endswith(" ...")]
     assert stages == [
         "1 of 4: 70,000 parameters, auto, float32 ...",
         "2 of 4: 70,000 parameters, grpc, float32 ...",
         "3 of 4: 70,000 parameters, grpc, bfloat16 ...",
-        "4 of 4: 70,000 parameters, grpc, float16 ...",
+        "4 of 4: 70,000 parameters, grpc, int8 ...",
     ]
     measured = json_of(output)
     assert {(line["transport"], line["codec"]) for line in measured} == {
         ("shm", "float32"),
         ("grpc", "float32"),
         ("grpc", "bfloat16"),
-        ("grpc", "float16"),
+        ("grpc", "int8"),
     }
     for line in measured:
         assert line["parameters"] == 70000 and line["rounds"] >= 3
