@@ -101,7 +101,7 @@ class RoundController:
         # Called with a time at which `complete_overdue` should be called.
         self.on_due: Callable[[float], object] = lambda at: None
         self._overdue_lock = Lock()
-        # Guarded by _overdue_lock: by shard, the version whose quorum stands, and when its grace ends; the first first.
+        # Guarded by _overdue_lock: by shard, a version whose round has a quorum, and when its grace ends.
         self._overdue: dict[int, tuple[int, float]] = {}
         # Held for one change, or one check of all rounds, at a time; taken before any shard's lock.
         self._lock = Lock()
@@ -375,7 +375,7 @@ class RoundController:
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
     def _note_quorum(self, content: ReadyContent, shard: Store, roster: Roster) -> None:
-        """Let a shard's round wait for `grace` from now on, if it has a quorum since now."""
+        """Let a shard's round wait for the protocol's grace from now on, if it has just got a quorum."""
         aggregation, version = self.behaviour.aggregation, shard.version
         if not aggregation.has_quorum(shard.num_pending, content.roster_of(shard.shard_id, roster)):
             return
@@ -383,12 +383,11 @@ class RoundController:
             if self._overdue.get(shard.shard_id, (-1, 0.0))[0] == version:
                 return
             at = self._clock() + aggregation.grace
-            self._overdue.pop(shard.shard_id, None)
             self._overdue[shard.shard_id] = version, at
         self.on_due(at)
 
     def complete_overdue(self) -> None:
-        """Make the updates whose quorum has waited for `grace`, without the workers that are late."""
+        """Make the updates whose quorum has waited for the protocol's grace, without the workers that are late."""
         now = self._clock()
         with self._lock:
             content, roster = self._content, self._membership.roster

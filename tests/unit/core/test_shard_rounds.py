@@ -116,6 +116,10 @@ def test_a_sparse_gradient_alone_or_with_nothing_beside_it_is_applied_in_full():
         shard = make_shard([0.0, 0.0], protocol=protocol)
         shard.push(sparse(0.0, 3.0), roster=roster("a"))
         assert pull(shard)[1].tolist() == [0.0, -3.0], protocol
+    shard = make_shard([0.0, 0.0], protocol="hardsync")
+    shard.push(nothing(worker_id="b"), roster=TWO)
+    shard.push(sparse(0.0, 3.0), roster=TWO)
+    assert pull(shard)[1].tolist() == [0.0, -3.0]
     refused = make_shard([0.0]).push(sparse(np.nan), roster=roster("a")).receipt
     assert refused.reason is Reason.NOT_FINITE
 
