@@ -92,11 +92,11 @@ def main() -> None:
 class Network(nn.Module):
     """Scores of the next character after each of some characters."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, units: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, 32)
-        self.units = nn.GRU(32, 64, batch_first=True)
-        self.output = nn.Linear(64, CHARACTERS)
+        self.units = nn.GRU(32, units, batch_first=True)
+        self.output = nn.Linear(units, CHARACTERS)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """(examples, characters) to (examples, characters, CHARACTERS)."""
