@@ -66,7 +66,7 @@ format: $(STAMP) ## Format all sources
 proto: ## Generate client/pyps_wire/*_pb2* from proto/
 	scripts/generate_proto.sh
 
-bench: $(STAMP) ## Measure everything, 25 minutes; BENCH=quick: a few, BENCH=rounds,link: some; PEERS=folder of the peers' scripts
+bench: $(STAMP) ## Measure everything, 30 minutes; BENCH=quick: a few, BENCH=rounds,link: some; PEERS=folder of the peers' scripts
 	@test -z "$(PEERS)" || $(BIN)/python -m pip install --quiet --constraint constraints.txt grpcio-tools
 	$(BIN)/python benchmarks/bench.py $(if $(filter quick,$(BENCHMARKS)),--quick) \
 		$(if $(filter-out quick,$(BENCHMARKS)),--only '$(filter-out quick,$(BENCHMARKS))') $(if $(PEERS),--peers '$(PEERS)')

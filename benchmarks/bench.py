@@ -3,7 +3,7 @@
     python benchmarks/bench.py [--quick] [--peers FOLDER] [--only rounds,link] [--into out/bench]
 
 Each benchmark prints its tables and leaves a JSON file in the folder; results.json holds them all, performance.md and
-its pictures are made of that (document.py). Each has its time, 25 minutes all of them together (a GPU takes 3 more):
+its pictures are made of that (document.py). Each has its time, 30 minutes all of them together (a GPU takes 3 more):
 what it has measured by then counts. One that fails, or that this machine cannot run, says so, and the others go on;
 `--only` repeats some and keeps what the folder has of the rest.
 """
@@ -40,11 +40,12 @@ PARTS = {
     "rounds": Part(610, takes_peers=True),
     "link": Part(230, takes_peers=True),
     "overlap": Part(120),
-    "training": Part(460),
+    "training": Part(760),
     "kernel": Part(70),
     "load": Part(70),
     "gpu": Part(180),
     "huge": Part(300, by_name=True),
+    "local_training": Part(1800, by_name=True),
 }
 
 

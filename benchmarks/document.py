@@ -26,20 +26,23 @@ import targets
 from figures import ALONE, Results
 from measure import spread
 
-TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("performance", "choose")]
+TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("performance", "choose", "slow-links")]
 # What a complete document has the results of.
-BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge")
+BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge", "local_training")
 # Whom the page that helps to choose compares in training.
 COMPARED = (
     ALONE,
     "DDP gloo",
     "DDP gloo, float16",
+    "DDP gloo, PowerSGD rank 4",
     "torchft",
     "Hivemind",
     "torch RPC hardsync",
     "torch RPC async",
     "pyps hardsync",
     "pyps hardsync, overlapped in backward, bfloat16",
+    "pyps hardsync, overlapped in backward, int4",
+    "pyps local training, H = 16",
     "pyps async",
     "pyps async, overlapped, bfloat16",
 )
@@ -246,9 +249,32 @@ def training_tables(results: Results) -> str:
     model = f"{reported['params']:,} parameters; the loss to reach is {reported['loss']:g}"
     parts = [f"{model}; pyps by `transport={reported['transport']}`."]
     for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
-        cells = figures.training_cells(figures.of_training_case(found, rate, slowed), reported["seconds"])
+        cells = figures.training_cells(figures.of_training_case(found, rate, slowed))
         parts += [f"**{_link_name(rate)}{_slowness(slowed)}**", _table(figures.TRAINING_HEADINGS, cells)]
     return "\n\n".join(parts)
+
+
+def local_training_tables(results: Results) -> str:
+    """Loss, bytes and batches of local training and its rivals, a table a case."""
+    found = figures.rows(results, "local_training")
+    if not found:
+        return _missing(results, "local_training")
+    parts = []
+    for case, workers in dict.fromkeys((row["case"], row["workers"]) for row in found):
+        of_case = [row for row in found if (row["case"], row["workers"]) == (case, workers)]
+        parts.append(f"**{_case_name(case)}, {workers} workers, {of_case[0]['limit_s']:g} s**")
+        parts.append(_table(figures.LOCAL_HEADINGS, figures.local_cells(of_case)))
+    return "\n\n".join(parts)
+
+
+def _case_name(case: str) -> str:
+    """The words for a case of local_training.py."""
+    link, _, last = case.partition(":")
+    rate, _, delay = link.partition("+")
+    slow = {"": "", "killed": ", the last worker killed each minute"}.get(
+        last, f", the last worker {last} times as slow"
+    )
+    return _link_name(rate) + (f", {delay} there and back" if delay else "") + slow
 
 
 def training_beside(results: Results) -> str:
@@ -284,7 +310,8 @@ def _trained(results: Results, name: str, rate: str, slowed: float) -> str:
     speed, seconds = (figures.median(of_case, name, column) for column in ("samples_per_s", "seconds_to_loss"))
     if not speed:
         return ""
-    return f"{speed:.1f}, " + (f"{seconds:.1f} s" if seconds else f"not in {results['training']['seconds']:g} s")
+    limit = figures.median(of_case, name, "limit_s")
+    return f"{speed:.1f}, " + (f"{seconds:.1f} s" if seconds else f"not in {limit:g} s")
 
 
 def _slowness(slowed: float) -> str:
@@ -292,7 +319,8 @@ def _slowness(slowed: float) -> str:
 
 
 def _link_name(rate: str) -> str:
-    return f"{rate.removesuffix('gbit')} Gbit/s each way" if rate.endswith("gbit") else rate
+    unit = {"gbit": "Gbit/s", "mbit": "Mbit/s"}.get(rate[-4:])
+    return f"{rate[:-4]} {unit} each way" if unit else rate
 
 
 def rounds_told(results: Results, is_peer: Callable[[str], bool]) -> str:
@@ -432,6 +460,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "overlap_table": overlap_table,
     "training_tables": training_tables,
     "training_beside": training_beside,
+    "local_training_tables": local_training_tables,
     "against_torch_rpc": partial(rounds_told, is_peer=figures.is_torch_rpc),
     "against_hivemind": against_hivemind,
     "against_tensorflow": partial(rounds_told, is_peer=lambda name: name.startswith("TensorFlow")),

@@ -15,6 +15,7 @@ SHARED_MEMORY = "pyps shared memory"
 LANE = "pyps lane float32"
 LANE_TLS = "pyps lane float32, TLS"
 LANE_BFLOAT16 = "pyps lane bfloat16"
+LANE_INT4 = "pyps lane int4"
 GRPC = "pyps gRPC float32"
 GRPC_BFLOAT16 = "pyps gRPC bfloat16"
 TORCH_RPC = "torch RPC"
@@ -84,7 +85,8 @@ def share_of_link(found: Iterable[Row], subject: str) -> float | None:
     """What a subject's bytes are of those that plain TCP moves over the same link, both ways at once."""
     found = list(found)
     speed, most = median(found, subject), median(found, PLAIN_TCP)
-    return speed * (0.5 if "bfloat16" in subject else 1.0) / most if speed and most else None
+    bits = {LANE_BFLOAT16: 16, LANE_INT4: 4.25}.get(subject, 32)
+    return speed * bits / 32 / most if speed and most else None
 
 
 def ps_lite(found: list[Row], size: str, workers: int) -> float | None:
@@ -104,8 +106,8 @@ def of_training_case(found: Iterable[Row], rate: str, slowed: float) -> list[Row
 TRAINING_HEADINGS = ("", "x alone", "samples/s", "s to the loss", "batches to it", "batches", "loss at the end")
 
 
-def training_cells(found: list[Row], seconds: float) -> list[tuple[str, ...]]:
-    """A line a subject of one case of training.py, whose runs took no longer than that, under TRAINING_HEADINGS."""
+def training_cells(found: list[Row]) -> list[tuple[str, ...]]:
+    """A line a subject of one case of training.py, under TRAINING_HEADINGS."""
     alone = median(found, ALONE, "samples_per_s")
     lines: list[tuple[str, ...]] = []
     for name in dict.fromkeys(row["subject"] for row in found):
@@ -115,10 +117,31 @@ def training_cells(found: list[Row], seconds: float) -> list[tuple[str, ...]]:
                 name,
                 f"{speed / alone:.2f}" if speed and alone else "–",
                 spread(values(found, name, "samples_per_s")),
-                spread(times) if times or not speed else f"not in {seconds:g}",
+                spread(times) if times or not speed else f"not in {median(found, name, 'limit_s'):g}",
                 spread(values(found, name, "batches_to_loss"), 0),
                 spread(values(found, name, "batches"), 0),
                 spread(values(found, name, "loss"), 2),
+            )
+        )
+    return lines
+
+
+LOCAL_HEADINGS = ("", "loss at equal time", "at equal batches", "s to the loss", "batches", "kB a batch and worker")
+
+
+def local_cells(found: list[Row]) -> list[tuple[str, ...]]:
+    """A line a subject of one case of local_training.py, under LOCAL_HEADINGS: medians and ranges over seeds."""
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(row["subject"] for row in found if "error" not in row):
+        times = values(found, name, "seconds_to_loss")
+        lines.append(
+            (
+                name,
+                spread(values(found, name, "loss"), 3),
+                spread(values(found, name, "loss_at_batches"), 3),
+                spread(times) if times else f"not in {median(found, name, 'limit_s'):g}",
+                spread(values(found, name, "batches"), 0),
+                spread(values(found, name, "kilobytes_a_batch"), 1),
             )
         )
     return lines

@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 def subjects(folder: Path | None, found: list[peers.Peer], link: Link) -> dict[str, Subject]:
     """What goes over the link, by name."""
     chosen: dict[str, Subject] = {figures.PLAIN_TCP: partial(plain_tcp, link)}
-    for variant in (trial.LANE, trial.LANE_BFLOAT16, trial.GRPC):
+    for variant in (trial.LANE, trial.LANE_BFLOAT16, trial.LANE_INT4, trial.GRPC):
         chosen[variant.name] = partial(trial.run, variant, link=link)
     if folder is not None:
         for peer in found:

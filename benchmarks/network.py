@@ -1,18 +1,26 @@
 """A link of a chosen speed, full duplex, between two network namespaces of this machine; and plain TCP over it.
 
 `ip netns` makes the two, a veth pair joins them, and a token bucket (`tc tbf`) on each end limits what is sent.
-That needs root. The peers' scripts run here too, under their own Python: standard library only.
+That needs root. A delay is made by a program of its own, since few kernels of virtual machines have one (`netem`).
+The peers' scripts run here too, under their own Python: standard library only.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
+import fcntl
+import json
 import os
+import selectors
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,6 +31,10 @@ if TYPE_CHECKING:
 # Both ends are named alike, so that a peer's script needs one name only. Loopback inside each namespace is up too.
 INTERFACE = "pyps0"
 _CLONE_NEWNET = 0x40000000
+# Of /dev/net/tun: a device of Ethernet frames, without a header of its own.
+_TUNSETIFF, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002
+# Frames that would wait longer for their turn on a delayed link are dropped, as by a router.
+_QUEUE_SECONDS = 0.1
 _BLOCK = bytes(2**20)
 
 
@@ -125,6 +137,41 @@ class Switch(Link):
             _run("ip", "-n", self._switch, "link", "set", f"port{number}", "master", "bridge")
             _give_address(namespace, f"10.99.0.{number}")
 
+    def bytes_of(self, worker: int) -> int:
+        """Bytes that have passed the worker's end of its link, both ways together."""
+        shown = ("ip", "-json", "-statistics", "-n", self._workers[worker], "link", "show", INTERFACE)
+        [link] = json.loads(subprocess.run(shown, capture_output=True, check=True).stdout)
+        return sum(link["stats64"][way]["bytes"] for way in ("rx", "tx"))
+
+
+class DelayedSwitch(Switch):
+    """The same, with a delay of so many seconds each way between any two of them."""
+
+    def __init__(self, rate: str, num_workers: int, *, delay_seconds: float):
+        super().__init__(rate, num_workers)
+        self._delay_seconds = delay_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _set_up(self) -> None:
+        namespaces = self._namespaces[:-1]
+        for namespace in self._namespaces:
+            _run("ip", "netns", "add", namespace)
+        command = [sys.executable, __file__, "delay", self.rate, str(self._delay_seconds), *namespaces]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise SystemExit("the delayed switch ended at its start")
+        for number, namespace in enumerate(namespaces, start=1):
+            _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+            _limit(namespace, INTERFACE, self.rate)
+            _give_address(namespace, f"10.99.0.{number}")
+
+    def _take_down(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        super()._take_down()
+
 
 def enter(namespace: str) -> None:
     """Moves the calling thread, and the threads that it will start, into a named namespace."""
@@ -141,9 +188,13 @@ def _join(*ends: tuple[str, str], rate: str) -> None:
     _run("ip", "link", "add", interface, "netns", namespace, *pair)
     for namespace, interface in ends:
         _run("ip", "-n", namespace, "link", "set", interface, "up")
-        # A burst of 256 KiB is 2 ms of a gigabit; the queue behind it holds 20 ms more.
-        bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)
+        _limit(namespace, interface, rate)
+
+
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    # A burst of 256 KiB is 2 ms of a gigabit; the queue behind it holds 20 ms more.
+    bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)
 
 
 def _give_address(namespace: str, address: str) -> None:
@@ -176,8 +227,54 @@ def _send(address: str, port: str, seconds: str) -> None:
             connection.sendall(_BLOCK)
 
 
+def _delay(rate: str, seconds: str, namespaces: Sequence[str]) -> None:
+    """Joins the namespaces: gives each a device, and brings its frames to the others late, until it is killed."""
+    bits_per_second = float(rate.removesuffix("mbit")) * 1e6
+    ports = [_tap(namespace) for namespace in namespaces]
+    print("ready", flush=True)
+    waiting: list[collections.deque[tuple[float, bytes]]] = [collections.deque() for _ in ports]
+    free_at = [0.0] * len(ports)
+    # Where the frames of an Ethernet address come from.
+    known: dict[bytes, int] = {}
+    with selectors.DefaultSelector() as selector:
+        for number, port in enumerate(ports):
+            selector.register(port, selectors.EVENT_READ, number)
+        while True:
+            due = min((queue[0][0] for queue in waiting if queue), default=None)
+            for key, _ in selector.select(None if due is None else max(0.0, due - time.monotonic())):
+                number = key.data
+                with contextlib.suppress(BlockingIOError):
+                    for _ in range(64):
+                        frame = os.read(key.fd, 2048)
+                        now = time.monotonic()
+                        known[frame[6:12]] = number
+                        target = known.get(frame[:6])
+                        for to in range(len(ports)) if target is None else (target,):
+                            free_at[to] = max(free_at[to], now)
+                            if to != number and free_at[to] < now + _QUEUE_SECONDS:
+                                free_at[to] += len(frame) * 8 / bits_per_second
+                                waiting[to].append((free_at[to] + float(seconds), frame))
+            now = time.monotonic()
+            for port, queue in zip(ports, waiting, strict=True):
+                while queue and queue[0][0] <= now:
+                    # A device that is not up yet takes none.
+                    with contextlib.suppress(OSError):
+                        os.write(port, queue.popleft()[1])
+
+
+def _tap(namespace: str) -> int:
+    """The file of a new device INTERFACE in the namespace, through which this process sends and receives frames."""
+    enter(namespace)
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH", INTERFACE.encode(), _TAP_WITHOUT_HEADER))
+    return file
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "receive":
-        _receive(sys.argv[2])
-    else:
-        _send(*sys.argv[2:])
+    match sys.argv[1:]:
+        case ["receive", address]:
+            _receive(address)
+        case ["delay", rate, seconds, *namespaces]:
+            _delay(rate, seconds, namespaces)
+        case _:
+            _send(*sys.argv[2:])

@@ -19,6 +19,7 @@ STYLES: dict[str, dict[str, Any]] = {
     figures.LANE: {"color": "#2e7d32", "marker": "P"},
     figures.LANE_TLS: {"color": "#2e7d32", "marker": "P", "linestyle": "--"},
     figures.LANE_BFLOAT16: {"color": "#81b784", "marker": "P", "linestyle": ":"},
+    figures.LANE_INT4: {"color": "#b5d3b6", "marker": "P", "linestyle": "-."},
     figures.GRPC: {"color": "#00786c", "marker": "s"},
     figures.GRPC_BFLOAT16: {"color": "#43b5a5", "marker": "s", "linestyle": ":"},
     "torch RPC auto": {"color": "#c1440e", "marker": "^"},
@@ -37,6 +38,7 @@ def draw_all(results: Results, folder: Path) -> dict[str, str]:
         "rounds_by_workers": rounds_by_workers,
         "link": link,
         "load": load,
+        "local_training": local_training,
     }
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
@@ -146,6 +148,29 @@ def load(results: Results) -> Any:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
+    return figure
+
+
+def local_training(results: Results) -> Any:
+    """The loss of held-out text over time, a panel a case of local_training.py; of the first seed."""
+    found = figures.rows(results, "local_training", seed=0)
+    if not found:
+        return None
+    cases = list(dict.fromkeys((row["case"], row["workers"]) for row in found))
+    figure, panels = pyplot.subplots(1, len(cases), figsize=(5.2 * len(cases), 4.4), squeeze=False)
+    names = list(dict.fromkeys(row["subject"] for row in found))
+    for axes, (case, workers) in zip(panels[0], cases, strict=True):
+        for row in _of(found, case=case, workers=workers):
+            name = row["subject"]
+            times, _, losses = zip(*row["curve"], strict=True)
+            style = {"linestyle": "-" if name.startswith("pyps") else "--", "color": f"C{names.index(name) % 10}"}
+            axes.plot(times, losses, label=name, **style)
+        axes.set_title(f"{case}, {workers} workers", fontsize=10)
+        axes.set_xlabel("seconds")
+        axes.set_ylim(top=4)
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("loss of held-out text")
+    _legend(panels[0][-1])
     return figure
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import figures
-from figures import GRPC, LANE, LANE_BFLOAT16, LANE_TLS, SHARED_MEMORY, TORCH_RPC, Results
+from figures import GRPC, LANE, LANE_BFLOAT16, LANE_INT4, LANE_TLS, SHARED_MEMORY, TORCH_RPC, Results
 from work import BIG
 
 # Its better transport is the one that counts.
@@ -40,6 +40,7 @@ def targets(results: Results) -> list[Target]:
         _server_cpu(results),
         _memory(results),
         *(_link(results, subject, rate) for rate in ("1gbit", "10gbit") for subject in (LANE, LANE_BFLOAT16)),
+        _few_bits(results),
         _overlap(results),
         *(_kernel(results, rule) for rule in ("adam", "adamw")),
         *(_loop(results, rule) for rule in ("adam", "adamw")),
@@ -98,6 +99,13 @@ def _link(results: Results, subject: str, rate: str) -> Target:
     share = figures.share_of_link(figures.rows(results, "link", rate=rate), subject)
     what = f"{subject}, big model, 1 worker, {rate.removesuffix('gbit')} Gbit/s: plain TCP, both ways at once"
     return _ratio(what, share, least=0.95)
+
+
+def _few_bits(results: Results) -> Target:
+    found = figures.rows(results, "link", rate="1gbit")
+    few, all_bits = figures.median(found, LANE_INT4), figures.median(found, LANE)
+    ratio = few / all_bits if few and all_bits else None
+    return _ratio(f"{LANE_INT4}, big model, 1 worker, 1 Gbit/s: {LANE}", ratio, least=6.0)
 
 
 def _overlap(results: Results) -> Target:

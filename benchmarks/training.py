@@ -1,12 +1,12 @@
-"""Training, end to end: samples a second and seconds to a stated loss, of 2 workers on links of 1 and 10 Gbit/s.
+"""Training, end to end: samples a second and seconds to a stated loss, of 2 workers on links from 100 Mbit/s on.
 
-    python benchmarks/training.py [--cases 1gbit,10gbit,10gbit:3] [--transport tcp] [--repeats 1] [--quick]   (as root)
+    python benchmarks/training.py [--cases 100mbit,1gbit,10gbit:3] [--transport tcp] [--repeats 1] [--quick]   (as root)
 
 A transformer of 25 million parameters learns a text that a random chain writes; the same batches, the same start, Adam
 at the same rate for every subject. `10gbit:3` is a case in which the second worker's computing takes three times as
 long. Server and workers have a network namespace each, and a link each to a switch (`network.py`); where this machine
 cannot make them, all meet on loopback. A run lasts until the mean loss of the last batches is the stated one and some
-more batches are done, or 15 seconds: all of them take seven minutes.
+more batches are done, or 15 seconds: all of them take ten minutes. With cases of 100mbit a run may take 60 seconds.
 
 torchft and Hivemind train under the Pythons that PEERS_PYTHON_TORCHFT and PEERS_PYTHON_HIVEMIND name, and are left out
 where neither that is set nor ours has them; one environment with torch==2.13.0, torchft==0.2.0 and hivemind==1.1.12 is
@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,11 +38,12 @@ import peers
 import rounds
 from measure import exit_on_sigterm, machine, write_results
 from network import INTERFACE, Switch, unavailable
+from processes import Processes
 from rich.console import Console
 from rich.table import Table
 from rounds import Row
 from training_worker import ALONE, SUBJECTS, TASKS, Subject, Task
-from trial import START_SECONDS, Failed, Server, Variant
+from trial import START_SECONDS, Server, Variant
 from work import Size
 
 # Transports with a process of their own, which all workers find first.
@@ -55,6 +53,8 @@ WORKERS = 2
 LOOPBACK = "loopback"
 CASES = "1gbit,10gbit,10gbit:3"
 QUICK_CASES = "10gbit:3"
+# Of a run over a link on which 15 would show little.
+SECONDS = {"100mbit": 60.0}
 # A batch's loss says little by itself: so many of the last are what is looked at.
 RECENT = 8
 # When a worker was done with a batch, and its loss.
@@ -70,7 +70,7 @@ def main() -> int:
     if reason := unavailable():
         console.print(f"training: on loopback instead of links, since {reason}", highlight=False)
         cases = ",".join(dict.fromkeys(LOOPBACK + case[len(case.partition(":")[0]) :] for case in cases.split(",")))
-    task = TASKS["170 thousand" if options.quick else "25 million"]
+    model = TASKS["170 thousand" if options.quick else "25 million"]
     wanted = {name: subject for name, subject in SUBJECTS.items() if name.startswith(tuple(options.only.split(",")))}
     left_out = {name: peers.lacking(of.module, variable(of)) for name, of in wanted.items() if python(of) is None}
     for name, reason in left_out.items():
@@ -78,12 +78,13 @@ def main() -> int:
     reported = {name: versions(of) for name, of in wanted.items() if of.module and name not in left_out}
     rows: list[Row] = []
     facts: dict[str, Any] = {"quick": options.quick, "transport": options.transport}
-    facts |= {"params": task.params, "loss": task.loss, "seconds": task.seconds}
+    facts |= {"params": model.params, "loss": model.loss}
     facts |= {"left_out": left_out, "peer_versions": reported}
     for turn in range(1 if options.quick else options.repeats):
         for number, case in enumerate(cases.split(",")):
             rate, _, factor = case.partition(":")
             slowed = float(factor or 1)
+            task = model if options.quick else replace(model, seconds=SECONDS.get(rate, model.seconds))
             with contextlib.nullcontext() if rate == LOOPBACK else Switch(rate, WORKERS) as link:
                 measure = partial(measured, link=link, slowed=slowed, transport=options.transport)
                 chosen: dict[str, rounds.Subject] = {
@@ -93,7 +94,7 @@ def main() -> int:
                     if name not in left_out and (subject is not ALONE or number == 0)
                 }
                 for row in rounds.in_turn(chosen, task, WORKERS, turn):
-                    rows.append({"rate": rate, "slowed": slowed} | row)
+                    rows.append({"rate": rate, "slowed": slowed, "limit_s": task.seconds} | row)
                     # After each, so that an end midway loses one only.
                     write_results(options.json, rows, **facts)
             console.print(table(task, rate, slowed, figures.of_training_case(rows, rate, slowed)))
@@ -133,86 +134,51 @@ def measured(
     subject: Subject, size: Size, num_workers: int, *, link: Switch | None, slowed: float, transport: str
 ) -> Row:
     """One training of a subject. Raises Failed."""
-    task, count = TASKS[size.name], 1 if subject is ALONE else num_workers
+    assert isinstance(size, Task)
+    count = 1 if subject is ALONE else num_workers
+    preparing = prepared(subject, size, count, script=SCRIPT, link=link, transport=transport)
+    with preparing as (commands, environment, folder):
+        if count > 1:
+            commands[count - 1] += ["--slowed", str(slowed)]
+        began, steps = trained(commands, size, environment, folder / "workers.log", num_workers=count)
+    return {"workers": count, **summary(size, began, steps)}
+
+
+@contextlib.contextmanager
+def prepared(
+    subject: Subject, task: Task, count: int, *, script: Path, link: Switch | None, transport: str
+) -> Iterator[tuple[list[list[str]], dict[str, str], Path]]:
+    """Starts pyps' server; the commands of the workers, then of another server, their environment, and a folder."""
     environment = os.environ | dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE if link else "lo")
     environment["OMP_NUM_THREADS"] = "1"
     served = subject.way in SERVED
-    command = [str(python(subject)), str(SCRIPT), "--task", task.name, "--subject", subject.name, "--count", str(count)]
+    command = [str(python(subject)), str(script), "--task", task.name, "--subject", subject.name, "--count", str(count)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pyps-bench-")))
         if subject.way == "pyps":
             flags = ("--protocol", subject.protocol, "--expected-workers", str(count))
             server = stack.enter_context(Server(flags, link))
-            environment |= Variant(subject.name, transport, subject.codec).environment
+            environment |= Variant(subject.name, transport, subject.codec, subject.parameter_codec).environment
             environment |= server.environment | {"PYPS_WORKER_COUNT": str(count)}
         else:
             # Where all find each other is at the first of them, which is a server where there is one.
             first = (link.server_address if served else link.worker_address) if link else "127.0.0.1"
             command += ["--address", f"{first}:{free_port()}"]
         commands = [[*command, "--index", str(index)] for index in range(count)]
-        if count > 1:
-            commands[-1] += ["--slowed", str(slowed)]
         if link is not None:
             commands = [[*link.on_workers[index], *words] for index, words in enumerate(commands)]
         if served:
             commands.append([*(link.on_server if link else ()), *command, "--serve"])
-        began, steps = trained(commands, task, environment, folder / "workers.log", num_workers=count)
-    return {"workers": count, **summary(task, began, steps)}
+        yield commands, environment, folder
 
 
 def trained(
     commands: Sequence[Sequence[str]], task: Task, environment: dict[str, str], log: Path, *, num_workers: int
 ) -> tuple[float, list[Step]]:
     """Starts the processes and lets the workers train; when they began, and the steps of all. Raises Failed."""
-    reading, writing = os.pipe()
-    with os.fdopen(reading, encoding="utf-8") as lines, log.open("w", encoding="utf-8") as errors:
-        processes = [
-            subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=writing,
-                stderr=errors,
-                env=environment | {"PYPS_WORKER_INDEX": str(index)},
-                # A peer of Hivemind has processes of its own, which are to end with it.
-                start_new_session=True,
-            )
-            for index, words in enumerate(commands)
-        ]
-        os.close(writing)
-        # So that lines end, even where no worker writes one any more.
-        late = threading.Event()
-
-        def end_late() -> None:
-            late.set()
-            end(processes)
-
-        limit = threading.Timer(START_SECONDS + task.seconds, end_late)
-        limit.start()
-        try:
-            # Gloo has lines of its own among them.
-            ready = sum(1 for _ in itertools.islice((line for line in lines if line == "ready\n"), num_workers))
-            began = time.perf_counter()
-            for process in processes if ready == num_workers else ():
-                assert process.stdin is not None
-                process.stdin.write(b"go\n")
-                process.stdin.flush()
-            steps = list(until_done(task, began, map(step_of, lines)))
-        finally:
-            limit.cancel()
-            end(processes)
-    died = [process.returncode for process in processes if process.returncode != -signal.SIGKILL]
-    if died or late.is_set():
-        why = f"of its processes some ended, with {died}" if died else "it stood still"
-        raise Failed(f"{why}: {log.read_text(encoding='utf-8')[-1000:]}")
-    return began, steps
-
-
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        # Its group may still be there where it has died itself.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with Processes(commands, environment, log, limit_seconds=START_SECONDS + task.seconds) as processes:
+        began = processes.go(num_workers)
+        return began, list(until_done(task, began, map(step_of, processes.lines)))
 
 
 def step_of(line: str) -> Step:
@@ -262,7 +228,7 @@ def table(task: Task, rate: str, slowed: float, rows: list[Row]) -> Table:
     drawn = Table(title=title, title_justify="left")
     for heading in figures.TRAINING_HEADINGS:
         drawn.add_column(heading, justify="right" if heading else "left")
-    for cells in figures.training_cells(rows, task.seconds):
+    for cells in figures.training_cells(rows):
         drawn.add_row(*cells)
     return drawn
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import figures
 import torch
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from measure import wait_for_line
 from torch import nn
 from torch.distributed import rpc
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from work import Size
@@ -64,9 +65,14 @@ class Subject:
     way: str
     # When a gradient becomes an update: at once ("async"), or with those of all others ("hardsync").
     protocol: str = "hardsync"
-    # How what travels is written.
+    # How what travels is written, and parameters, unless they are written otherwise.
     codec: str = "float32"
     overlap: str = "off"
+    parameter_codec: str = ""
+    # A worker takes so many steps by itself between two exchanges, 0 if it takes none; LocalTraining takes "auto" too.
+    sync_every: int | str = 0
+    # The rule that joins what workers trained by themselves.
+    outer: str = "average"
     # What its Python must have, where that may be another than ours.
     module: str = ""
 
@@ -80,8 +86,18 @@ SUBJECTS = {
         Subject("pyps hardsync", "pyps"),
         Subject("pyps async, overlapped, bfloat16", "pyps", "async", "bfloat16", "step"),
         Subject("pyps hardsync, overlapped in backward, bfloat16", "pyps", "hardsync", "bfloat16", "backward"),
+        Subject("pyps hardsync, overlapped in backward, int8", "pyps", "hardsync", "int8", "backward"),
+        Subject("pyps hardsync, overlapped in backward, int4", "pyps", "hardsync", "int4", "backward"),
+        *(
+            Subject(
+                f"pyps local training, H = {steps}", "pyps", codec="topk2bit", parameter_codec="int4", sync_every=steps
+            )
+            for steps in (8, 16, 32)
+        ),
         Subject("DDP gloo", "ddp"),
         Subject("DDP gloo, float16", "ddp", codec="float16"),
+        Subject("DDP gloo, bfloat16", "ddp", codec="bfloat16"),
+        Subject("DDP gloo, PowerSGD rank 4", "ddp", codec="powersgd"),
         Subject("torch RPC async", "rpc", "async"),
         Subject("torch RPC hardsync", "rpc"),
         Subject("torchft", "torchft", module="torchft"),
@@ -167,6 +183,12 @@ def pyps(model: nn.Module, subject: Subject, place: Place) -> Training:
     # Here, as others below: a peer's Python has none of it.
     from pyps_client import RemoteOptimizer
 
+    if subject.sync_every:
+        from pyps_client import LocalTraining
+
+        outer = subject.outer.format(count=place.count)
+        local = LocalTraining(model, adam(model.parameters()), sync_every=subject.sync_every, outer=outer)
+        return model, local
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     return model, RemoteOptimizer(model, optimizer, overlap=subject.overlap)
 
@@ -174,8 +196,15 @@ def pyps(model: nn.Module, subject: Subject, place: Place) -> Training:
 def ddp(model: nn.Module, subject: Subject, place: Place) -> Training:
     dist.init_process_group("gloo", f"tcp://{place.address}", rank=place.index, world_size=place.count)
     parallel = DistributedDataParallel(model)
-    if subject.codec == "float16":
-        parallel.register_comm_hook(None, fp16_compress_hook)
+    if subject.codec == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        # The first batch, which is not measured, goes whole, and the second in few numbers already.
+        state.iter = 1
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif subject.codec != "float32":
+        parallel.register_comm_hook(
+            None, {"float16": fp16_compress_hook, "bfloat16": bf16_compress_hook}[subject.codec]
+        )
     return parallel, adam(model.parameters())
 
 
@@ -187,15 +216,19 @@ def through_rpc(model: nn.Module, subject: Subject, place: Place) -> Training:
 def through_torchft(model: nn.Module, subject: Subject, place: Place) -> Training:
     """A replica group of one process, with a store of its own."""
     import torchft
+    from torchft.local_sgd import DiLoCo, LocalSGD
 
+    inner = adam(model.parameters())
+    held: dict[str, Any] = {"model": model, "optimizer": inner}
     store = dist.TCPStore(place.host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(),
-        # All start alike, and none returns.
-        load_state_dict=None,
-        state_dict=None,
+        # All start alike; one that returns takes the state of another.
+        load_state_dict=lambda states: [of.load_state_dict(states[name]) for name, of in held.items()],
+        state_dict=lambda: {name: of.state_dict() for name, of in held.items()},
         init_sync=False,
-        min_replica_size=place.count,
+        min_replica_size=1 if subject.sync_every else place.count,
+        use_async_quorum=not subject.sync_every,
         replica_id=f"worker-{place.index}",
         rank=0,
         world_size=1,
@@ -205,22 +238,34 @@ def through_torchft(model: nn.Module, subject: Subject, place: Place) -> Trainin
         lighthouse_addr=f"http://{place.address}",
     )
     _kept.append(store)
-    optimizer = torchft.Optimizer(manager, adam(model.parameters()))
+    if subject.sync_every:
+        if subject.outer == "average":
+            synchronizing = LocalSGD(manager, model, inner, subject.sync_every)
+        else:
+            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            synchronizing = DiLoCo(manager, [model], inner, outer, subject.sync_every)
+        # It adds hooks to the optimizer's step.
+        _kept.append(synchronizing.__enter__())
+        return model, inner
+    optimizer = torchft.Optimizer(manager, inner)
     # Begins the quorum that the first backward pass averages in.
     optimizer.zero_grad()
     return torchft.DistributedDataParallel(manager, model), optimizer
 
 
-def serve_lighthouse(place: Place) -> None:
-    """Says who is in each of torchft's steps, until it is killed."""
+def serve_lighthouse(place: Place, *, least: int) -> None:
+    """Says who is in each of torchft's steps, at least so many, until it is killed."""
     from torchft.coordination import LighthouseServer
 
-    _kept.append(LighthouseServer(bind=place.address, min_replicas=place.count))
+    _kept.append(LighthouseServer(bind=place.address, min_replicas=least))
     threading.Event().wait()
 
 
 def through_hivemind(model: nn.Module, subject: Subject, place: Place) -> Training:
-    """A peer; the first publishes its address in a store of torch's. An update is of a batch of each."""
+    """A peer; the first publishes its address in a store of torch's. An update is of a batch of each.
+
+    With local updates peers take steps by themselves, and average their parameters in the background.
+    """
     import hivemind
     from hivemind.optim.grad_averager import GradientAverager
 
@@ -236,12 +281,13 @@ def through_hivemind(model: nn.Module, subject: Subject, place: Place) -> Traini
         dht=table,
         run_id="bench",
         batch_size_per_step=1,
-        target_batch_size=place.count,
+        target_batch_size=place.count * (subject.sync_every or 1),
         params=model.parameters(),
         optimizer=adam,
         matchmaking_time=1.0,
         averager_opts=group,
-        grad_averager_factory=functools.partial(GradientAverager, **group),
+        use_local_updates=bool(subject.sync_every),
+        grad_averager_factory=None if subject.sync_every else functools.partial(GradientAverager, **group),
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5},
     )
     _kept.extend((store, table))
@@ -337,9 +383,9 @@ def serve_rpc(task: Task, subject: Subject, place: Place) -> None:
     rpc.shutdown()
 
 
-def model_of(task: Task) -> Transformer:
+def model_of(task: Task, seed: int = 0) -> Transformer:
     """The same for everybody."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return Transformer(task)
 
 
@@ -385,7 +431,7 @@ def main() -> None:
         if subject.way == "rpc":
             serve_rpc(task, subject, place)
         else:
-            serve_lighthouse(place)
+            serve_lighthouse(place, least=place.count)
         return
     torch.set_num_threads(1)
     losses = trained(task, subject, place, slowed=options.slowed)

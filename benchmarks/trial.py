@@ -32,20 +32,24 @@ class Variant:
 
     name: str
     transport: str = "grpc"
-    # How gradients and parameters are written on the way.
+    # How gradients are written on the way, and parameters, unless they are written otherwise.
     codec: str = "float32"
+    parameter_codec: str = ""
     # Whether its server speaks TLS.
     tls: bool = False
+    # How far from the formula a parameter may end, as a share: here half of a bfloat16's last bit.
+    tolerance: float = 5e-3
 
     @property
     def environment(self) -> dict[str, str]:
-        ways = {"PYPS_TRANSPORT": self.transport, "PYPS_GRADIENT_CODEC": self.codec, "PYPS_PARAMETER_CODEC": self.codec}
-        return ways | {"PYPS_PROCESS_HOOKS": "1"}
+        ways = {"PYPS_TRANSPORT": self.transport, "PYPS_PROCESS_HOOKS": "1"}
+        return ways | {"PYPS_GRADIENT_CODEC": self.codec, "PYPS_PARAMETER_CODEC": self.parameter_codec or self.codec}
 
 
 SHARED_MEMORY = Variant("pyps shared memory", transport="shm")
 LANE = Variant("pyps lane float32", transport="tcp")
 LANE_BFLOAT16 = Variant("pyps lane bfloat16", transport="tcp", codec="bfloat16")
+LANE_INT4 = Variant("pyps lane int4", transport="tcp", codec="int4", tolerance=0.3)
 LANE_TLS = Variant("pyps lane float32, TLS", transport="tcp", tls=True)
 GRPC = Variant("pyps gRPC float32")
 GRPC_BFLOAT16 = Variant("pyps gRPC bfloat16", codec="bfloat16")
@@ -174,7 +178,7 @@ class Workers:
 def run(variant: Variant, size: Size, num_workers: int, *, link: Link | None = None) -> dict[str, Any]:
     """Measures one variant: all workers warm up, go at once, and are summed up. Raises Failed."""
     command = [sys.executable, str(HERE / "round_worker.py"), "--params", str(size.params), "--keys", str(size.keys)]
-    command += ["--rounds", str(size.rounds), "--warmup", str(size.warmup)]
+    command += ["--rounds", str(size.rounds), "--warmup", str(size.warmup), "--tolerance", str(variant.tolerance)]
     command += ["--pinned"] * size.pinned
     with Server(link=link, tls=variant.tls) as server, Workers(command, server, variant, num_workers, link) as workers:
         if size.pinned:

@@ -48,6 +48,7 @@ def task(benchmark: ModuleType) -> Any:
         "pyps async, overlapped, bfloat16",
         "pyps hardsync, overlapped in backward, bfloat16",
         "DDP gloo, float16",
+        "DDP gloo, PowerSGD rank 4",
         "torch RPC hardsync",
     ],
 )
@@ -110,7 +111,7 @@ def test_measuring_begins_when_all_are_ready(benchmark, task, tmp_path):
 def test_a_worker_that_dies_is_reported_with_its_last_words(benchmark, task, tmp_path):
     commands = [["sh", "-c", "echo ready; read word; echo 'out of luck' >&2; exit 3"]]
 
-    with pytest.raises(benchmark.Failed, match=r"\[3\].*out of luck"):
+    with pytest.raises(benchmark.rounds.Failed, match=r"\[3\].*out of luck"):
         benchmark.trained(commands, task, {}, tmp_path / "log", num_workers=1)
 
 
