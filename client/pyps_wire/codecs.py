@@ -305,15 +305,61 @@ class OneBit(BlockCodec):
         place[:] = np.where(negative, levels[:, 1:], levels[:, :1]).reshape(-1)[: place.size]
 
 
+class Delta(Codec):
+    """The numbers that differ from those held, as they are: for models of which an update changes a small part.
+
+    A bit for each block of 64 numbers, the first the lowest of its byte: whether any number differs. Then 64 bits for
+    each such block, and the numbers, as float32. Of a gradient, the numbers that differ from 0.
+    """
+
+    published = True
+    block = 64
+
+    def encode(self, values: NDArray[np.float32]) -> memoryview:
+        return self.encode_difference(values, np.zeros_like(values))
+
+    def encode_difference(self, values: NDArray[np.float32], held: NDArray[np.float32]) -> memoryview:
+        differs = np.zeros(-(-values.size // self.block) * self.block, np.bool_)
+        np.not_equal(values.view(np.uint32), held.view(np.uint32), out=differs[: values.size])
+        blocks = differs.reshape(-1, self.block)
+        is_changed = blocks.any(axis=1)
+        bits = [np.packbits(each, bitorder="little") for each in (is_changed, blocks[is_changed])]
+        payload = np.concatenate([*bits, values[differs[: values.size]].view(np.uint8)])
+        np.copyto(held, values)
+        return payload.data
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        place.fill(0.0)
+        self.add_into(payload, place)
+
+    def add_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        """Write the numbers of the payload over those of a contiguous array."""
+        self.require_count(payload, place.size)
+        read = np.frombuffer(memoryview(payload), np.uint8)
+        begin = -(-place.size // (8 * self.block))
+        is_changed = np.unpackbits(read[:begin], bitorder="little").view(np.bool_)
+        end = begin + np.count_nonzero(is_changed) * self.block // 8
+        differs = np.zeros((is_changed.size, self.block), np.uint8)
+        bits, numbers = np.unpackbits(read[begin:end], bitorder="little"), read[end:]
+        if read.size < end or numbers.size != 4 * np.count_nonzero(bits):
+            raise InvalidArgument(f"{read.size} bytes are not {self.name}: its bits tell of another number of numbers")
+        differs[is_changed] = bits.reshape(-1, self.block)
+        flat = differs.reshape(-1).view(np.bool_)
+        if flat[place.size :].any():
+            raise InvalidArgument(f"{self.name} has a number beyond the {place.size} that there are")
+        place[flat[: place.size]] = np.frombuffer(numbers.data, np.float32)
+
+
 FLOAT32 = WordCodec(1, "float32", "<f4")
 FLOAT16 = WordCodec(2, "float16", "<f2")
 BFLOAT16 = _Bfloat16(3, "bfloat16", "<u2")
 INT8 = Int8(4, "int8", lambda count: count + -(-count // 32))
 INT4 = Int4(5, "int4", lambda count: 17 * -(-count // 32))
 ONEBIT = OneBit(6, "onebit", lambda count: 132 * -(-count // 1024))
+DELTA = Delta(10, "delta", lambda count: 4 * count + -(-count // 512) + 8 * -(-count // 64))
 
 # All codecs, by number.
-CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, ONEBIT)}
+CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, ONEBIT, DELTA)}
 
 
 def codec_names() -> list[str]:

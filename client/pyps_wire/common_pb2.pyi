@@ -15,6 +15,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_INT8: _ClassVar[Codec]
     CODEC_INT4: _ClassVar[Codec]
     CODEC_ONEBIT: _ClassVar[Codec]
+    CODEC_DELTA: _ClassVar[Codec]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -65,6 +66,7 @@ CODEC_BFLOAT16: Codec
 CODEC_INT8: Codec
 CODEC_INT4: Codec
 CODEC_ONEBIT: Codec
+CODEC_DELTA: Codec
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_OBSERVER: Role

@@ -165,7 +165,7 @@ class RoundController:
 
     def push(self, content: ReadyContent, plan: PushPlan, *, finding: Finding | None = None) -> Pushed:
         """Handle one pushed shard; see `Shard.push`."""
-        began = self._clock()
+        began, sent = self._clock(), plan
         shard, plan, finding = self._checked(content, plan, finding)
         gradient = plan.gradient
         if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
@@ -179,7 +179,8 @@ class RoundController:
             # Not in a context that does nothing: it would cost two of a small push's fifteen microseconds.
             roster = self._note_push(gradient, plan.secret, now=began)
             pushed = self._apply(content, shard, plan, roster, finding)
-        self._after_push(content, shard, plan, pushed, roster, began=began)
+        # Its payload has the size in which it came.
+        self._after_push(content, shard, sent, pushed, roster, began=began)
         return pushed
 
     def push_whole(
@@ -211,7 +212,7 @@ class RoundController:
                     for shard, plan, found in checked
                 ]
             receipts += [each.receipt for each in pushed]
-        for (shard, plan, _), each in zip(checked, pushed, strict=True):
+        for plan, (shard, _, _), each in zip(plans, checked, pushed, strict=True):
             self._after_push(content, shard, plan, each, roster, began=began)
         return pushed
 

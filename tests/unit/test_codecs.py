@@ -7,7 +7,7 @@ from kernel_values import around_all_halves, decode_reference, encode_reference
 from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps_wire import common_pb2
-from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32, INT4, INT8, ONEBIT, codec_numbered, codec_of
+from pyps_wire.codecs import BFLOAT16, CODECS, DELTA, FLOAT16, FLOAT32, INT4, INT8, ONEBIT, codec_numbered, codec_of
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 HALVES = (FLOAT16, BFLOAT16)
@@ -139,3 +139,33 @@ def test_zeros_stay_zero_and_a_block_with_nan_or_infinity_is_not_finite(codec):
         assert not decoded[: codec.block].any() and not np.isfinite(decoded[codec.block + 8])
     with pytest.raises(WrongSize):
         codec.decode(codec.encode(values)[1:], values.size)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 512, 513, 5000])
+def test_delta_writes_what_differs_in_bits_and_nothing_else(count):
+    generator = np.random.default_rng(count)
+    held = np.asarray(generator.standard_normal(count), np.float32)
+    elsewhere, values = held.copy(), held.copy()
+    values[generator.random(count) < 0.02] = np.nan
+    values[:1] = -0.0
+    payload = DELTA.encode_difference(values, held)
+    num_changed = np.count_nonzero(values.view(np.uint32) != elsewhere.view(np.uint32))
+    assert payload.nbytes <= -(-count // 512) + 12 * num_changed
+    DELTA.add_into(payload, elsewhere)
+    for copy in (held, elsewhere):
+        np.testing.assert_array_equal(copy.view(np.uint32), values.view(np.uint32))
+    whole = DELTA.encode(values)
+    assert whole.nbytes <= DELTA.max_bytes(count)
+    np.testing.assert_array_equal(DELTA.decode(whole, count).view(np.uint32), values.view(np.uint32))
+
+
+def test_a_malformed_delta_is_refused_and_writes_nothing():
+    values = np.ones(70, np.float32)
+    whole = bytes(DELTA.encode(values))
+    beyond = bytearray(whole)
+    beyond[1 + 15] |= 0x80
+    place = np.zeros(70, np.float32)
+    for payload in (b"", whole[:1], whole[:-1], whole + b"\0", bytes(beyond), bytes(beyond) + bytes(4)):
+        with pytest.raises(InvalidArgument):
+            DELTA.add_into(payload, place)
+        assert not place.any()

@@ -7,12 +7,13 @@ from collections.abc import ItemsView
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pyps_client.launch import Launch
 from pyps_client.pull import Held, Holdings, IncomingPull, LongPoll, Receiver
 from pyps_client.transport import Parts, Take
 from pyps_client.transport.connection import Connection
-from pyps_wire.codecs import FLOAT32
+from pyps_wire.codecs import FLOAT32, INT8, Int8
 from pyps_wire.common_pb2 import (
     OUTCOME_PENDING,
     OUTCOME_REJECTED,
@@ -22,7 +23,8 @@ from pyps_wire.common_pb2 import (
     Receipt,
     Sender,
 )
-from pyps_wire.parameter_server_pb2 import Parameters
+from pyps_wire.errors import WrongSize
+from pyps_wire.parameter_server_pb2 import Differences, Parameters
 from pyps_wire.partition import Model, Tensor, partition
 
 PLAN = partition(Model((Tensor("a", (4 * 1024,)),), shard_size=1024), num_servers=2)
@@ -181,3 +183,32 @@ def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never
     held.answered(waited_for)
 
     assert held.wanted == {1: 4}
+
+
+def test_differences_are_added_once_to_what_they_are_of_and_an_error_amid_them_leaves_no_version():
+    shard_id, values = ON_FIRST[0], np.zeros(4 * 1024, np.float32)
+    receiver = Receiver([values], Holdings(PLAN).of_server[0], codec=INT8, name="server 0")
+    place, versions, ones = values[:1024], receiver.held.versions, np.ones(1024, np.float32)
+    assert receiver.write(shard_id, Parameters(codec=FLOAT32, version=3), ones.view(np.uint8).data)
+    versions[shard_id] = 3
+
+    payload = bytes(INT8.encode(ones))
+    reply = Parameters(codec=INT8, version=5, differences=Differences(since_version=3, sizes=[len(payload)] * 2))
+    assert receiver.write(shard_id, reply, memoryview(2 * payload))
+    assert versions[shard_id] == 5
+    np.testing.assert_allclose(place, 3 * ones, rtol=0.01)
+    held = place.copy()
+    # The answer to an earlier request comes late.
+    assert not receiver.write(shard_id, reply, memoryview(2 * payload))
+    np.testing.assert_array_equal(place, held)
+    with pytest.raises(WrongSize, match="sent 1055 bytes of differences of shard 0, of \\[1056, 1056\\] bytes"):
+        receiver.write(shard_id, reply, memoryview(payload)[1:])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    reply.differences.since_version = 5
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Int8, "add_into", interrupted)
+        receiver.write(shard_id, reply, memoryview(2 * payload))
+    assert versions[shard_id] == -1

@@ -85,7 +85,7 @@ def test_all_hold_the_same_bits_one_step_of_quantisation_from_the_parameters(cod
         if worker.version > newest:
             theta = parameters_of(shard)
             # The encoding of this difference has lost no more than it loses of any such difference; rounding aside.
-            difference = theta - (published[newest])
+            difference = theta - published[newest]
             loss = np.abs(difference - codec.decode(codec.encode(difference), LENGTH)).max()
             assert np.abs(worker.held - theta).max() <= loss + 1e-6 * np.abs(theta).max()
             published[worker.version] = worker.held.copy()
