@@ -45,9 +45,9 @@ class EarlyShards:
         self._changed = threading.Condition()
         # Guarded by _changed: shards in the order in which they became complete.
         self._complete: list[int] = []
-        self._sealed = False
+        self.is_sealed = False
         # Nothing more is sent.
-        self._over = False
+        self.is_over = False
         # Sent shards; those with numbers; and how many of these were answered.
         self.sent: set[int] = set()
         self._with_numbers: set[int] = set()
@@ -63,21 +63,12 @@ class EarlyShards:
     def seal(self, *, scale: float = 1.0, norm: float = 0.0) -> None:
         """Mark all gradients as computed."""
         with self._changed:
-            self._sealed, self.scale, self.norm = True, scale, norm
+            self.is_sealed, self.scale, self.norm = True, scale, norm
             self._changed.notify_all()
-
-    @property
-    def is_sealed(self) -> bool:
-        return self._sealed
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is sent."""
-        return self._over
 
     def abandon(self) -> None:
         with self._changed:
-            self._over = True
+            self.is_over = True
             self._changed.notify_all()
 
     def next(
@@ -89,8 +80,8 @@ class EarlyShards:
         under way are answered.
         """
         with self._changed:
-            while not self._over and not (to_hold and self._sealed) and (begins or under_way):
-                ready = [*self._complete, *waiting] if self._sealed or self.spoiled else self._complete
+            while not self.is_over and not (to_hold and self.is_sealed) and (begins or under_way):
+                ready = [*self._complete, *waiting] if self.is_sealed or self.spoiled else self._complete
                 shard_id = next((each for each in ready if each in waiting and each not in under_way), None)
                 if shard_id is not None and not (to_hold and len(waiting) - len(under_way) == 1):
                     under_way.add(shard_id)
@@ -108,8 +99,8 @@ class EarlyShards:
             if not fits:
                 self.spoiled = True
                 self._changed.notify_all()
-            if (self.held or not self.sent) and (self.spoiled or self._over):
-                self._over = True
+            if (self.held or not self.sent) and (self.spoiled or self.is_over):
+                self.is_over = True
                 return None
             with_numbers = numbers is not None and not self.spoiled
             self.sent.add(shard_id)

@@ -22,7 +22,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import lane
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import CODECS, FLOAT32
-from pyps_wire.errors import InvalidArgument, LimitExceeded, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, ServerUnavailable
 
 # Messages of one stream without an answer yet: one is received while another is applied and a third answered.
 READ_AHEAD_MAX = 3
@@ -164,9 +164,10 @@ class Pushes:
     def hold(
         self, request: wire.PushRequest, payload: memoryview, *, exchanges: bool, num_bytes: int, bytes_held: int = 0
     ) -> Awaitable[object] | None:
-        """Keep a message until its scale comes, if there is room, and answer which; await as after `take`.
+        """Keep a message until its scale comes, and answer; await as after `take`.
 
-        The account holds `bytes_held` of the message's bytes already.
+        It is not kept, which the answer says, where callers would hold more than half of the budget. The account holds
+        `bytes_held` of the message's bytes already.
         """
         sender, push_id = request.sender, (request.sender.worker_id, request.sequence)
         # Before the message is held: callers could invent any number of names.
@@ -177,13 +178,12 @@ class Pushes:
             raise InvalidArgument(
                 f"a push with scale_follows names shard {request.shard_id} twice, or this server has no such shard"
             )
-        account, held = self._conversation.account, True
-        try:
-            account.hold(num_bytes - bytes_held)
-        except LimitExceeded:
+        account, more_bytes = self._conversation.account, num_bytes - bytes_held
+        held = 2 * (account.budget.bytes_held + more_bytes) <= account.budget.bytes_max
+        if not held:
             account.release(bytes_held)
-            held = False
         else:
+            account.hold(more_bytes)
             self.held[request.shard_id], self._held_push = _Held(request, payload, num_bytes), push_id
             self._wait_no_more()
             self._held_until = asyncio.get_running_loop().call_later(HOLD_SECONDS, self.discard)

@@ -9,9 +9,7 @@ import torch
 
 from client_support import CuttingProxy, addresses
 from pyps.service import pushing
-from pyps.service.limits import Account
 from pyps.storage.replay import log_paths, replay
-from pyps_wire.errors import LimitExceeded
 from support import status_of, wait_until
 from training import batches, joined, mlp, parameters_of
 
@@ -122,6 +120,7 @@ def backward_around(model: torch.nn.Sequential, batch, hook: Callable[[torch.Ten
         (scaled_and_clipped, (), 1, {"transport": "tcp"}, 1e-6),
         # Messages that threads of a lane receive.
         (scaled, (), 1, {"transport": "tcp", "shard_size": 50_000}, 0),
+        (scaled, ("--protocol", "hardsync"), 1, {"transport": "tcp", "parameter_codec": "int8"}, 0),
         (accumulated, ("--protocol", "hardsync"), 2, {"transport": "tcp"}, 1e-6),
         (accumulated, (), 1, {"transport": "grpc", "gradient_codec": "int8"}, 1e-3),
         (clipped_by_value, (), 1, {"transport": "grpc", "gradient_codec": "int8"}, 0),
@@ -192,26 +191,20 @@ def test_servers_hold_what_leaves_until_the_step_and_forget_a_pass_without_one(s
 
 
 @over_messages
-@pytest.mark.parametrize("what", ["cut", "given up", "no room"])
+@pytest.mark.parametrize("what", ["cut", "given up"])
 def test_what_a_server_does_not_hold_any_more_is_sent_again(start_server, proxies, monkeypatch, transport, what):
     monkeypatch.setattr("pyps_client.transport.tcp.OPEN_SECONDS", 1000.0)
     server, model = start_server(), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     before = CuttingProxy(server.data)
     how = {"overlap": "backward", "transport": transport, "shard_size": 256}
-    gone, discard, hold = threading.Event(), pushing.Pushes.discard, Account.hold
+    gone, discard = threading.Event(), pushing.Pushes.discard
 
     def noted(pushes: pushing.Pushes) -> None:
         had = bool(pushes.held)
         discard(pushes)
         if had:
             gone.set()
-
-    def full(account: Account, num_bytes: int) -> None:
-        if num_bytes > 0:
-            gone.set()
-            raise LimitExceeded("no room")
-        hold(account, num_bytes)
 
     monkeypatch.setattr(pushing.Pushes, "discard", noted)
     if what == "given up":
@@ -221,13 +214,11 @@ def test_what_a_server_does_not_hold_any_more_is_sent_again(start_server, proxie
         expected, [batch] = parameters_of(model), batches(1)
 
         def lose(_: torch.Tensor) -> None:
-            wait_until(lambda: num_held(optimizer) > 0, what="a shard that is held, or not")
+            wait_until(lambda: num_held(optimizer) > 0, what="a shard that is held")
             if what == "cut":
                 proxy.cut()
             assert gone.wait(30)
 
-        if what == "no room":
-            monkeypatch.setattr(Account, "hold", full)
         backward_around(model, batch, lose)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1000.0)
         expected -= np.float32(0.1) * np.concatenate([each.grad.flatten() for each in model.parameters()])
@@ -235,6 +226,24 @@ def test_what_a_server_does_not_hold_any_more_is_sent_again(start_server, proxie
         np.testing.assert_array_equal(parameters_of(model), expected)
         assert {receipt.version_after for receipt in optimizer.receipts} == {1}
     before.close()
+
+
+@over_messages
+def test_a_server_without_room_for_all_holds_some(start_server, monkeypatch, transport):
+    noted, note = set(), pushing._Note.__init__
+
+    def spy(self: pushing._Note, *arguments, held: bool, **options) -> None:
+        noted.add(held)
+        note(self, *arguments, held=held, **options)
+
+    monkeypatch.setattr(pushing._Note, "__init__", spy)
+    how = {"transport": transport, "shard_size": 50_000}
+    trained = [
+        trained_by(clipped, start_server(*flags).data, overlap=overlap, **how)
+        for overlap, flags in (("off", ()), ("backward", ("--max-in-flight-bytes", str(2**20))))
+    ]
+    np.testing.assert_allclose(trained[1], trained[0], rtol=0, atol=1e-6)
+    assert noted == {True, False}
 
 
 def test_a_scale_is_in_the_log_and_replayed_to_the_bit(start_server, tmp_path):
