@@ -2,13 +2,14 @@
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from client_support import make_client
+from client_support import CuttingProxy, make_client
 from pyps.core.arrays import Floats
 from pyps_client import Client, Observer
 from pyps_wire.codecs import INT8
@@ -105,6 +106,38 @@ def test_a_push_refused_for_load_is_sent_again_with_the_same_bytes(start_server)
         for numbers in sent:
             held -= np.float32(0.5) * numbers
         np.testing.assert_allclose(workers[0].client.pull()["w"], held, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_workers_whose_links_are_cut_lose_only_what_was_refused(start_server, proxies, transport):
+    """Every gradient is in the parameters or still owed, to the bit: all numbers are multiples of 1/64."""
+    server, first = start_server("--staleness", "drop:spread=3"), gradient()
+    before = [CuttingProxy(server.data) for _ in "ab"]
+    options = {"tensors": {"w": first}, "transport": transport}
+    workers = [Mirror(proxy.address, name, **options) for proxy, name in zip(before, "ab", strict=True)]
+    if transport == "tcp":
+        before = 2 * list(proxies.values())[-1:]
+    pushed, step = [[gradient() for _ in range(20)] for _ in workers], Barrier(2, timeout=60)
+
+    def train(index: int) -> Floats:
+        taken = np.zeros(SIZE, np.float32)
+        for number, values in enumerate(pushed[index]):
+            if number % 5 == index:
+                before[index].cut_after(1500, of_replies=number % 2 == 0)
+            # Neither is ever absent for two rounds.
+            step.wait()
+            receipt, _ = workers[index].push(values)
+            taken += values if receipt.outcome == OUTCOME_APPLIED else 0
+            if number % 3 == 2:
+                workers[index].client.pull()
+        return taken
+
+    with workers[0].client, workers[1].client, ThreadPoolExecutor(2) as pool:
+        taken = sum(pool.map(train, range(2), timeout=120))
+        refused = [worker.client.refused.get("STALE", 0) for worker in workers]
+        assert sum(refused) and all(each < 20 for each in refused) and sum(proxy.num_cuts for proxy in before) > 1
+        arrived = taken - sum(worker.owed for worker in workers)
+        np.testing.assert_array_equal(workers[0].client.snapshot()["w"], first - np.float32(0.5) * arrived)
 
 
 def test_servers_clip_and_refuse_by_the_decoded_numbers(start_server):
