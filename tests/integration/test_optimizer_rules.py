@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from client_support import addresses
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, LocalTraining, RemoteOptimizer
 from pyps_client.torch.rules import translate
 from pyps_wire.errors import ScheduleOwned, SettingsChanged
 from support import status_of
@@ -248,3 +248,17 @@ def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first
     assert follower[1].receipts[0].rate == pytest.approx(0.05)
     for _, optimizer in (first, follower):
         optimizer.close()
+
+
+def test_a_rule_that_torch_does_not_have_is_the_outer_one_of_local_training(start_server):
+    ends = []
+    for outer in ("nesterov", "delayed_nesterov:n=1", "delayed_nesterov:n=2,lookahead=1"):
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        launch = Launch(servers=start_server().data)
+        with LocalTraining(model, inner, sync_every=2, outer=outer, launch=launch) as optimizer:
+            for batch in batches(8):
+                backward(model, batch)
+                optimizer.step()
+        ends.append(parameters_of(model))
+    assert np.array_equal(ends[0], ends[1]) and not np.array_equal(ends[0], ends[2])
