@@ -73,7 +73,8 @@ class Launch:
     `use_proxy`: True lets http_proxy and the like apply to the connection.
     `gradient_codec`, `parameter_codec`: the encoding of pushed gradients and of pulled parameters, "float32",
     "float16" or "bfloat16", or torch's types; or one of few bits, such as "int8". Then the worker adds what the
-    encoding of a gradient loses to the next gradient. Servers hold and update float32.
+    encoding of a gradient loses to the next gradient, and pulls bring differences to a copy that such workers share;
+    "delta" brings what has changed, exactly. Servers hold and update float32.
     `transport`: "auto" is shared memory with a server on this machine; elsewhere a lane (a TCP connection for large
     messages) where the server has one, or else gRPC. "shm" and "tcp" (the lane) fail rather than use another; "grpc" is
     gRPC everywhere.
