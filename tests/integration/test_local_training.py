@@ -28,6 +28,13 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def on_threads(run, *, of=mlp) -> list:
+    """The results of a function of a worker's index and model, for two workers; models are seeded one by one."""
+    models = [of(), of()]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2), models))
+
+
 def local(model, server, worker_id="a", *, inner=adamw, **settings) -> LocalTraining:
     names = settings.keys() & Launch.__dataclass_fields__.keys()
     launch = Launch(server.data, run_id="r", worker_id=worker_id, **{name: settings.pop(name) for name in names})
@@ -63,15 +70,13 @@ def test_two_workers_with_a_push_a_step_are_data_parallel_sgd(start_server):
         backward(twin, tuple(map(torch.cat, zip(*both, strict=True))))
         plain.step()
 
-    def run(index: int) -> np.ndarray:
-        model = mlp()
+    def run(index: int, model: torch.nn.Module) -> np.ndarray:
         with local(model, server, f"w{index}", inner=sgd, sync_every=1) as optimizer:
             train(halves[index], (model, optimizer))
         return parameters_of(model)
 
-    with ThreadPoolExecutor(2) as pool:
-        for trained in pool.map(run, range(2)):
-            np.testing.assert_allclose(trained, parameters_of(twin), atol=1e-6)
+    for trained in on_threads(run):
+        np.testing.assert_allclose(trained, parameters_of(twin), atol=1e-6)
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
@@ -84,8 +89,7 @@ def test_a_round_an_epoch_averages_models_that_were_trained_apart(start_server, 
         train(half, (model, adamw(model)))
     mean = np.mean([parameters_of(model) for model in apart], axis=0)
 
-    def run(index: int) -> np.ndarray:
-        model = mlp()
+    def run(index: int, model: torch.nn.Module) -> np.ndarray:
         with local(model, server, f"w{index}", sync_every=len(halves[0]), overlap=overlap) as optimizer:
             optimizer.examples_in_batch = 16
             train(halves[index], (model, optimizer))
@@ -94,9 +98,8 @@ def test_a_round_an_epoch_averages_models_that_were_trained_apart(start_server, 
             assert receipt == (0, 0)
             return parameters_of(model)
 
-    with ThreadPoolExecutor(2) as pool:
-        for trained in pool.map(run, range(2)):
-            np.testing.assert_allclose(trained, mean, atol=1e-6)
+    for trained in on_threads(run):
+        np.testing.assert_allclose(trained, mean, atol=1e-6)
     assert status_of(server).version_max == 1
 
 
@@ -115,15 +118,13 @@ def test_two_rounds_of_two_workers_under_nesterov_equal_two_torch_optimizers(sta
             parameter.grad = sum((parameter - each).detach() for each in of_workers) / 2
         outer.step()
 
-    def run(index: int) -> np.ndarray:
-        model = mlp()
+    def run(index: int, model: torch.nn.Module) -> np.ndarray:
         with local(model, server, f"w{index}", outer="") as optimizer:
             train(data[index], (model, optimizer))
         return parameters_of(model)
 
-    with ThreadPoolExecutor(2) as pool:
-        for trained in pool.map(run, range(2)):
-            np.testing.assert_allclose(trained, parameters_of(held), atol=1e-6)
+    for trained in on_threads(run):
+        np.testing.assert_allclose(trained, parameters_of(held), atol=1e-6)
 
 
 def test_close_pushes_the_steps_of_a_round_that_has_begun_and_a_failure_does_not(start_server):
@@ -162,8 +163,7 @@ def test_a_freed_optimizer_pushes_the_steps_of_its_round_and_leaves(start_server
 def test_portions_are_delivered_once_the_servers_have_their_rounds(start_server):
     server = start_server(*HARDSYNC)
 
-    def run(index: int) -> list[int]:
-        model = mlp()
+    def run(index: int, model: torch.nn.Module) -> list[int]:
         with local(model, server, f"w{index}", sync_every=3) as optimizer:
             portions = Portions(range(160), optimizer, batch_size=8, portion_batches=2)
             trained: list[int] = []
@@ -172,8 +172,7 @@ def test_portions_are_delivered_once_the_servers_have_their_rounds(start_server)
                 train(batches(1, size=8), (model, optimizer))
             return trained
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, range(2))
+    first, second = on_threads(run)
     assert sorted(first + second) == list(range(160))
 
 
@@ -189,6 +188,26 @@ def test_what_a_codec_leaves_out_goes_with_the_state_dict(start_server):
         optimizer.load_state_dict(state)
         train(batches(8), (model, optimizer))
         assert optimizer.global_step == 8
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_four_bits_both_ways_leave_two_workers_with_one_model_near_that_of_float32(start_server, overlap):
+    ends = {}
+    for codec in ("float32", "int4"):
+        server = start_server(*HARDSYNC)
+
+        def run(index: int, model: torch.nn.Module, server=server, codec=codec) -> np.ndarray:
+            codecs = {"gradient_codec": codec, "parameter_codec": codec, "transport": "grpc"}
+            with local(model, server, f"w{index}", overlap=overlap, **codecs) as optimizer:
+                train(batches(40, seed=index), (model, optimizer))
+                optimizer.sync()
+                return parameters_of(model)
+
+        first, second = on_threads(run)
+        np.testing.assert_allclose(first, second, atol=2.4e-7)
+        ends[codec] = first
+    distance = np.linalg.norm(ends["int4"] - ends["float32"])
+    assert distance < 0.2 * np.linalg.norm(ends["float32"] - parameters_of(mlp())), distance
 
 
 def test_a_grad_scaler_skips_steps_and_hooks_are_called_as_on_the_inner_optimizer(start_server):
@@ -229,8 +248,7 @@ def test_a_state_dict_holds_the_inner_state_and_the_position_in_the_round(start_
 def test_inner_schedules_may_count_the_examples_of_the_whole_run(start_server):
     server = start_server(*HARDSYNC)
 
-    def run(index: int) -> list[float]:
-        model = mlp()
+    def run(index: int, model: torch.nn.Module) -> list[float]:
         with local(model, server, f"w{index}", inner=sgd, sync_every=2) as optimizer:
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + optimizer.run_examples))
             rates = []
@@ -243,9 +261,8 @@ def test_inner_schedules_may_count_the_examples_of_the_whole_run(start_server):
             assert optimizer.run_examples in (64, 96)
         return rates
 
-    with ThreadPoolExecutor(2) as pool:
-        for rates in pool.map(run, range(2)):
-            assert rates[0] == 0.1 and rates[-1] <= 0.1 / 64
+    for rates in on_threads(run):
+        assert rates[0] == 0.1 and rates[-1] <= 0.1 / 64
     with local(mlp(), server, "later", outer="") as optimizer:
         assert optimizer.run_examples == 96
 
@@ -254,8 +271,7 @@ def test_shared_buffers_are_averaged_with_the_rounds(start_server):
     server = start_server(*HARDSYNC, "--optimizer", "sgd:learning_rate=1")
     (inputs,) = (torch.randn(64, 8, generator=torch.Generator().manual_seed(3)),)
 
-    def run(index: int) -> torch.Tensor:
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    def run(index: int, model: torch.nn.Module) -> torch.Tensor:
         with local(model, server, f"w{index}", inner=sgd, outer="", buffers="average", sync_every=2) as optimizer:
             for half in inputs.chunk(2):
                 optimizer.zero_grad()
@@ -264,8 +280,7 @@ def test_shared_buffers_are_averaged_with_the_rounds(start_server):
             optimizer.sync()
             return model[1].running_mean.clone()
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, range(2))
+    first, second = on_threads(run, of=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
     assert torch.equal(first, second) and first.abs().sum() > 0
 
 
@@ -319,8 +334,7 @@ def test_a_worker_three_times_as_fast_takes_three_times_as_many_steps(start_serv
     server = start_server(*HARDSYNC)
     last = torch.zeros(2)
 
-    def run(index: int) -> int:
-        model = torch.nn.Linear(4, 1)
+    def run(index: int, model: torch.nn.Module) -> int:
         with local(model, server, f"w{index}", inner=sgd, sync_every="auto") as optimizer:
             while optimizer.global_step < 9:
                 optimizer.zero_grad()
@@ -331,8 +345,7 @@ def test_a_worker_three_times_as_fast_takes_three_times_as_many_steps(start_serv
             last[index] = optimizer.sync_every
         return optimizer.sync_every
 
-    with ThreadPoolExecutor(2) as pool:
-        fast, slow = pool.map(run, range(2))
+    fast, slow = on_threads(run, of=lambda: torch.nn.Linear(4, 1))
     assert slow <= AUTO_STEPS + 4
     assert 2 * AUTO_STEPS < fast < 5 * AUTO_STEPS
 
