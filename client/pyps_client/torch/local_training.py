@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +35,7 @@ _ROUND = "pyps_round"
 
 
 def _of_remote(name: str) -> Any:
-    """Return a property of the RemoteOptimizer that makes the exchanges; reading it joins the run as there."""
+    """Return a property or method of the RemoteOptimizer that makes the exchanges; reading it joins the run."""
 
     def read(optimizer: LocalTraining) -> Any:
         optimizer.join()
@@ -180,6 +179,9 @@ class LocalTraining(torch.optim.Optimizer):
     num_workers: int = _of_remote("num_workers")
     receipts: Sequence[Receipt] = _of_remote("receipts")
     skipped: int = _of_remote("skipped")
+    until_finished: Callable[[Iterable[T]], Iterator[T]] = _of_remote("until_finished")
+    report: Callable[..., None] = _of_remote("report")
+    snapshot: Callable[[], dict[str, torch.Tensor]] = _of_remote("snapshot")
 
     @property
     def steps(self) -> int:
@@ -207,21 +209,6 @@ class LocalTraining(torch.optim.Optimizer):
         """The worker's rounds, for `pyps_client.data.Portions`."""
         self.join()
         return self._rounds
-
-    def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
-        if not self.finished:
-            yield from itertools.takewhile(lambda _: not self.finished, batches)
-
-    def report(self, **scalars: float) -> None:
-        """Send figures of this worker, such as loss=0.3, with its next heartbeat, for `pyps status`."""
-        self.join()
-        self._remote.report(**scalars)
-
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return the model's state dict with the servers' present values, without this worker's steps since."""
-        self.join()
-        return self._remote.snapshot()
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Push the delta so far, unless the cause is "failed", and leave the run. A second call does nothing.
