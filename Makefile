@@ -24,7 +24,7 @@ help: ## List the targets
 install: $(STAMP) ## Make .venv with the pinned versions of everything
 
 # Redone when what is installed would change; Python files need nothing, the installation is editable.
-$(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+$(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt client/CMakeLists.txt $(wildcard csrc/*)
 	@test -n "$(PYTHON)" || { echo "pyps needs Python 3.11 or later with its venv module; none is on the PATH (set PYTHON=/path/to/python3.11)." >&2; exit 1; }
 	@command -v g++ >/dev/null || command -v c++ >/dev/null || { echo "pyps needs a C++20 compiler for its kernels; g++ is not on the PATH (on Debian: apt-get install g++)." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -80,7 +80,7 @@ experiments: $(STAMP) ## Repeat the papers' results in virtual time: tables, ver
 wheel: $(STAMP) ## Build the wheels of both distributions into dist/ (PYTHONS="python3.11 python3.12": pyps for each)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheel
 	rm -rf dist build/wheels
-	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir dist ./client
+	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir build/wheels ./client
 	@for python in $(PYTHONS); do (set -x; $(BIN)/python -m pip --python "$$python" wheel --quiet --no-cache-dir \
 		--build-constraint constraints.txt --no-deps --wheel-dir build/wheels .) || exit; done
 	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --only-plat --wheel-dir dist build/wheels/*.whl

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "processor.h"
+
 namespace pyps {
 
 extern const Kernels kernels_baseline;
@@ -17,9 +19,8 @@ namespace {
 std::vector<const Kernels*> available_tables() {
   std::vector<const Kernels*> tables = {&kernels_baseline};
 #ifdef PYPS_HAS_AVX
-  if (__builtin_cpu_supports("avx2")) tables.push_back(&kernels_avx2);
-  // The kernels need no VBMI2, but processors without it slow down over vectors of 512 bits.
-  if (__builtin_cpu_supports("avx512vbmi2")) tables.push_back(&kernels_avx512);
+  if (has_avx2()) tables.push_back(&kernels_avx2);
+  if (has_avx512()) tables.push_back(&kernels_avx512);
 #endif
   return tables;
 }

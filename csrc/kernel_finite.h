@@ -56,9 +56,11 @@ std::ptrdiff_t first_non_finite_in(const Byte* encoded, std::size_t count) {
     }
   } else {
     for (std::size_t start = 0; start < count; start += C::block) {
+      const Byte* block = encoded + C::bytes_of(start);
+      if (C::surely_finite(block)) continue;
       float values[C::block];
       const std::size_t size = count - start < C::block ? count - start : C::block;
-      C::decode(values, encoded + C::bytes_of(start), size);
+      decode_block<C>(values, block, size);
       const auto found = first_non_finite_in<Float32>(reinterpret_cast<const Byte*>(values), size);
       if (found >= 0) return static_cast<std::ptrdiff_t>(start) + found;
     }

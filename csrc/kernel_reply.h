@@ -18,7 +18,7 @@ namespace {
 
 // Elements that are summed, applied and written to the reply at a time: they fit the nearest cache,
 // together with the same elements of the arrays.
-constexpr std::size_t block_max = 512;
+constexpr std::size_t block_max = 1024;
 
 // Replies of at least this size are stored past the caches, which have no room for them and the
 // arrays: a store into a cache would first read the line from memory.

@@ -64,11 +64,9 @@ void sum_encoded(float* sum, const Gradient& gradient, std::size_t start, std::s
         sum_loop<adds, C>(sum + at, encoded + at * word_size, factor, size);
       });
     } else {
-      for_each_block<C>(count, [=](std::size_t at, std::size_t size) {
-        float values[C::block];
-        C::decode(values, encoded + C::bytes_of(at), size);
-        sum_loop<adds, Float32>(sum + at, reinterpret_cast<const Byte*>(values), factor, size);
-      });
+      float values[block_max];
+      decode_all<C>(values, encoded, count);
+      sum_loop<adds, Float32>(sum, reinterpret_cast<const Byte*>(values), factor, count);
     }
   });
 }
@@ -102,31 +100,33 @@ class BlockSource {
   // unless all of them were left out.
   template <class Update>
   void with_block(std::size_t start, std::size_t count, Update update) {
+    float factor = 1.0f;
     if (gradients_.num > 1) {
       if (!sum(start, count)) return;
-      const Byte* words = reinterpret_cast<const Byte*>(sum_);
-      update(Float32{}, words, words, 1.0f);
-      return;
-    }
-    const Gradient& only = gradients_.first[0];
-    const bool guarded = gradients_.guarded;
-    if (guarded && !copy_.copy(only, start, count)) {
-      left_out_ += count;
-      return;
-    }
-    with_codec(only.codec, [&](auto c) {
-      using C = decltype(c);
-      const Byte* theirs = static_cast<const Byte*>(only.payload) + C::bytes_of(start);
-      const Byte* encoded = guarded ? copy_.words : theirs;
-      if constexpr (is_words<C>) {
-        update(c, encoded, theirs + (guarded ? guarded_distance : update_distance), only.factor);
-      } else {
-        static_assert(block_max % C::block == 0 && C::bytes_of(block_max) <= sizeof copy_.words);
-        decode_all<C>(sum_, encoded, count);
-        const Byte* numbers = reinterpret_cast<const Byte*>(sum_);
-        update(Float32{}, numbers, numbers, only.factor);
+    } else {
+      const Gradient& only = gradients_.first[0];
+      const bool guarded = gradients_.guarded;
+      if (guarded && !copy_.copy(only, start, count)) {
+        left_out_ += count;
+        return;
       }
-    });
+      factor = only.factor;
+      const bool updated = with_codec(only.codec, [&](auto c) {
+        using C = decltype(c);
+        const Byte* theirs = static_cast<const Byte*>(only.payload) + C::bytes_of(start);
+        const Byte* encoded = guarded ? copy_.words : theirs;
+        if constexpr (is_words<C>) {
+          update(c, encoded, theirs + (guarded ? guarded_distance : update_distance), factor);
+        } else {
+          static_assert(block_max % C::block == 0 && C::bytes_of(block_max) <= sizeof copy_.words);
+          decode_all<C>(sum_, encoded, count);
+        }
+        return is_words<C>;
+      });
+      if (updated) return;
+    }
+    const Byte* words = reinterpret_cast<const Byte*>(sum_);
+    update(Float32{}, words, words, factor);
   }
 
  private:

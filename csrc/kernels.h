@@ -11,21 +11,10 @@
 
 #include <cstddef>
 
+#include "codecs.h"
 #include "vectors.h"
 
 namespace pyps {
-
-// How numbers are encoded on the wire, little-endian: a number of the wire contract.
-// kernel_codecs.h defines each.
-enum class Codec : int { float32 = 1, float16 = 2, bfloat16 = 3 };
-
-struct CodecTraits {
-  Codec codec;
-  const char* name;
-  std::size_t (*bytes_of)(std::size_t count);
-  char
-      format;  // Python's type of one number (bfloat16's bits are integers); 0 where there is none.
-};
 
 // One gradient of an update's sum. The payload may begin at any byte.
 struct Gradient {
@@ -99,6 +88,8 @@ struct Kernels {
   // against.
   void (*bandwidth)(float* const* arrays, std::size_t num_arrays, const void* gradient,
                     std::size_t count);
+
+  CodecKernels codings;
 
   VectorKernels vectors;
 };

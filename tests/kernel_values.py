@@ -12,6 +12,8 @@ from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 
 # Those of CMakeLists.txt.
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+# The native codecs that write each number by itself.
+WORDS = (FLOAT32, FLOAT16, BFLOAT16)
 # The last is beyond what the kernels fetch ahead, and beyond the bytes from which they write past the caches.
 LENGTHS = [0, 1, 7, 8, 9, 4097, 140_003]
 

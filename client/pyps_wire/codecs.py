@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyps_wire import native
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 if TYPE_CHECKING:
@@ -168,6 +169,43 @@ class BlockCodec(Codec):
     # The numbers of a block.
     block: int
 
+    def encode(self, values: NDArray[np.float32]) -> memoryview:
+        if native.functions is None:
+            return self._encode(values)
+        payload = np.empty(self.max_bytes(values.size), np.uint8)
+        native.functions.encode(payload.ctypes.data, native.address(values), self, values.size)
+        return payload.data
+
+    def encode_feedback(
+        self, values: NDArray[np.float32], residual: NDArray[np.float32], lost: NDArray[np.float32]
+    ) -> memoryview:
+        if native.functions is None:
+            return super().encode_feedback(values, residual, lost)
+        payload = np.empty(self.max_bytes(values.size), np.uint8)
+        arrays = [native.address(each) for each in (values, residual, lost)]
+        native.functions.encode_feedback(payload.ctypes.data, *arrays[:2], self.feedback, arrays[2], self, values.size)
+        return payload.data
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        self.require_count(payload, place.size)
+        if native.functions is None:
+            self._decode_into(payload, place)
+        else:
+            native.functions.decode(native.address(place), native.address_of_bytes(payload), self, place.size)
+
+    def add_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        if native.functions is None:
+            super().add_into(payload, place)
+            return
+        self.require_count(payload, place.size)
+        native.functions.add(native.address(place), native.address_of_bytes(payload), self, place.size)
+
+    def _encode(self, values: NDArray[np.float32]) -> memoryview:
+        raise NotImplementedError
+
+    def _decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        raise NotImplementedError
+
     def fits(self, num_bytes: int, count: int) -> bool:
         return num_bytes == self.max_bytes(count)
 
@@ -209,7 +247,7 @@ class Int8(_ScaledCodec):
 
     limit = 127.0
 
-    def encode(self, values: NDArray[np.float32]) -> memoryview:
+    def _encode(self, values: NDArray[np.float32]) -> memoryview:
         exponents, finite, scaled = self._scaled(values)
         payload = np.empty((len(scaled), 1 + self.block), np.uint8)
         payload[:, 0] = exponents
@@ -217,8 +255,7 @@ class Int8(_ScaledCodec):
         payload[:, 1:] = numbers.astype(np.int8).view(np.uint8)
         return payload.reshape(-1)[: self.max_bytes(values.size)].data
 
-    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        self.require_count(payload, place.size)
+    def _decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         whole = np.zeros(-(-place.size // self.block) * (1 + self.block), np.uint8)
         whole[: memoryview(payload).nbytes] = np.frombuffer(memoryview(payload), np.uint8)
         blocks = whole.reshape(-1, 1 + self.block)
@@ -242,7 +279,7 @@ class Int4(_ScaledCodec):
     _BORDERS = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
     _BORDERS[::2] = np.nextafter(_BORDERS[::2], np.float32(np.inf))
 
-    def encode(self, values: NDArray[np.float32]) -> memoryview:
+    def _encode(self, values: NDArray[np.float32]) -> memoryview:
         exponents, finite, scaled = self._scaled(values)
         codes = np.searchsorted(self._BORDERS, np.abs(scaled), side="right").astype(np.uint8)
         codes = np.where(finite[:, None], codes | np.signbit(scaled).view(np.uint8) << 3, np.uint8(1))
@@ -251,11 +288,11 @@ class Int4(_ScaledCodec):
         payload[:, 1:] = codes[:, :16] | codes[:, 16:] << 4
         return payload.reshape(-1).data
 
-    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        self.require_count(payload, place.size)
+    def _decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         blocks = np.frombuffer(memoryview(payload), np.uint8).reshape(-1, 1 + self.block // 2)
         codes = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
-        numbers = np.concatenate([self._MAGNITUDES, -self._MAGNITUDES])[codes]
+        # -0 is written as 8, and read as 0.
+        numbers = np.concatenate([self._MAGNITUDES, 0 - self._MAGNITUDES])[codes]
         with np.errstate(invalid="ignore", over="ignore"):
             place[:] = (numbers * self._scales(blocks[:, :1])).reshape(-1)[: place.size]
 
@@ -264,13 +301,13 @@ class OneBit(BlockCodec):
     """Blocks of 1,024 numbers: the mean of those >= 0 and the mean of those < 0 as bfloat16, and a bit each (Seide et
     al. 2014).
 
-    Bit k of the 32-bit word j is 1 where number 32 * k + j is < 0. Sums are float64, number i in lane i modulo 16, the
-    lanes added in order: one value wherever it is computed.
+    Bit k of the 32-bit word j is 1 where number 32 * k + j is < 0. Sums are float32, number i in lane i modulo 32; the
+    lanes are added in order in float64: one value wherever it is computed.
     """
 
     block = 1024
 
-    def encode(self, values: NDArray[np.float32]) -> memoryview:
+    def _encode(self, values: NDArray[np.float32]) -> memoryview:
         blocks = self._blocks(values)
         negative = blocks < 0
         counts = np.full(len(blocks), self.block)
@@ -285,9 +322,9 @@ class OneBit(BlockCodec):
 
     def _means(self, blocks: NDArray[np.float32], counts: NDArray[np.intp]) -> NDArray[np.uint16]:
         """Return the mean of each block's numbers, of which so many count, as bits of bfloat16."""
-        lanes, sums = np.zeros((len(blocks), 16)), np.zeros(len(blocks))
+        lanes, sums = np.zeros((len(blocks), 32), np.float32), np.zeros(len(blocks))
         with np.errstate(invalid="ignore", over="ignore"):
-            for numbers in np.moveaxis(blocks.reshape(-1, 64, 16), 1, 0):
+            for numbers in np.moveaxis(blocks.reshape(-1, 32, 32), 1, 0):
                 lanes += numbers
             for lane in lanes.T:
                 sums += lane
@@ -296,8 +333,7 @@ class OneBit(BlockCodec):
         means[np.isnan(means)] = np.nan
         return np.frombuffer(BFLOAT16.encode(means), np.uint16)
 
-    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        self.require_count(payload, place.size)
+    def _decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         blocks = np.frombuffer(memoryview(payload), np.uint8).reshape(-1, 4 + self.block // 8)
         levels = BFLOAT16.decode(blocks[:, :4].tobytes(), 2 * len(blocks)).reshape(-1, 2)
         words = np.frombuffer(blocks[:, 4:].tobytes(), "<u4").reshape(-1, 1, 32)

@@ -121,5 +121,5 @@ def test_the_wheel_holds_every_module_and_the_type_markers(tmp_path):
         for path in (client / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert held == sources
+    assert held - {"pyps_wire/_codecs.so"} == sources
     assert {"pyps_wire/py.typed", "pyps_client/py.typed"} <= held

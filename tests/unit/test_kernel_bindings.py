@@ -117,7 +117,7 @@ REFUSED_GRADIENTS = [
     (bytes(17), 1, ValueError, "17 bytes; 4 values of float32 take 16"),
     (bytes(16), 2, ValueError, "16 bytes; 4 values of float16 take 8"),
     (bytes(16), 0, ValueError, "codec is 0; expected float32"),
-    (bytes(16), 4, ValueError, "codec is 4; expected float32"),
+    (bytes(16), 44, ValueError, "codec is 44; expected float32"),
 ]
 
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import kernel_values
-from kernel_values import apply, assert_refused, at_offset, payload_of, wide_values
+from kernel_values import WORDS, apply, assert_refused, at_offset, payload_of, wide_values
 from pyps import _kernels
-from pyps.core.gradient import NATIVE
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
@@ -18,9 +17,9 @@ from support import wait_until
 
 F = np.float32
 # The last is long enough for its reply to go past the caches.
-LENGTHS = [0, 1, 7, 8, 9, 511, 512, 513, 4097, 200_003]
-BLOCK = 512
-CASES = list(product(NATIVE, LENGTHS))
+LENGTHS = [0, 1, 7, 8, 9, 1023, 1024, 1025, 4097, 200_003]
+BLOCK = 1024
+CASES = list(product(WORDS, LENGTHS))
 
 instruction_set = kernel_values.instruction_set
 
@@ -101,7 +100,7 @@ def test_a_guarded_update_of_finite_numbers_is_the_same():
 
 def test_a_block_that_is_not_finite_is_left_out():
     length, bad, skipped = 3 * BLOCK + 100, BLOCK + 7, slice(BLOCK, 2 * BLOCK)
-    for codec, value in product(NATIVE, (np.nan, np.inf, -np.inf)):
+    for codec, value in product(WORDS, (np.nan, np.inf, -np.inf)):
         values = wide_values(length, 2)
         values[bad] = value
         gradients = [(_kernels.encode(values, codec), codec, 1.0)]

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import kernel_values
-from kernel_values import LENGTHS, NUMBERS, apply, at_offset, bits, decode_reference, payload_of, wide_values
+from kernel_values import LENGTHS, NUMBERS, WORDS, apply, at_offset, bits, decode_reference, payload_of, wide_values
 from pyps import _kernels
-from pyps.core.gradient import NATIVE
 from pyps.core.rules import RULES
 from pyps_wire.codecs import FLOAT16, FLOAT32
 
@@ -110,18 +109,18 @@ def check(case, gradients_of, *, length, weight_decay=0.0, updates=2):
 
 
 def test_one_gradient_equals_the_formula():
-    for case, codec, length in product(CASES, NATIVE, LENGTHS):
+    for case, codec, length in product(CASES, WORDS, LENGTHS):
         check(case, lambda update, n=length, c=codec: [(payload_of(n, c, 2 + update), c, 1.0)], length=length)
 
 
 def test_factor_and_weight_decay_equal_the_formula():
-    for case, codec, length in product(CASES, NATIVE, [1, 9, 4097]):
+    for case, codec, length in product(CASES, WORDS, [1, 9, 4097]):
         gradients = [[(payload_of(length, codec, 2 + update), codec, 0.3)] for update in range(2)]
         check(case, gradients.__getitem__, length=length, weight_decay=0.013)
 
 
 def test_several_gradients_are_summed_in_their_order():
-    codecs, factors = [*NATIVE, FLOAT16], [0.3, 1.0, -0.7, 1 / 3]
+    codecs, factors = [*WORDS, FLOAT16], [0.3, 1.0, -0.7, 1 / 3]
     for length in [0, 1, 7, 8, 9, 31, 1023, 1024, 1025, 4097, 100_003]:
         gradients = [
             [
@@ -135,7 +134,7 @@ def test_several_gradients_are_summed_in_their_order():
 
 
 def test_a_gradient_may_begin_at_any_byte():
-    for codec, length, offset in product(NATIVE, [1, 9, 4097], range(8)):
+    for codec, length, offset in product(WORDS, [1, 9, 4097], range(8)):
         payload = payload_of(length, codec, 2)
         gradient = at_offset(payload, offset), codec, 1.0
         other = at_offset(payload, (offset + 3) % 8), codec, 0.5

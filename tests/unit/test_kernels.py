@@ -7,6 +7,7 @@ import numpy as np
 import kernel_values
 from kernel_values import (
     LENGTHS,
+    WORDS,
     around_all_halves,
     at_offset,
     bits,
@@ -17,7 +18,6 @@ from kernel_values import (
     wide_values,
 )
 from pyps import _kernels
-from pyps.core.gradient import NATIVE
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 
 instruction_set = kernel_values.instruction_set
@@ -42,7 +42,7 @@ def test_every_16_bit_pattern_decodes_exactly():
 
 
 def test_decoding_restores_what_was_encoded():
-    for codec, length in product(NATIVE, LENGTHS):
+    for codec, length in product(WORDS, LENGTHS):
         payload, values = payload_of(length, codec, 1), np.empty(length, np.float32)
 
         _kernels.decode(payload, codec, values)
@@ -52,7 +52,7 @@ def test_decoding_restores_what_was_encoded():
 
 
 def test_encode_rounds_to_nearest_even():
-    for codec, length in product(NATIVE, LENGTHS):
+    for codec, length in product(WORDS, LENGTHS):
         values = np.random.default_rng(7).integers(0, 2**32, length, dtype=np.uint32).view(np.float32)
         values[np.isnan(values)] = 0
 
@@ -69,7 +69,7 @@ def test_encode_rounds_right_next_to_every_16_bit_value_and_every_tie():
 def test_nan_stays_nan_and_keeps_its_sign():
     patterns = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF]
     values = np.array(patterns * 3, np.uint32).view(np.float32)
-    for codec in NATIVE:
+    for codec in WORDS:
         decoded = np.empty_like(values)
         _kernels.decode(_kernels.encode(values, codec), codec, decoded)
 
@@ -78,12 +78,12 @@ def test_nan_stays_nan_and_keeps_its_sign():
 
 
 def test_finite_values_pass_the_guard():
-    for codec, length in product(NATIVE, LENGTHS):
+    for codec, length in product(WORDS, LENGTHS):
         assert _kernels.first_non_finite(payload_of(length, codec, 1), codec, length) == -1, (codec, length)
 
 
 def test_the_guard_agrees_with_numpy_on_every_pattern():
-    for codec in NATIVE:
+    for codec in WORDS:
         halves = np.arange(65536, dtype=np.uint32)
         patterns = (halves << 16).tobytes() if codec == FLOAT32 else ALL_HALVES
         size = len(patterns) // 65536
@@ -100,7 +100,7 @@ def test_the_guard_agrees_with_numpy_on_every_pattern():
 
 def test_the_guard_finds_the_first_of_several():
     lengths, wrong = (1, 7, 8, 9, 4095, 4096, 4097, 10_000), (np.nan, np.inf, -np.inf)
-    for codec, length, value in product(NATIVE, lengths, wrong):
+    for codec, length, value in product(WORDS, lengths, wrong):
         for index in {0, length // 2, length - 1}:
             values = wide_values(length, 1)
             values[[index, -1]] = value

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pyps.core.gradient import NATIVE, Extent, PayloadKind
+from kernel_values import WORDS
+from pyps.core.gradient import Extent, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.rules import RULES
 from pyps.core.store import PendingBudget
@@ -71,7 +72,7 @@ def test_a_payload_is_read_in_its_own_codec_wherever_it_lies_in_a_message_and_cl
         FLOAT16: np.array([3.0, 4.0], np.float16).tobytes(),
         BFLOAT16: (floats(3.0, 4.0).view(np.uint32) >> 16).astype(np.uint16).tobytes(),
     }
-    assert set(payloads) == set(NATIVE)
+    assert set(payloads) == set(WORDS)
     for codec, payload in payloads.items():
         for clip_norm, expected in ((0.0, [-3.0, 0.0, 0.0, -4.0]), (2.5, [-1.5, 0.0, 0.0, -2.0])):
             shard = make_shard([0.0] * 4, behaviour=make_behaviour(clip_norm=clip_norm))

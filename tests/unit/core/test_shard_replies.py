@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kernel_values import WORDS
 from pyps import _kernels
 from pyps.core import shard as shard_module
 from pyps.core.arrays import Floats
-from pyps.core.gradient import NATIVE, Extent, Finding, Gradient, Reply, scan
+from pyps.core.gradient import Extent, Finding, Gradient, Reply, scan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
@@ -78,7 +79,7 @@ class Meddling(Log):
 
 
 def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer():
-    for rule, codec in itertools.product(("sgd", "adagrad", "adam"), NATIVE):
+    for rule, codec in itertools.product(("sgd", "adagrad", "adam"), WORDS):
         alone, shard = (make_shard(np.linspace(-1, 1, 777), rule=rule) for _ in range(2))
         for sequence in range(2):
             pushed = gradient(np.linspace(0.1, 2, 777), sequence=sequence, base_version=sequence)

@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
+from kernel_values import WORDS
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import NATIVE, Extent, PayloadKind, Reply
+from pyps.core.gradient import Extent, PayloadKind, Reply
 from pyps.core.protocols.base import Contribution, Part
 from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
@@ -134,7 +135,7 @@ def test_a_reply_holds_what_the_whole_update_made():
         "nothing": [part([], kind=PayloadKind.NOTHING)],
     }
     settled = validate("sgd", {"learning_rate": 1.0})
-    for (name, parts), codec in itertools.product(cases.items(), NATIVE):
+    for (name, parts), codec in itertools.product(cases.items(), WORDS):
         parameters = floats(7.0, 8.0, 9.0)
         rule = RULES["sgd"].bind(parameters, {}, settled)
         buffer = bytearray(3 + 4 * 3)

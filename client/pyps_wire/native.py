@@ -1,0 +1,59 @@
+"""Codecs in C++ (csrc/worker_library.cpp) for encodings whose numbers share bytes. Without them numpy serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from ctypes import CDLL, CFUNCTYPE, POINTER, Structure, c_float, c_int, c_size_t, c_void_p
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from pyps_wire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+
+class _Table(Structure):
+    """CodecKernels of csrc/codecs.h. A call releases the GIL."""
+
+    _fields_: ClassVar = [
+        ("encode", CFUNCTYPE(None, c_void_p, c_void_p, c_int, c_size_t)),
+        ("decode", CFUNCTYPE(None, c_void_p, c_void_p, c_int, c_size_t)),
+        ("add", CFUNCTYPE(None, c_void_p, c_void_p, c_int, c_size_t)),
+        ("encode_feedback", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int, c_size_t)),
+        ("encode_difference", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_size_t)),
+    ]
+
+
+def load(isa: str = "") -> Any:
+    """Return the functions for an instruction set, the widest by default; None where they are not available."""
+    spec = find_spec("pyps_wire._codecs")
+    if spec is None or spec.origin is None:
+        logging.getLogger("pyps_client").debug("pyps_wire/_codecs.so was not built: numpy encodes, which takes longer")
+        return None
+    library = CDLL(spec.origin)
+    library.pyps_codings.restype = POINTER(_Table)
+    tables = {name: library.pyps_codings(number) for number, name in enumerate(INSTRUCTION_SETS)}
+    available = [table for name, table in tables.items() if table and isa in ("", name)]
+    return available[-1].contents if available else None
+
+
+# What codecs call; None: numpy.
+functions = load(os.environ.get("PYPS_ISA", ""))
+
+
+def address(values: NDArray[np.float32]) -> int:
+    """Return where contiguous float32 values lie. Raises InvalidArgument for others."""
+    if values.dtype != np.float32 or not values.flags.c_contiguous:
+        raise InvalidArgument(f"a codec takes a contiguous float32 array, not {values.dtype} {values.strides}")
+    return values.ctypes.data
+
+
+def address_of_bytes(payload: Buffer) -> int:
+    return np.frombuffer(memoryview(payload), np.uint8).ctypes.data

@@ -1,0 +1,24 @@
+// The library that pyps_wire/native.py loads: plain C, so that one build serves all Pythons.
+
+#include "codecs.h"
+#include "processor.h"
+
+namespace pyps {
+
+extern const CodecKernels codings_baseline;
+#ifdef PYPS_HAS_AVX
+extern const CodecKernels codings_avx2;
+extern const CodecKernels codings_avx512;
+#endif
+
+}  // namespace pyps
+
+// The table of an instruction set, from the narrowest on; null where the processor lacks it.
+extern "C" __attribute__((visibility("default"))) const pyps::CodecKernels* pyps_codings(int isa) {
+  if (isa == 0) return &pyps::codings_baseline;
+#ifdef PYPS_HAS_AVX
+  if (isa == 1 && pyps::has_avx2()) return &pyps::codings_avx2;
+  if (isa == 2 && pyps::has_avx512()) return &pyps::codings_avx512;
+#endif
+  return nullptr;
+}

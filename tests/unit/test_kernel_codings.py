@@ -1,0 +1,104 @@
+"""Codecs whose numbers share bytes: the servers' kernels and the workers' library give numpy's bits."""
+
+import numpy as np
+import pytest
+
+import kernel_values
+from kernel_values import LENGTHS, apply, assert_refused, at_offset, bits, wide_values
+from pyps import _kernels
+from pyps_wire import native
+from pyps_wire.codecs import INT4, INT8, ONEBIT
+from pyps_wire.errors import InvalidArgument
+
+F = np.float32
+BLOCKS = (INT8, INT4, ONEBIT)
+
+instruction_set = kernel_values.instruction_set
+
+
+@pytest.fixture(autouse=True)
+def numpy_alone(monkeypatch):
+    """Lets codecs be numpy's, the reference."""
+    monkeypatch.setattr(native, "functions", None)
+
+
+def cases():
+    for length in (*LENGTHS, 31, 32, 33, 1023, 1024, 1025):
+        values = wide_values(length, 1)
+        yield values
+        if length not in (33, 1025):
+            continue
+        # Ties of int4 and int8, subnormal numbers, the largest, and what is not finite.
+        yield np.resize(np.array([7, 0.25, -0.75, 1.25, 2.5, 3.5, 5, 0.0, -0.0], F), length)
+        yield np.resize(np.array([127, 0.5, -1.5, 2.5, 63.5], F), length)
+        yield values * F(2.0**-135)
+        yield np.resize(np.array([3.4e38, -1e38, 0, 3e38], F), length)
+        for wrong in (np.nan, np.inf, -np.inf):
+            broken = values.copy()
+            broken[length // 2 : length // 2 + 1] = wrong
+            yield broken
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+def test_kernels_encode_and_decode_to_numpys_bits(codec):
+    for values in cases():
+        payload = bytes(codec.encode(values))
+        assert _kernels.encode(values, codec) == payload, values
+        decoded, expected = np.empty_like(values), np.empty_like(values)
+        _kernels.decode(at_offset(payload, 3), codec, decoded)
+        codec.decode_into(payload, expected)
+        numbers = ~np.isnan(expected)
+        np.testing.assert_array_equal(bits(decoded)[numbers], bits(expected)[numbers])
+        assert np.isnan(decoded[~numbers]).all()
+        found = _kernels.first_non_finite(payload, codec, values.size)
+        assert found == (-1 if np.isfinite(expected).all() else int(np.argmin(np.isfinite(expected))))
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+def test_a_difference_is_added_to_what_was_held_as_numpy_adds_it(codec):
+    for length in LENGTHS:
+        values, held = wide_values(length, 1), wide_values(length, 2)
+        expected = held.copy()
+        payload = codec.encode(values - held)
+        expected += codec.decode(payload, length)
+        assert _kernels.encode_difference(values, held, codec) == payload
+        np.testing.assert_array_equal(bits(held), bits(expected))
+    assert_refused(lambda: _kernels.encode_difference(values, values, codec), ValueError, "overlap")
+    assert_refused(lambda: _kernels.encode_difference(values, held, 1), ValueError, "whose numbers share bytes")
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+def test_an_update_equals_that_of_the_decoded_numbers(codec):
+    for length in LENGTHS:
+        gradients = [(codec.encode(wide_values(length, seed)), codec, 0.3) for seed in (1, 2)]
+        decoded = [(codec.decode(payload, length).data, 1, factor) for payload, _, factor in gradients]
+        for num in (1, 2):
+            arrays, expected = (np.ones((2, length), F) for _ in range(2))
+            apply("adagrad", *arrays, gradients[:num])
+            apply("adagrad", *expected, decoded[:num])
+            np.testing.assert_array_equal(bits(arrays), bits(expected))
+
+
+@pytest.mark.skipif(native.load() is None, reason="pyps-client was installed without a compiler")
+@pytest.mark.parametrize("codec", BLOCKS)
+def test_the_workers_library_gives_numpys_bits(codec, instruction_set, monkeypatch):
+    def results(values):
+        lost, sums = np.zeros_like(values), values.copy()
+        payload = codec.encode_feedback(values, sums[::-1].copy(), lost)
+        codec.add_into(payload, sums)
+        return payload.tobytes(), codec.encode(values).tobytes(), codec.decode(payload, values.size), lost, sums
+
+    for values in cases():
+        with np.errstate(all="ignore"), monkeypatch.context() as patch:
+            expected = results(values)
+            patch.setattr(native, "functions", native.load(instruction_set))
+            found = results(values)
+        assert found[:2] == expected[:2], values
+        for mine, theirs in zip(found[2:], expected[2:], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_the_workers_library_refuses_what_is_no_contiguous_float32():
+    for values in (np.ones(3), np.ones((4, 4), F)[:, ::2]):
+        with pytest.raises(InvalidArgument, match="contiguous float32"):
+            native.address(values)
