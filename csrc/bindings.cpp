@@ -71,26 +71,6 @@ py::bytes encode(py::handle values, int codec_number) {
   return encoded;
 }
 
-py::bytes encode_difference(py::handle values, py::handle held, int codec_number) {
-  const CodecTraits& codec = to_codec(codec_number);
-  if (codec.format != '\0') {
-    throw py::value_error("codec is " + std::string(codec.name) +
-                          "; expected one whose numbers share bytes");
-  }
-  const Floats v(values, "values", Access::read);
-  const Floats h(held, "held", Access::write);
-  v.require_count(h);
-  h.require_apart(v);
-  unsigned char* out = nullptr;
-  py::bytes encoded = new_bytes(codec.bytes_of(v.count()), &out);
-  const Kernels& table = kernels();
-  {
-    const GilReleased without_gil(v.count());
-    table.codings.encode_difference(out, v.data(), h.mutable_data(), codec.codec, v.count());
-  }
-  return encoded;
-}
-
 py::tuple summary(py::handle values) {
   const Floats v(values, "values", Access::read);
   const Kernels& table = kernels();
@@ -248,8 +228,6 @@ PYBIND11_MODULE(_kernels, module) {
              "Writes the encoded values as float32 into `out`.");
   module.def("encode", &pyps::encode, arg("values"), arg("codec"),
              "Returns the values encoded, rounded to nearest, ties to even.");
-  module.def("encode_difference", &pyps::encode_difference, arg("values"), arg("held"),
-             arg("codec"), "Returns values - held encoded, and adds to held what that decodes to.");
   module.def("summary", &pyps::summary, arg("values"),
              "Returns (sum of squares in float64, min, max); min and max pass over NaN.");
 

@@ -76,9 +76,6 @@ def decode(gradient: Buffer, codec: int, out: Floats) -> None:
 def encode(values: Floats, codec: int) -> bytes:
     """Return the values encoded, rounded to nearest, ties to even; NaN stays NaN."""
 
-def encode_difference(values: Floats, held: Floats, codec: int) -> bytes:
-    """Return values - held encoded, and add to held what that decodes to. For codecs whose numbers share bytes."""
-
 def summary(values: Floats) -> tuple[float, float, float]:
     """Return (sum of squares in float64, min, max).
 

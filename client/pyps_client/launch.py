@@ -322,8 +322,8 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
         kind, choices = (get_args(hints[name]) or (hints[name],))[0], _CHOICES.get(name, (text,))
         expected = f"one of {', '.join(choices)}" if name in _CHOICES else _TEXTS.get(kind)
         try:
-            # `index` raises ValueError for what is not among them.
-            choices.index(text)
+            # `index` raises ValueError for what is not among them. `_check` sees to a codec's setting.
+            choices.index(text.partition(":")[0] if name in _CHOICES else text)
             settings[name] = (_YES + _NO).index(text.lower()) < len(_YES) if kind is bool else kind(text)
         except ValueError:
             raise InvalidArgument(f"{variable} is {text!r}; expected {expected}.") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from operator import mul
@@ -23,6 +24,8 @@ class Codec(int):
     """An encoding of numbers. As an integer it is its number in the contract."""
 
     name: str
+    # The name with the setting, if it has one.
+    text: str
     # Returns the most bytes that so many numbers take. No method, since it is called for every message.
     max_bytes: Callable[[int], int]
     # numpy's type, if each number is written alone, as a word of fixed size: only such a payload may be split at any
@@ -40,8 +43,12 @@ class Codec(int):
     def __new__(cls, number: int, name: str, max_bytes: Callable[[int], int]) -> Self:
         """`number`: the value in the contract's enum Codec."""
         codec = super().__new__(cls, number)
-        codec.name, codec.max_bytes = name, max_bytes
+        codec.name, codec.text, codec.max_bytes = name, name, max_bytes
         return codec
+
+    def with_setting(self, text: str) -> Self:
+        """Return the codec with another setting, "ratio=0.01": the encoder's alone. Raises InvalidArgument."""
+        raise InvalidArgument(f"codec {self.name} has no settings, but {text!r} was given")
 
     def __repr__(self) -> str:
         return self.name
@@ -186,6 +193,14 @@ class BlockCodec(Codec):
         native.functions.encode_feedback(payload.ctypes.data, *arrays[:2], self.feedback, arrays[2], self, values.size)
         return payload.data
 
+    def encode_difference(self, values: NDArray[np.float32], held: NDArray[np.float32]) -> memoryview:
+        if native.functions is None:
+            return super().encode_difference(values, held)
+        payload = np.empty(self.max_bytes(values.size), np.uint8)
+        arrays = [native.address(each) for each in (values, held)]
+        native.functions.encode_difference(payload.ctypes.data, *arrays, self, values.size)
+        return payload.data
+
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         self.require_count(payload, place.size)
         if native.functions is None:
@@ -314,24 +329,12 @@ class OneBit(BlockCodec):
         counts[-1:] -= blocks.size - values.size
         num_negative = negative.sum(axis=1)
         payload = np.empty((len(blocks), 2 + self.block // 16), np.uint16)
-        payload[:, 0] = self._means(np.where(negative, np.float32(0.0), blocks), counts - num_negative)
-        payload[:, 1] = self._means(np.where(negative, blocks, np.float32(0.0)), num_negative)
+        for side, num in enumerate((counts - num_negative, num_negative)):
+            sums = _lane_sums(np.where(negative == side, blocks, np.float32(0.0)))
+            payload[:, side] = _levels(sums / np.maximum(num, 1))
         bits = negative.reshape(-1, 32, 32).astype(np.uint32) << np.arange(32, dtype=np.uint32)[:, None]
         payload[:, 2:] = np.bitwise_or.reduce(bits, axis=1).view(np.uint16)
         return payload.reshape(-1).view(np.uint8).data
-
-    def _means(self, blocks: NDArray[np.float32], counts: NDArray[np.intp]) -> NDArray[np.uint16]:
-        """Return the mean of each block's numbers, of which so many count, as bits of bfloat16."""
-        lanes, sums = np.zeros((len(blocks), 32), np.float32), np.zeros(len(blocks))
-        with np.errstate(invalid="ignore", over="ignore"):
-            for numbers in np.moveaxis(blocks.reshape(-1, 32, 32), 1, 0):
-                lanes += numbers
-            for lane in lanes.T:
-                sums += lane
-            means = (sums / np.maximum(counts, 1)).astype(np.float32)
-        # Processors differ in the sign of NaN.
-        means[np.isnan(means)] = np.nan
-        return np.frombuffer(BFLOAT16.encode(means), np.uint16)
 
     def _decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         blocks = np.frombuffer(memoryview(payload), np.uint8).reshape(-1, 4 + self.block // 8)
@@ -386,26 +389,223 @@ class Delta(Codec):
         place[flat[: place.size]] = np.frombuffer(numbers.data, np.float32)
 
 
+class SparseCodec(Codec):
+    """Some numbers of each chunk of 4,096; the others decode to 0 and stay in the worker's residual.
+
+    A chunk is the number of its entries as 16 bits, its levels if it has any, the entries, and the values. An entry is
+    a byte: a number of places to pass over before the next value, or 255, to pass over 255 places without a value. What
+    is written says by itself how to read it: settings are the encoder's alone.
+    """
+
+    stateful = sparse = True
+    chunk = 4096
+    # The name of the codec's setting, its value, and the largest.
+    setting: str
+    value: float
+    value_max: float
+    # How many bfloat16 a chunk has before its entries.
+    num_levels: int
+    # The bits of a value.
+    bits: int
+
+    def __new__(cls, number: int, name: str, value: float) -> Self:
+        codec = super().__new__(cls, number, name, cls._max_bytes)
+        codec.value = value
+        codec.text = f"{name}:{cls.setting}={value:g}"
+        return codec
+
+    @classmethod
+    def _max_bytes(cls, count: int) -> int:
+        """Each number, an entry for each 255 places, and the bytes at the head and the end of a chunk."""
+        return count + -(-count * cls.bits // 8) + -(-count // cls.chunk) * (2 + 2 * cls.num_levels + 17)
+
+    def with_setting(self, text: str) -> Self:
+        name, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if name != self.setting or not 0 < number <= self.value_max:
+            raise InvalidArgument(
+                f"{self.name} has no setting {text!r}; expected {self.setting}= and a number above 0, at most "
+                f"{self.value_max:g}, as in {self.text!r}"
+            )
+        return type(self)(int(self), self.name, number)
+
+    def encode(self, values: NDArray[np.float32]) -> memoryview:
+        chunks = [self._encode(values[start : start + self.chunk]) for start in range(0, values.size, self.chunk)]
+        return memoryview(b"".join(chunks))
+
+    def _encode(self, chunk: NDArray[np.float32]) -> bytes:
+        places = self._places(chunk)
+        levels, numbers = self._written(chunk, places)
+        gaps = np.diff(places, prepend=-1) - 1
+        ends = np.cumsum(gaps // 255 + 1)
+        entries = np.full(ends[-1] if ends.size else 0, 255, np.uint8)
+        entries[ends - 1] = gaps % 255
+        return b"".join([np.uint16(entries.size).tobytes(), levels.tobytes(), entries.tobytes(), numbers.tobytes()])
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        self.require_count(payload, place.size)
+        place.fill(0.0)
+        rest = np.frombuffer(memoryview(payload), np.uint8)
+        for start in range(0, place.size, self.chunk):
+            rest = self._decode_into(rest, place[start : start + self.chunk])
+        if rest.size:
+            raise InvalidArgument(f"{rest.size} bytes follow the last chunk of a payload in {self.name}")
+
+    def _decode_into(self, rest: NDArray[np.uint8], place: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Write a chunk's values; return what follows it."""
+        num_entries = int(rest[0]) + 256 * int(rest[1]) if rest.size > 1 else 0
+        head = 2 + 2 * self.num_levels
+        entries = rest[head : head + num_entries].astype(np.intp)
+        is_value = entries < 255
+        places = (np.cumsum(entries + is_value) - 1)[is_value]
+        end = head + num_entries + -(-places.size * self.bits // 8)
+        if rest.size < max(head, end) or (places.size and places[-1] >= place.size):
+            raise InvalidArgument(
+                f"a payload in {self.name} ends within a chunk, or goes beyond the numbers of its chunk"
+            )
+        levels = BFLOAT16.decode(rest[2:head].tobytes(), self.num_levels)
+        place[places] = self._read(levels, rest[head + num_entries : end], places.size)
+        return rest[end:]
+
+    def _places(self, chunk: NDArray[np.float32]) -> NDArray[np.intp]:
+        """Return the places of the numbers that are sent: the largest magnitudes, of equal ones the first."""
+        num = max(1, round(chunk.size * self.value))
+        magnitudes = chunk.view(np.uint32) & np.uint32(0x7FFFFFFF)
+        return np.sort(np.argsort(~magnitudes, kind="stable")[:num])
+
+    def _written(self, chunk: NDArray[np.float32], places: NDArray[np.intp]) -> tuple[NDArray[np.uint16], NDArray[Any]]:
+        """Return the chunk's levels and its values, as they are written."""
+        raise NotImplementedError
+
+    def _read(self, levels: NDArray[np.float32], values: NDArray[np.uint8], count: int) -> NDArray[np.float32]:
+        raise NotImplementedError
+
+
+class TopK(SparseCodec):
+    """The share `ratio` of each chunk that is largest in magnitude, as bfloat16."""
+
+    setting, value_max = "ratio", 1.0
+    feedback = 0.95
+    num_levels, bits = 0, 16
+
+    def _written(self, chunk: NDArray[np.float32], places: NDArray[np.intp]) -> tuple[NDArray[np.uint16], NDArray[Any]]:
+        return np.empty(0, np.uint16), np.frombuffer(BFLOAT16.encode(chunk[places]), np.uint8)
+
+    def _read(self, levels: NDArray[np.float32], values: NDArray[np.uint8], count: int) -> NDArray[np.float32]:
+        return BFLOAT16.decode(values.tobytes(), count)
+
+
+class TopK2Bit(SparseCodec):
+    """The share `ratio` of each chunk that is largest in magnitude, in two bits a number.
+
+    The lower bit chooses one of two levels, the mean magnitude of the kept numbers that are at most their mean, and of
+    those above it; the upper bit is the sign. Sums are float64, in order.
+    """
+
+    setting, value_max = "ratio", 1.0
+    feedback = 0.95
+    num_levels, bits = 2, 2
+    # Of the four values of a byte.
+    _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
+
+    def _written(self, chunk: NDArray[np.float32], places: NDArray[np.intp]) -> tuple[NDArray[np.uint16], NDArray[Any]]:
+        kept = chunk[places]
+        magnitudes = np.abs(kept).astype(np.float64)
+        upper = magnitudes > _mean(magnitudes)
+        levels = np.array([_mean(magnitudes[~upper]), _mean(magnitudes[upper])], np.float32)
+        codes = np.zeros(-(-kept.size // 4) * 4, np.uint8)
+        codes[: kept.size] = upper | np.signbit(kept) << 1
+        return _levels(levels), np.bitwise_or.reduce(codes.reshape(-1, 4) << self._SHIFTS, axis=1)
+
+    def _read(self, levels: NDArray[np.float32], values: NDArray[np.uint8], count: int) -> NDArray[np.float32]:
+        codes = (values[:, None] >> self._SHIFTS & 3).reshape(-1)[:count]
+        numbers: NDArray[np.float32] = np.concatenate([levels, -levels])[codes]
+        return numbers
+
+
+class Threshold(SparseCodec):
+    """A sign for each number of at least `tau` times its chunk's mean magnitude, which it decodes to (Strom 2015).
+
+    Sums are those of `onebit`.
+    """
+
+    setting, value_max = "tau", 1000.0
+    num_levels, bits = 1, 1
+
+    def _places(self, chunk: NDArray[np.float32]) -> NDArray[np.intp]:
+        magnitudes = np.abs(chunk)
+        level = self._level_of(magnitudes)
+        # A level that is NaN takes all: servers have to see it.
+        return np.flatnonzero(~(magnitudes < level) & (level != 0))
+
+    def _level_of(self, magnitudes: NDArray[np.float32]) -> np.float32:
+        padded = np.zeros((1, self.chunk), np.float32)
+        padded[0, : magnitudes.size] = magnitudes
+        level = np.float32(self.value * (_lane_sums(padded)[0] / magnitudes.size))
+        return np.float32(BFLOAT16.decode(_levels(np.array([level])).tobytes(), 1)[0])
+
+    def _written(self, chunk: NDArray[np.float32], places: NDArray[np.intp]) -> tuple[NDArray[np.uint16], NDArray[Any]]:
+        level = self._level_of(np.abs(chunk))
+        return _levels(np.array([level])), np.packbits(np.signbit(chunk[places]), bitorder="little")
+
+    def _read(self, levels: NDArray[np.float32], values: NDArray[np.uint8], count: int) -> NDArray[np.float32]:
+        return np.where(np.unpackbits(values, count=count, bitorder="little"), -levels, levels)
+
+
+def _lane_sums(blocks: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the sum of each row: float32, number i in lane i modulo 32; the lanes are added in order in float64."""
+    lanes, sums = np.zeros((len(blocks), 32), np.float32), np.zeros(len(blocks))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for numbers in np.moveaxis(blocks.reshape(len(blocks), blocks.shape[1] // 32, 32), 1, 0):
+            lanes += numbers
+        for lane in lanes.T:
+            sums += lane
+    return sums
+
+
+def _mean(numbers: NDArray[np.float64]) -> np.float64:
+    """Return the mean, summed in order; 0 of none."""
+    return np.cumsum(numbers)[-1] / numbers.size if numbers.size else np.float64(0.0)
+
+
+def _levels(numbers: NDArray[Any]) -> NDArray[np.uint16]:
+    """Return the bits of numbers as bfloat16. Processors differ in the sign of NaN."""
+    with np.errstate(over="ignore"):
+        levels = numbers.astype(np.float32)
+    levels[np.isnan(levels)] = np.nan
+    return np.frombuffer(BFLOAT16.encode(levels), np.uint16)
+
+
 FLOAT32 = WordCodec(1, "float32", "<f4")
 FLOAT16 = WordCodec(2, "float16", "<f2")
 BFLOAT16 = _Bfloat16(3, "bfloat16", "<u2")
 INT8 = Int8(4, "int8", lambda count: count + -(-count // 32))
 INT4 = Int4(5, "int4", lambda count: 17 * -(-count // 32))
 ONEBIT = OneBit(6, "onebit", lambda count: 132 * -(-count // 1024))
+THRESHOLD = Threshold(7, "threshold", 3.0)
+TOPK = TopK(8, "topk", 0.01)
+TOPK2BIT = TopK2Bit(9, "topk2bit", 1 / 64)
 DELTA = Delta(10, "delta", lambda count: 4 * count + -(-count // 512) + 8 * -(-count // 64))
 
 # All codecs, by number.
-CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, ONEBIT, DELTA)}
+CODECS: dict[int, Codec] = {
+    codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, ONEBIT, THRESHOLD, TOPK, TOPK2BIT, DELTA)
+}
 
 
 def codec_names() -> list[str]:
     return [codec.name for codec in CODECS.values()]
 
 
-def codec_of(name: str) -> Codec:
+def codec_of(text: str) -> Codec:
+    """Return the codec of a name, or of a name with a setting: "topk:ratio=0.01". Raises InvalidArgument."""
+    name, _, setting = text.partition(":")
     for codec in CODECS.values():
         if codec.name == name:
-            return codec
+            return codec.with_setting(setting) if setting else codec
     raise InvalidArgument(f"there is no codec {name!r}; choose one of {', '.join(codec_names())}")
 
 

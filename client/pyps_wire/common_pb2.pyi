@@ -15,6 +15,9 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_INT8: _ClassVar[Codec]
     CODEC_INT4: _ClassVar[Codec]
     CODEC_ONEBIT: _ClassVar[Codec]
+    CODEC_THRESHOLD: _ClassVar[Codec]
+    CODEC_TOPK: _ClassVar[Codec]
+    CODEC_TOPK2BIT: _ClassVar[Codec]
     CODEC_DELTA: _ClassVar[Codec]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -66,6 +69,9 @@ CODEC_BFLOAT16: Codec
 CODEC_INT8: Codec
 CODEC_INT4: Codec
 CODEC_ONEBIT: Codec
+CODEC_THRESHOLD: Codec
+CODEC_TOPK: Codec
+CODEC_TOPK2BIT: Codec
 CODEC_DELTA: Codec
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role

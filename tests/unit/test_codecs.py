@@ -1,5 +1,7 @@
 """pyps_wire.codecs: every bit pattern, rounding, NaN; the native kernels write the same."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,21 @@ from kernel_values import WORDS, around_all_halves, decode_reference, encode_ref
 from pyps import _kernels
 from pyps.core.gradient import NATIVE
 from pyps_wire import common_pb2
-from pyps_wire.codecs import BFLOAT16, CODECS, DELTA, FLOAT16, FLOAT32, INT4, INT8, ONEBIT, codec_numbered, codec_of
+from pyps_wire.codecs import (
+    BFLOAT16,
+    CODECS,
+    DELTA,
+    FLOAT16,
+    FLOAT32,
+    INT4,
+    INT8,
+    ONEBIT,
+    THRESHOLD,
+    TOPK,
+    TOPK2BIT,
+    codec_numbered,
+    codec_of,
+)
 from pyps_wire.errors import InvalidArgument, WrongSize
 
 HALVES = (FLOAT16, BFLOAT16)
@@ -169,3 +185,83 @@ def test_a_malformed_delta_is_refused_and_writes_nothing():
         with pytest.raises(InvalidArgument):
             DELTA.add_into(payload, place)
         assert not place.any()
+
+
+SPARSE = [THRESHOLD, TOPK, TOPK2BIT]
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+def test_a_sparse_payload_fits_and_holds_some_numbers_of_each_chunk(codec):
+    random = np.random.default_rng(0)
+    for count in (0, 1, 254, 255, 256, 257, 4095, 4096, 4097, 20_000):
+        for values in (random.standard_normal(count), np.zeros(count), np.eye(1, count, count - 1)[0] if count else []):
+            for setting in (codec, codec.with_setting(f"{codec.setting}={1 if codec.feedback < 1 else 1e-3}")):
+                values = np.asarray(values, np.float32)
+                payload = setting.encode(values)
+                assert payload.nbytes <= codec.max_bytes(count), (count, setting.text)
+                decoded = codec.decode(payload, count)
+                assert not (np.signbit(values) ^ np.signbit(decoded))[decoded != 0].any()
+        if setting.name == "topk":
+            np.testing.assert_array_equal(decoded, BFLOAT16.decode(BFLOAT16.encode(values), count))
+
+
+@pytest.mark.parametrize("codec", [TOPK, TOPK2BIT])
+def test_the_largest_magnitudes_are_kept_and_of_equal_ones_the_first(codec):
+    values = np.random.default_rng(0).permutation(np.arange(1, 4097, dtype=np.float32)) * np.float32(-1)
+    kept = np.flatnonzero(codec.decode(codec.encode(values), 4096))
+    np.testing.assert_array_equal(kept, np.flatnonzero(values < -4096 + round(4096 * codec.value)))
+    equal = np.ones(5000, np.float32)
+    kept = np.flatnonzero(codec.decode(codec.encode(equal), 5000))
+    first, second = round(4096 * codec.value), round(904 * codec.value)
+    np.testing.assert_array_equal(kept, [*range(first), *range(4096, 4096 + second)])
+
+
+def test_threshold_sends_what_reaches_tau_times_the_mean_magnitude():
+    values = np.full(4096, 0.5, np.float32)
+    values[[7, 4000]] = 600, -700
+    level = BFLOAT16.decode(BFLOAT16.encode(np.array([3 * np.abs(values).mean()], np.float32)), 1)[0]
+    decoded = THRESHOLD.decode(THRESHOLD.encode(values), 4096)
+    assert dict(zip(np.flatnonzero(decoded), decoded[decoded != 0], strict=True)) == {7: level, 4000: -level}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("codec", SPARSE)
+def test_a_chunk_with_nan_or_infinity_is_sent_as_not_finite(codec):
+    values = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
+    for wrong in (np.nan, np.inf, -np.inf):
+        values[5000] = wrong
+        decoded = codec.decode(codec.encode(values), 9000)
+        assert np.isfinite(decoded[:4096]).all() and not np.isfinite(decoded[4096:8192]).all()
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+def test_a_malformed_sparse_payload_is_refused(codec):
+    values = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
+    payload = bytes(codec.encode(values))
+    for wrong, words in (
+        (payload + b"x", "1 bytes follow the last chunk"),
+        (payload[:-1], "ends within a chunk"),
+        (payload[:1], "ends within a chunk"),
+        (b"", "ends within a chunk"),
+        (b"\x11\0" + b"\xff" * 60 + payload, "goes beyond the numbers of its chunk"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            codec.decode(wrong, 9000)
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        changed = np.frombuffer(payload, np.uint8).copy()
+        changed[random.integers(changed.size, size=3)] = random.integers(256, size=3)
+        with contextlib.suppress(InvalidArgument):
+            codec.decode(changed[: random.integers(changed.size // 2, changed.size + 1)].tobytes(), 9000)
+
+
+def test_a_codecs_setting_is_a_part_of_its_text_and_the_encoders_alone():
+    few = codec_of("topk:ratio=0.001")
+    assert few == TOPK and few.text == "topk:ratio=0.001" and codec_of("topk").text == "topk:ratio=0.01"
+    values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    assert np.count_nonzero(TOPK.decode(few.encode(values), 4096)) == 4
+    for text in ("topk:ratio=0", "topk:ratio=x", "topk:tau=1", "topk:ratio=1.1", "topk2bit:0.1", "threshold:tau=nan"):
+        with pytest.raises(InvalidArgument, match=r"has no setting .*; expected (ratio|tau)= and a number above 0"):
+            codec_of(text)
+    with pytest.raises(InvalidArgument, match="int8 has no settings, but 'x=1' was given"):
+        codec_of("int8:x=1")
