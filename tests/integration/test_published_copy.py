@@ -133,8 +133,8 @@ def test_an_interrupted_addition_is_pulled_again_in_full(start_server, monkeypat
             if len(calls) == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr("pyps_client.pull.Codec.add_into", interrupted)
-        monkeypatch.setattr("pyps_wire.codecs.Codec.encode_difference", encode_difference_by(add_into))
+        monkeypatch.setattr("pyps_wire.codecs.Int8.add_into", interrupted)
+        monkeypatch.setattr("pyps_wire.codecs.Int8.encode_difference", encode_difference_by(add_into))
         with pytest.raises(KeyboardInterrupt):
             client.exchange(GRADIENTS[1])
         assert sorted(client.session.held_versions.values())[0] == -1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pyps.core.gradient import NATIVE
+from kernel_values import WORDS
 from pyps.core.recorder import Pulled
 from pyps.core.shard import Shard
 from pyps.service.executor import INLINE_PARAMETERS_MAX
@@ -25,7 +25,7 @@ def take(cache: Serializations, shard: Shard, *, worker_id: str = "a", **wants: 
 
 
 def test_two_pullers_of_one_version_get_the_same_bytes():
-    for codec in NATIVE:
+    for codec in WORDS:
         cache, shard = Serializations(), large_shard(length=2 * LENGTH, epoch=3)
         push(shard, np.ones(2 * LENGTH), epoch=3)
         first = take(cache, shard, codec=codec)
