@@ -10,6 +10,7 @@ import torch
 from client_support import CuttingProxy, addresses
 from pyps.service import pushing
 from pyps.storage.replay import log_paths, replay
+from pyps_client.early_shards import EarlyShards
 from support import status_of, wait_until
 from training import batches, joined, mlp, parameters_of
 
@@ -32,7 +33,7 @@ def clipped(model, optimizer) -> None:
 
 
 def unclipped(model, optimizer) -> None:
-    for batch in batches(4):
+    for batch in batches(6):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
@@ -90,7 +91,9 @@ def trained_by(loop: Loop, servers: str, *, overlap: str, lr: float = 0.01, **op
         )
     )
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    with joined(model, sgd, servers, **{"overlap": overlap, "shard_size": 256} | options) as optimizer:
+    with joined(
+        model, sgd, servers, **{"overlap": overlap, "shard_size": 256, "rescales_gradients": True} | options
+    ) as optimizer:
         loop(model, optimizer)
     return parameters_of(model)
 
@@ -140,7 +143,11 @@ def test_workers_of_a_round_clip_and_accumulate_each_in_its_way(start_server):
         server, found = start_server("--protocol", "hardsync", "--expected-workers", "2"), []
 
         def work(loop: Loop, worker: int, server=server, overlap=overlap, found=found) -> None:
-            found.append(trained_by(loop, server.data, overlap=overlap, transport="tcp", worker_id=f"{worker}"))
+            found.append(
+                trained_by(
+                    loop, server.data, overlap=overlap, transport="tcp", worker_id=f"{worker}", rescales_gradients=None
+                )
+            )
 
         def halves(model, optimizer) -> None:
             data = batches(12)
@@ -164,7 +171,7 @@ def test_workers_of_a_round_clip_and_accumulate_each_in_its_way(start_server):
 def test_servers_hold_what_leaves_until_the_step_and_forget_a_pass_without_one(start_server, caplog, transport):
     server, model = start_server(), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    how = {"overlap": "backward", "transport": transport, "shard_size": 256}
+    how = {"overlap": "backward", "rescales_gradients": True, "transport": transport, "shard_size": 256}
     with joined(model, sgd, server.data, **how) as optimizer:
         before, data = parameters_of(model), list(batches(3))
 
@@ -197,7 +204,7 @@ def test_what_a_server_does_not_hold_any_more_is_sent_again(start_server, proxie
     server, model = start_server(), mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     before = CuttingProxy(server.data)
-    how = {"overlap": "backward", "transport": transport, "shard_size": 256}
+    how = {"overlap": "backward", "rescales_gradients": True, "transport": transport, "shard_size": 256}
     gone, discard = threading.Event(), pushing.Pushes.discard
 
     def noted(pushes: pushing.Pushes) -> None:
@@ -226,6 +233,29 @@ def test_what_a_server_does_not_hold_any_more_is_sent_again(start_server, proxie
         np.testing.assert_array_equal(parameters_of(model), expected)
         assert {receipt.version_after for receipt in optimizer.receipts} == {1}
     before.close()
+
+
+@pytest.mark.parametrize("protocol", ["async", "hardsync"])
+def test_the_first_steps_show_whether_a_loop_changes_gradients(start_server, monkeypatch, protocol):
+    sealed, seal = [], EarlyShards.seal
+    monkeypatch.setattr(EarlyShards, "seal", lambda early, **end: sealed.append(early.held) or seal(early, **end))
+    for loop, expected in (
+        (clipped, [True] * (1 if protocol == "async" else 6)),
+        (unclipped, [True] * 3 + [False] * 3),
+    ):
+        trained = [
+            trained_by(
+                loop,
+                start_server("--protocol", protocol).data,
+                overlap=overlap,
+                transport="grpc",
+                rescales_gradients=None,
+            )
+            for overlap in ("off", "backward")
+        ]
+        np.testing.assert_allclose(trained[1], trained[0], rtol=0, atol=1e-6)
+        assert sealed == expected
+        sealed.clear()
 
 
 @over_messages

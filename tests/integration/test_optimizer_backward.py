@@ -262,7 +262,7 @@ def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (scaled, r"Gradients .* changed between backward\(\) and step\(\).*leave rescales_gradients=False out"),
+        (scaled, r"Gradients .* changed between backward\(\) and step\(\).*pass rescales_gradients=True"),
         (unscaled, r"Gradients .* changed between backward\(\) and step\(\)"),
         (twice, r"A second gradient of '.*' was computed before step\(\)"),
         (within_a_closure_too, r"A second gradient of '.*' was computed before step\(\)"),

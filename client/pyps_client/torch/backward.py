@@ -4,8 +4,8 @@ A step is one push. It begins with the first gradient of the step's last backwar
 sends the shards that were not complete before. How many passes a step has is learned, tensor by tensor.
 
 By then gradients may have been clipped or unscaled. So servers hold the shards until the step tells the one factor by
-which all gradients have changed; after any other change the step sends them whole, as with "off". Without
-`rescales_gradients` shards are applied as they arrive, and gradients that were sent must not change.
+which all gradients have changed; after any other change the step sends them whole, as with "off". In a loop that leaves
+gradients alone shards are applied as they arrive, and gradients that were sent must not change.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ TINY = 1e-30
 PART = 1 << 17
 # A factor as of GradScaler, by which gradients are multiplied before they are sent: float16 could not hold them.
 LARGE_FACTOR = 64.0
+# A loop that leaves gradients alone for so many steps is expected to go on so.
+TRIALS = 3
 
 
 class Backward(Off):
@@ -53,7 +55,10 @@ class Backward(Off):
         self._partition = partition = steps.session.partition
         self._gradients = steps.gradients
         # Whether servers hold shards until the step.
-        self._holds = steps.rescales_gradients
+        self._holds = steps.rescales_gradients is not False
+        # In how many further steps gradients must be left alone until they do not, and whether they were changed.
+        self._trials = TRIALS if steps.rescales_gradients is None else 0
+        self._touched = self._touched_now = False
         self.may_hand_out = not self._holds
         self._guard = ForkGuard()
         self._threads = Threads()
@@ -92,10 +97,10 @@ class Backward(Off):
 
     @classmethod
     def possible_with(cls, session: Worker, settings: Settings) -> type[Off]:
-        if session.view.state.terms.clip_norm > 0 and not settings.rescales_gradients:
+        if session.view.state.terms.clip_norm > 0 and settings.rescales_gradients is False:
             raise InvalidArgument(
-                "overlap is 'backward' without rescales_gradients, but the servers clip each push by its norm "
-                "(--clip-norm), which nobody knows before all of it is computed: leave rescales_gradients=False out."
+                "overlap is 'backward' and rescales_gradients is False, but the servers clip each push by its norm "
+                "(--clip-norm), which nobody knows before all of it is computed: pass rescales_gradients=True."
             )
         if session.goes_by_calls:
             return cls
@@ -167,6 +172,12 @@ class Backward(Off):
             self._expected_of = [had for had, _ in pairs]
             has_fewer = False
         self._had_fewer = has_fewer
+        if self._trials:
+            self._touched = self._touched_now or self._steps.view.state.terms.clip_norm > 0
+            self._trials = 0 if self._touched else self._trials - 1
+            self._holds = self._touched or self._trials > 0
+            self.may_hand_out = not self._holds
+        self._touched_now = False
 
     def _computed(self, index: int, parameter: torch.Tensor) -> None:
         """Take a gradient that the backward pass has completed."""
@@ -190,6 +201,7 @@ class Backward(Off):
                 return
             if index in self._taken and self._holds:
                 # The step sends the sum.
+                self._touched_now = True
                 self._early.abandon()
             elif index in self._taken:
                 raise InvalidArgument(
@@ -197,7 +209,7 @@ class Backward(Off):
                     "overlap='backward' had begun to send the first: call backward() once a step (on the sum of the "
                     "losses), and step() after each; zero_grad() of this optimizer goes before one that follows a pass "
                     "that was broken off. To accumulate, or to skip steps, or for checkpoint(..., "
-                    "use_reentrant=True) around shared parameters, leave rescales_gradients=False out."
+                    "use_reentrant=True) around shared parameters, pass rescales_gradients=True."
                 )
             else:
                 self._take(index, gradient)
@@ -210,6 +222,12 @@ class Backward(Off):
         steps = self._steps
         steps.schedule.follow(steps.steps)
         if not steps.schedule.sends_early or steps.finished or self._gradients.minibatch_count or steps.torn:
+            return
+        terms = steps.view.state.terms
+        if terms.clip_norm > 0 and not self._holds:
+            return
+        # Elsewhere a push in the step takes no longer: its parameters come while it goes.
+        if self._touched and not terms.current_version_only:
             return
         if self._holds and not steps.session.holds_pushes:
             self._tell("a server's software is too old for it")
@@ -307,6 +325,7 @@ class Backward(Off):
                 if gradient.layout != torch.strided or any(self._missing[each] <= 0 for each in self._shards_of[index]):
                     return None
                 rest.append((index, gradient))
+        self._touched_now = self._touched_now or not same
         factor = 1.0 if same else _ratio(now, then)
         if factor is None or not (same or self._holds):
             return None
@@ -351,7 +370,7 @@ class Backward(Off):
             raise InvalidArgument(
                 "Gradients were changed between backward() and step(), as clip_grad_norm_, GradScaler.unscale_ or "
                 "zero_grad do, but overlap='backward' had begun to send them: this step was not taken whole. Change "
-                "gradients no more, or leave rescales_gradients=False out."
+                "gradients no more, or pass rescales_gradients=True."
             )
         early.seal()
         pushing.wait()

@@ -109,7 +109,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         compat: str | None = None,
         buffers: str = "local",
         owns_schedule: bool | None = None,
-        rescales_gradients: bool = True,
+        rescales_gradients: bool | None = None,
     ) -> None:
         """Check model, optimizer and settings; the servers are called when the worker joins.
 
@@ -131,9 +131,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         ("average"), or are those of the first worker ("first"); the same for all workers.
         `owns_schedule`: True where this worker's changes of learning rate and momentum apply to the run. By default
         worker 0's do, or those of a worker without an index; until it has pushed, each worker's scheduler does.
-        `rescales_gradients`: with overlap="backward" servers hold what they get until `step`, since it may have been
-        clipped or unscaled by then. False for a loop that leaves gradients alone: each shard is applied, and answered,
-        when it arrives, and changed gradients or a second backward pass are refused.
+        `rescales_gradients`: with overlap="backward", whether gradients are clipped, unscaled or summed before `step`.
+        True: servers hold what they get until then. False: each shard is applied, and answered, when it arrives, and
+        changed gradients or a second backward pass are refused. By default the first three steps show it; gradients
+        that are changed are then sent early in rounds (hardsync), and in `step` elsewhere, where it takes no longer.
 
         Raises a ConfigurationError for a model, an optimizer or a setting that no run can have.
         """

@@ -27,7 +27,7 @@ class Settings:
     local_learning_rate: float | None = None
     buffers: str = "local"
     owns_schedule: bool | None = None
-    rescales_gradients: bool = True
+    rescales_gradients: bool | None = None
     # True where the size of local steps between pulls is known, be it 0.
     local_rate_known: bool = True
 
@@ -160,7 +160,7 @@ def _why_it_waits(settings: Settings, terms: Terms) -> str:
         )
     if overlap != "backward":
         return ""
-    if terms.clip_norm and not settings.rescales_gradients:
+    if terms.clip_norm and settings.rescales_gradients is False:
         reason = "the servers clip each push by its norm, which nobody knows before"
     elif terms.ask_to_proceed:
         reason = f"{protocol} grants steps one by one, and others wait for the end of this worker's"
