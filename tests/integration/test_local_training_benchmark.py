@@ -28,6 +28,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.local_training")
 
 
+@pytest.mark.extended
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["one process alone", "pyps hardsync float32", "pyps local nesterov int4"])
 def test_the_first_worker_scores_its_model_over_time(name, start_server, start_python, benchmark):
     subject = benchmark.SUBJECTS[name]
