@@ -16,6 +16,10 @@ loop does one addition per array. The last column is the speed of `alone` in mul
 The second table has Adagrad, guarded and answered, with gradients and replies of each codec. "Received" means that
 the payload was copied just before, outside the time, as it is when gRPC hands over a message.
 
+The third table has the codecs whose numbers share bytes: how many GB of float32 a second are encoded with the residual,
+decoded inside an update without an answer, and, for the published copy, encoded as a difference and added. `decoded`
+stands beside the same update by float32, and the loop over the same arrays.
+
 In each round every contender makes one pass over all shards, in an order that turns from round to round; the tables
 show medians over the rounds, and medians of the ratios within a round. `--time cpu` counts the thread's own time, for
 a machine that others use as well.
@@ -41,7 +45,7 @@ from pyps import _kernels
 from pyps.core.arrays import aligned_copy, aligned_zeros
 from pyps.core.gradient import NATIVE, Reply
 from pyps.core.rules import RULES, UpdateRule, validate
-from pyps_wire.codecs import FLOAT32, Codec
+from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 NUM_PARAMETERS = 25_600_000
@@ -114,6 +118,8 @@ def main() -> None:
     print(f"\n{text[1]}", flush=True)
     text.append(codecs_text(measure(codec_contenders(memory), options.rounds)))
     print(f"\n{text[2]}")
+    text.append(few_bits_text(measure(few_bits_contenders(memory), options.rounds)))
+    print(f"\n{text[3]}")
     write_results(options.json, rows(rules), quick=options.quick, isa=options.isa, text="\n\n".join(text))
 
 
@@ -135,7 +141,7 @@ class Memory:
         """Returns the shard's gradient and, behind it, others of the same length."""
         if codec not in self._encoded:
             self._encoded[codec] = [_kernels.encode(gradient, codec) for gradient in self.gradients]
-        size = self.sizes[shard] * codec.max_bytes(1)
+        size = codec.max_bytes(self.sizes[shard])
         indices = [shard, *((shard + k) % self.num_whole for k in range(1, num))]
         return [memoryview(self._encoded[codec][index])[:size] for index in indices]
 
@@ -221,6 +227,49 @@ def codec_ways() -> dict[str, Way]:
 def codec_contenders(memory: Memory) -> dict[str, Contender]:
     contenders = {name: rule_pass(memory, RULES["adagrad"], way) for name, way in codec_ways().items()}
     return contenders | {"the bandwidth loop": bandwidth_loop(memory, 2)}
+
+
+FEW_BITS = [codec for codec in CODECS.values() if codec.stateful]
+
+
+def few_bits_contenders(memory: Memory) -> dict[str, Contender]:
+    contenders = {}
+    for codec in (FLOAT32, *FEW_BITS):
+        if codec in NATIVE:
+            for rule in ("sgd", "adagrad"):
+                contenders[f"{codec.name} {rule}"] = rule_pass(memory, RULES[rule], Way(codec=codec))
+        if codec is not FLOAT32:
+            contenders |= {f"{codec.name} {way}": coding(memory, codec, way) for way in CODINGS}
+    return contenders | {f"loop {rule}": bandwidth_loop(memory, num) for num, rule in ((1, "sgd"), (2, "adagrad"))}
+
+
+CODINGS = ("feedback", "difference", "add")
+
+
+def coding(memory: Memory, codec: Codec, way: str) -> Contender:
+    def update(shard: int) -> Callable[[], object]:
+        values, held, lost = (memory.gradients[shard], *(arrays[shard] for arrays in memory.arrays[1:]))
+        if way == "feedback":
+            return lambda: codec.encode_feedback(values, held, lost)
+        if way == "difference":
+            return lambda: codec.encode_difference(values, held)
+        payload = codec.encode(values)
+        return lambda: codec.add_into(payload, held)
+
+    return memory.timed(update)
+
+
+def few_bits_text(seconds: Seconds) -> str:
+    ways = ("sgd", "adagrad", *CODINGS)
+    lines = [f"{'GB of float32 a second:':24}" + "".join(f"{way:>12}" for way in ways)]
+    for name in ("loop", *(codec.name for codec in (FLOAT32, *FEW_BITS))):
+        found = (seconds.get(f"{name} {way}") for way in ways)
+        lines.append(f"{name:24}" + "".join(f"{speed_of(each):>12}" for each in found))
+    return "\n".join(lines)
+
+
+def speed_of(seconds: list[float] | None) -> str:
+    return "" if seconds is None else f"{4 * NUM_PARAMETERS / statistics.median(seconds) / 1e9:.1f}"
 
 
 def loop_name(num_arrays: int) -> str:

@@ -1,20 +1,20 @@
 // The library that pyps_wire/native.py loads: plain C, so that one build serves all Pythons.
 
-#include "codecs.h"
 #include "processor.h"
+#include "worker_codings.h"
 
 namespace pyps {
 
-extern const CodecKernels codings_baseline;
+extern const WorkerCodings codings_baseline;
 #ifdef PYPS_HAS_AVX
-extern const CodecKernels codings_avx2;
-extern const CodecKernels codings_avx512;
+extern const WorkerCodings codings_avx2;
+extern const WorkerCodings codings_avx512;
 #endif
 
 }  // namespace pyps
 
 // The table of an instruction set, from the narrowest on; null where the processor lacks it.
-extern "C" __attribute__((visibility("default"))) const pyps::CodecKernels* pyps_codings(int isa) {
+extern "C" __attribute__((visibility("default"))) const pyps::WorkerCodings* pyps_codings(int isa) {
   if (isa == 0) return &pyps::codings_baseline;
 #ifdef PYPS_HAS_AVX
   if (isa == 1 && pyps::has_avx2()) return &pyps::codings_avx2;

@@ -433,8 +433,24 @@ class SparseCodec(Codec):
         return type(self)(int(self), self.name, number)
 
     def encode(self, values: NDArray[np.float32]) -> memoryview:
+        if native.functions is not None:
+            return self._encode_native(values, None, None)
         chunks = [self._encode(values[start : start + self.chunk]) for start in range(0, values.size, self.chunk)]
         return memoryview(b"".join(chunks))
+
+    def encode_feedback(
+        self, values: NDArray[np.float32], residual: NDArray[np.float32], lost: NDArray[np.float32]
+    ) -> memoryview:
+        if native.functions is None:
+            return super().encode_feedback(values, residual, lost)
+        return self._encode_native(values, native.address(residual), native.address(lost))
+
+    def _encode_native(self, values: NDArray[np.float32], residual: int | None, lost: int | None) -> memoryview:
+        """Encode by the library; the last two are addresses."""
+        room = np.empty(self.max_bytes(values.size), np.uint8)
+        arguments = native.address(values), residual, self.feedback, lost, self, self.value, values.size
+        num_bytes = native.functions.encode_sparse(room.ctypes.data, *arguments)
+        return room[:num_bytes].copy().data
 
     def _encode(self, chunk: NDArray[np.float32]) -> bytes:
         places = self._places(chunk)
@@ -447,6 +463,12 @@ class SparseCodec(Codec):
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         self.require_count(payload, place.size)
+        if native.functions is not None:
+            payload = memoryview(payload)
+            arguments = native.address(place), native.address_of_bytes(payload), payload.nbytes, self, place.size
+            if native.functions.decode_sparse(*arguments):
+                return
+        # Of a malformed payload it says what is wrong.
         place.fill(0.0)
         rest = np.frombuffer(memoryview(payload), np.uint8)
         for start in range(0, place.size, self.chunk):
@@ -474,7 +496,10 @@ class SparseCodec(Codec):
         """Return the places of the numbers that are sent: the largest magnitudes, of equal ones the first."""
         num = max(1, round(chunk.size * self.value))
         magnitudes = chunk.view(np.uint32) & np.uint32(0x7FFFFFFF)
-        return np.sort(np.argsort(~magnitudes, kind="stable")[:num])
+        least = np.partition(magnitudes, chunk.size - num)[chunk.size - num]
+        larger = np.flatnonzero(magnitudes > least)
+        equal = np.flatnonzero(magnitudes == least)[: num - larger.size]
+        return np.sort(np.concatenate([larger, equal]))
 
     def _written(self, chunk: NDArray[np.float32], places: NDArray[np.intp]) -> tuple[NDArray[np.uint16], NDArray[Any]]:
         """Return the chunk's levels and its values, as they are written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from ctypes import CDLL, CFUNCTYPE, POINTER, Structure, c_float, c_int, c_size_t, c_void_p
+from ctypes import CDLL, CFUNCTYPE, POINTER, Structure, c_bool, c_double, c_float, c_int, c_size_t, c_void_p
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +20,7 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
 class _Table(Structure):
-    """CodecKernels of csrc/codecs.h. A call releases the GIL."""
+    """WorkerCodings of csrc/worker_codings.h. A call releases the GIL."""
 
     _fields_: ClassVar = [
         ("encode", CFUNCTYPE(None, c_void_p, c_void_p, c_int, c_size_t)),
@@ -28,6 +28,11 @@ class _Table(Structure):
         ("add", CFUNCTYPE(None, c_void_p, c_void_p, c_int, c_size_t)),
         ("encode_feedback", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int, c_size_t)),
         ("encode_difference", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_size_t)),
+        (
+            "encode_sparse",
+            CFUNCTYPE(c_size_t, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int, c_double, c_size_t),
+        ),
+        ("decode_sparse", CFUNCTYPE(c_bool, c_void_p, c_void_p, c_size_t, c_int, c_size_t)),
     ]
 
 

@@ -8,6 +8,7 @@ void test_rules();
 void test_vectors();
 void test_framing();
 void test_blocks();
+void test_sparse();
 
 int main() {
   test_kernels();
@@ -15,5 +16,6 @@ int main() {
   test_vectors();
   test_framing();
   test_blocks();
+  test_sparse();
   std::puts("native tests passed");
 }

@@ -7,8 +7,8 @@ import kernel_values
 from kernel_values import LENGTHS, apply, at_offset, bits, wide_values
 from pyps import _kernels
 from pyps_wire import native
-from pyps_wire.codecs import INT4, INT8, ONEBIT
-from pyps_wire.errors import InvalidArgument
+from pyps_wire.codecs import INT4, INT8, ONEBIT, codec_of
+from pyps_wire.errors import InvalidArgument, WrongSize
 
 F = np.float32
 BLOCKS = (INT8, INT4, ONEBIT)
@@ -84,6 +84,47 @@ def test_the_workers_library_gives_numpys_bits(codec, instruction_set, monkeypat
         assert found[0] == expected[0], values
         for mine, theirs in zip(found[1:], expected[1:], strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.skipif(native.load() is None, reason="pyps-client was installed without a compiler")
+@pytest.mark.parametrize(
+    "text", ["threshold", "threshold:tau=0.01", "topk", "topk:ratio=1", "topk2bit", "topk2bit:ratio=0.3"]
+)
+def test_the_workers_library_sends_the_same_numbers(text, instruction_set, monkeypatch):
+    codec = codec_of(text)
+
+    def results(values):
+        lost, residual = np.zeros_like(values), values[::-1].copy()
+        payload = codec.encode_feedback(values, residual, lost)
+        decoded = codec.decode(payload, values.size)
+        return [bytes(payload), bytes(codec.encode(values))], lost, decoded
+
+    def is_accepted(payload):
+        try:
+            return codec.decode(payload, 4097)
+        except (InvalidArgument, WrongSize):
+            return None
+
+    random = np.random.default_rng(1)
+    for values in [*cases(), np.resize(F(-1.0), 9000)]:
+        with np.errstate(all="ignore"), monkeypatch.context() as patch:
+            expected = results(values)
+            patch.setattr(native, "functions", native.load(instruction_set))
+            found = results(values)
+        assert found[0] == expected[0], values
+        for mine, theirs in zip(found[1:], expected[1:], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    payload = codec.encode(wide_values(4097, 1))
+    for _ in range(200):
+        changed = np.frombuffer(payload, np.uint8).copy()
+        changed[random.integers(min(changed.size, 80), size=2)] = random.integers(256, size=2)
+        changed = changed[: random.integers(changed.size // 2, changed.size + 1)].tobytes()
+        expected = is_accepted(changed)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "functions", native.load(instruction_set))
+            found = is_accepted(changed)
+        assert (found is None) == (expected is None)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_the_workers_library_refuses_what_is_no_contiguous_float32():
