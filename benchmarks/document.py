@@ -42,7 +42,7 @@ COMPARED = (
     "pyps hardsync",
     "pyps hardsync, overlapped in backward, bfloat16",
     "pyps hardsync, overlapped in backward, int4",
-    "pyps local training, H = 16",
+    "pyps local training, H = 8",
     "pyps async",
     "pyps async, overlapped, bfloat16",
 )

@@ -33,8 +33,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("name", ["one process alone", "pyps hardsync float32", "pyps local nesterov int4"])
 def test_the_first_worker_scores_its_model_over_time(name, start_server, start_python, benchmark):
     subject = benchmark.SUBJECTS[name]
-    environment = {"PYPS_GRADIENT_CODEC": subject.codec, "PYPS_TRANSPORT": "tcp"}
-    environment["PYPS_PARAMETER_CODEC"] = subject.parameter_codec or subject.codec
+    variant = importlib.import_module("trial").Variant(name, "tcp", subject.codec, subject.parameter_codec)
+    environment = variant.environment
     if subject.way == "pyps":
         environment["PYPS_SERVERS"] = start_server("--protocol", subject.protocol).data
     words = ("--task", benchmark.TASK.name, "--subject", name, "--seconds", "5")

@@ -47,7 +47,10 @@ def task(benchmark: ModuleType) -> Any:
         "one process alone",
         "pyps async, overlapped, bfloat16",
         "pyps hardsync, overlapped in backward, bfloat16",
+        "pyps hardsync, overlapped in backward, int4",
+        "pyps local training, H = 8",
         "DDP gloo, float16",
+        "DDP gloo, bfloat16",
         "DDP gloo, PowerSGD rank 4",
         "torch RPC hardsync",
     ],
@@ -57,6 +60,7 @@ def test_every_way_to_train_takes_its_steps(name, start_server, start_python, be
     address = f"127.0.0.1:{server_port()}"
     environment = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     if subject.way == "pyps":
+        environment |= benchmark.Variant(name, "tcp", subject.codec, subject.parameter_codec).environment
         environment["PYPS_SERVERS"] = start_server("--protocol", subject.protocol).data
     if subject.way == "rpc":
         start_python("-c", TRAINING, name, address, "serves", env=environment)
