@@ -9,8 +9,7 @@ slow one of `100mbit:4`. `50mbit+100ms` is a link on which a packet and its answ
 last worker is killed and started again each minute, first after half a minute.
 
 torchft and Hivemind train under the Pythons that PEERS_PYTHON_TORCHFT and PEERS_PYTHON_HIVEMIND name (training.py says
-what these need), and are left out where neither that is set nor ours has them. Outer rates are those that a pilot of
-the issue's size found, the same for all seeds.
+what these need), and are left out where neither that is set nor ours has them. Outer rates are those of a small pilot.
 """
 
 from __future__ import annotations
