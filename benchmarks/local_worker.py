@@ -44,8 +44,17 @@ SUBJECTS = {
         Subject("pyps hardsync float32", "pyps", overlap="backward"),
         Subject("pyps hardsync int4", "pyps", codec="int4", overlap="backward"),
         Subject("pyps local average topk2bit", "pyps", codec="topk2bit", parameter_codec="int4", sync_every=STEPS),
+        Subject("pyps local average int4", "pyps", codec="int4", sync_every=STEPS),
         Subject("pyps local nesterov int4", "pyps", codec="int4", sync_every=STEPS, outer="nesterov"),
-        Subject("pyps local async int4", "pyps", "async", "int4", sync_every=STEPS, outer="delayed_nesterov:n={count}"),
+        Subject(
+            "pyps local async nesterov int4",
+            "pyps",
+            "async",
+            "int4",
+            sync_every=STEPS,
+            outer="delayed_nesterov:n={count}",
+        ),
+        Subject("pyps local async int4", "pyps", "async", "int4", sync_every=STEPS, outer="sgd:learning_rate=0.7"),
         Subject(
             "pyps local auto int4", "pyps", "hardsync:weighting=by_speed", "int4", sync_every="auto", outer="nesterov"
         ),
