@@ -55,9 +55,7 @@ SUBJECTS = {
             outer="delayed_nesterov:n={count}",
         ),
         Subject("pyps local async int4", "pyps", "async", "int4", sync_every=STEPS, outer="sgd:learning_rate=0.7"),
-        Subject(
-            "pyps local auto int4", "pyps", "hardsync:weighting=by_speed", "int4", sync_every="auto", outer="nesterov"
-        ),
+        Subject("pyps local auto int4", "pyps", "hardsync:weighting=by_speed", "int4", sync_every="auto"),
         Subject("DDP PowerSGD rank 4", "ddp", codec="powersgd"),
         Subject("torchft LocalSGD", "torchft", module="torchft", sync_every=STEPS, outer="average"),
         Subject("torchft DiLoCo", "torchft", module="torchft", sync_every=STEPS, outer="nesterov"),

@@ -40,9 +40,9 @@ WAYS = {"local training": "hardsync", "async": "async", "one machine": ""}
 def optimizer_of(way: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     adam = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     if way == "local training":
-        # 4 bits a number both ways; the servers give the workers' mean change Nesterov's momentum.
+        # 4 bits a number both ways; the servers average what the workers changed.
         few_bits = Launch(gradient_codec="int4", parameter_codec="int4", transport="tcp")
-        return LocalTraining(model, adam, sync_every=32, outer="nesterov", launch=few_bits)
+        return LocalTraining(model, adam, sync_every=32, outer="average", launch=few_bits)
     if way == "async":
         return RemoteOptimizer(model, adam, overlap="step", launch=Launch(transport="tcp"))
     return adam
