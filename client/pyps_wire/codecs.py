@@ -320,6 +320,8 @@ class OneBit(BlockCodec):
     lanes are added in order in float64: one value wherever it is computed.
     """
 
+    # Means lose too much of it for a copy that follows steady moves: each difference would be larger than the last.
+    published = False
     block = 1024
 
     def _encode(self, values: NDArray[np.float32]) -> memoryview:

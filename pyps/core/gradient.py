@@ -117,7 +117,7 @@ FINITE = Finding()
 
 
 def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
-    """Find the first NaN or infinity in a gradient, which takes as long as a small update.
+    """Find the first NaN or infinity in a gradient, or in its scaled numbers, which takes as long as a small update.
 
     Raise InvalidArgument (WrongSize where sizes differ) when the gradient could never be applied to its shard.
     """
@@ -129,6 +129,10 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
         index = _kernels.first_non_finite(gradient.payload, gradient.codec, count)
     else:
         _, index = decoded(gradient.payload, gradient.codec, count=count)
+    if index < 0 and gradient.scale > 1.0:
+        with np.errstate(over="ignore"):
+            scaled = gradient.codec.decode(gradient.payload, count) * np.float32(gradient.scale)
+        index = _kernels.first_non_finite(scaled.data, FLOAT32, count)
     return FINITE if index < 0 else Finding(shard_id, gradient.parameter_index(index))
 
 
@@ -194,8 +198,8 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
             raise InvalidArgument(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
         if not 0.0 <= gradient.norm < math.inf:
             raise InvalidArgument(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
-        if not 0.0 < gradient.scale < math.inf:
-            raise InvalidArgument(f"gradient_scale is {gradient.scale}; expected a finite number of more than 0")
+        if not 0.0 < gradient.scale <= FLOAT32_MAX:
+            raise InvalidArgument(f"gradient_scale is {gradient.scale}; expected a finite float32 of more than 0")
         if gradient.example_count > EXAMPLES_MAX:
             raise InvalidArgument(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
         if gradient.kind == PayloadKind.NOTHING:

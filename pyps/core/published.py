@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
+from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.gradient import PublishedReply
-from pyps_wire.codecs import Codec
+from pyps_wire.codecs import FLOAT32, Codec
 
 
 class Difference(NamedTuple):
@@ -21,8 +24,8 @@ class Published:
     """A copy s of the parameters theta that follows them by encoded differences: d = Q(theta - s); s += D(d).
 
     Workers add the same differences to the same s, so that one encoding serves all. What an encoding loses is part of
-    the next difference: s is off by one encoding's loss, which does not grow (Liu et al. 2020, DORE: the residual of
-    the model). Called under the shard's lock.
+    the next difference: s is off by one encoding's loss, which does not grow under codecs that lose a small share of a
+    difference (Liu et al. 2020, DORE: the residual of the model). Called under the shard's lock.
     """
 
     def __init__(self, codec: Codec, parameters: Floats, *, version: int) -> None:
@@ -60,6 +63,12 @@ class Published:
 
     def _publish(self, parameters: Floats, version: int) -> None:
         payload = self._codec.encode_difference(parameters, self._copy)
+        if _kernels.first_non_finite(self._copy.data, FLOAT32, self._copy.size) >= 0:
+            # No difference leads back from NaN: all begin again from the parameters.
+            np.copyto(self._copy, parameters)
+            self._differences.clear()
+            self._differences_bytes, self._version = 0, version
+            return
         self._differences.append(Difference(self._version, payload))
         self._differences_bytes += payload.nbytes
         while self._differences_bytes >= self._copy.nbytes:

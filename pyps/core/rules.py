@@ -16,7 +16,7 @@ import numpy as np
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import PayloadKind, Reply
+from pyps.core.gradient import FLOAT32_MAX, PayloadKind, Reply
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import UnsupportedOptimizer
 
@@ -205,12 +205,12 @@ def _adam(numbers: dict[str, float], version: int) -> None:
     numbers["gradient_share1"] = 1.0 - beta1
     numbers["gradient_share2"] = 1.0 - beta2
     # The moments started at zero.
-    numbers["rate"] /= 1.0 - beta1**updates
+    numbers["rate"] = min(numbers["rate"] / (1.0 - beta1**updates), FLOAT32_MAX)
     numbers["root_scale"] = 1.0 / math.sqrt(1.0 - beta2**updates)
 
 
 def _adamw(numbers: dict[str, float], version: int) -> None:
-    numbers["weight_decay"] *= numbers["rate"]
+    numbers["weight_decay"] = min(numbers["weight_decay"] * numbers["rate"], FLOAT32_MAX)
     numbers["parameter_share"] = 1.0 - numbers["weight_decay"]
     _adam(numbers, version)
 

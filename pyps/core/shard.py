@@ -15,6 +15,7 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.effects import ParkedCalls, Wake, wake_all
 from pyps.core.gradient import (
     FINITE,
+    FLOAT32_MAX,
     Finding,
     Gradient,
     PayloadKind,
@@ -225,15 +226,18 @@ class Shard:
         with self._lock:
             if memory is not None:
                 memory.require_attached()
+            newest = self.version
+            if isinstance(reply, PublishedReply):
+                published = self._publish(reply, held_version)
+                newest = held_version if published is None else published
             if worker_id is not None and self._recorder is not None:
                 # Also when the worker holds the newest version already.
-                self._recorder.record(events.Pulled(self.shard_id, worker_id, self.version))
-            if isinstance(reply, PublishedReply):
-                return self._publish(reply, held_version)
-            if self.version <= held_version:
+                self._recorder.record(events.Pulled(self.shard_id, worker_id, newest))
+            if newest <= held_version:
                 return None
-            self._rule.write(reply)
-            return self.version
+            if not isinstance(reply, PublishedReply):
+                self._rule.write(reply)
+            return newest
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
         """Record the pull of a version that was read before; return False if the version has changed since."""
@@ -480,7 +484,8 @@ class Shard:
         behaviour = self.behaviour
         if behaviour.constant_rate:
             return learning_rate
-        return learning_rate * behaviour.rate_factor(self.version, self.examples)
+        # Larger minibatches may have larger rates; kernels take no infinity.
+        return min(learning_rate * behaviour.rate_factor(self.version, self.examples), FLOAT32_MAX)
 
     def _update_scale(self, parts: Sequence[Part]) -> float:
         return self.behaviour.staleness.update_scale([part.contribution.staleness for part in parts])

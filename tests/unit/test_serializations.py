@@ -9,7 +9,7 @@ from pyps.core.shard import Shard
 from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps.service.serializations import ReplyFrame, Serializations, Wanted
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.codecs import FLOAT16, FLOAT32
+from pyps_wire.codecs import FLOAT16, FLOAT32, INT8
 from shards import Log, make_shard, pull, push, run_together
 
 # The shortest shard whose frames are kept.
@@ -93,3 +93,14 @@ def test_a_shared_frame_is_recorded_for_each_worker_that_takes_it():
     for worker_id in ("a", "b", ""):
         take(cache, shard, worker_id=worker_id)
     assert log.events[0] == [Pulled(0, "a", 0), Pulled(0, "b", 0)]
+
+
+def test_workers_follow_the_published_copy_and_observers_get_the_parameters():
+    cache, shard = Serializations(), make_shard(np.linspace(-1, 1, 100))
+    take(cache, shard, codec=INT8)
+    push(shard, np.linspace(-1, 0.3, 100))
+    followed = take(cache, shard, codec=INT8, held_version=0)
+    assert wire.Parameters.FromString(followed.whole).differences.since_version == 0
+    observed = wire.Parameters.FromString(take(cache, shard, worker_id="", codec=INT8).whole)
+    assert observed.payload == bytes(INT8.encode(pull(shard)[1]))
+    assert not observed.HasField("differences")

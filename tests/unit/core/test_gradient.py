@@ -1,10 +1,13 @@
 """What fits a shard and what does not, in words that name the numbers; and the arrays that it is kept in."""
 
+import math
+
 import numpy as np
+import pytest
 
 from pyps.core.arrays import aligned, aligned_zeros, read_only
-from pyps.core.gradient import EXTENTS_MAX, Extent, require_fitting
-from pyps_wire.codecs import FLOAT16
+from pyps.core.gradient import EXTENTS_MAX, FINITE, Extent, Finding, require_fitting, scan
+from pyps_wire.codecs import FLOAT16, FLOAT32, INT4
 from pyps_wire.errors import PypsError
 from shards import gradient, refusal
 
@@ -28,6 +31,10 @@ def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers():
         # So many would hold the lock for long.
         (0, {"extents": (Extent(0, 1),) * (EXTENTS_MAX + 1)}, f"at most {EXTENTS_MAX}"),
         (8, {"codec": FLOAT16}, "32 bytes long; 8 parameters as float16 are 16 bytes"),
+        # Kernels take factors and rates in float32.
+        (8, {"scale": 1e39}, "gradient_scale is 1e+39; expected a finite float32"),
+        (8, {"scale": math.nan}, "gradient_scale is nan"),
+        (8, {"learning_rate": 1e39}, "learning_rate is 1e+39; expected a finite float32"),
         (1, {"worker_id": "rack-1", "sequence": 12}, "shard 3, push 12 of worker 'rack-1'"),
     ):
         assert words in refusal(check, num_values, **fields, error=PypsError)
@@ -40,3 +47,10 @@ def test_an_array_that_fits_is_taken_as_it_is_and_another_copied():
         copy = aligned(other)
         assert not np.shares_memory(copy, fitting)
         assert copy.ctypes.data % 64 == 0 and copy.flags.writeable
+
+
+@pytest.mark.parametrize("codec", [FLOAT32, INT4], ids=repr)
+def test_numbers_that_their_scale_makes_infinite_are_found(codec):
+    pushed = gradient([], codec=codec, payload=codec.encode(np.array([1.0, -1e10], np.float32)))
+    for scale, finding in ((0.5, FINITE), (1e28, FINITE), (1e38, Finding(3, 1))):
+        assert scan(pushed._replace(scale=scale), shard_id=3, shard_length=2) == finding, scale

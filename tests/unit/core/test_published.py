@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from pyps.core.arrays import Floats
 from pyps.core.gradient import PayloadKind, PublishedReply, Reply
+from pyps.core.recorder import Pulled
 from pyps.core.shard import Shard
-from pyps_wire.codecs import CODECS, FLOAT32, INT8, Codec
-from shards import gradient, make_shard, push, restored, roster
+from pyps_wire.codecs import CODECS, DELTA, FLOAT32, INT8, Codec
+from shards import Log, gradient, make_shard, pull, push, restored, roster
 
 LENGTH = 100
 PUBLISHED = [codec for codec in CODECS.values() if codec.published]
@@ -167,6 +168,55 @@ def test_who_pulls_in_other_codecs_and_a_restored_shard_get_the_parameters():
     follower = Follower(again)
     assert follower.pull()
     np.testing.assert_array_equal(follower.held, parameters_of(shard))
+
+
+def test_the_log_names_the_published_version_that_a_pull_brought():
+    log = Log()
+    shard = make_shard(noise(0), recorder=log)
+    fast, slow = Follower(shard), Follower(shard)
+    fast.pull()
+    slow.pull()
+    push(shard, noise(1))
+    fast.pull()
+    push(shard, noise(2), sequence=1)
+    for _ in range(3):
+        slow.pull()
+    versions = [event.version for event in log.events[0] if isinstance(event, Pulled)]
+    assert versions == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("codec", PUBLISHED, ids=repr)
+def test_a_jump_too_far_for_a_difference_is_sent_whole(codec):
+    shard = make_shard(np.full(LENGTH, 3e38))
+    worker = Follower(shard, codec)
+    worker.pull()
+    # Between two pulls they move by twice as much, which is no float32.
+    push(shard, np.full(LENGTH, 3e38))
+    worker.exchange(np.full(LENGTH, 3e38))
+    np.testing.assert_array_equal(worker.held, parameters_of(shard))
+    worker.exchange(np.full(LENGTH, -3e38))
+    assert np.isfinite(worker.held).all()
+
+
+@pytest.mark.parametrize("codec", PUBLISHED, ids=repr)
+def test_the_copy_stays_near_parameters_that_move_steadily(codec):
+    shard = make_shard(noise(0, 2000))
+    worker = Follower(shard, codec)
+    worker.pull()
+    for _ in range(200):
+        worker.exchange(np.float32(0.01) * parameters_of(shard))
+    theta = parameters_of(shard)
+    assert np.linalg.norm(worker.held - theta) < 0.02 * np.linalg.norm(theta)
+
+
+def test_a_published_copy_follows_what_the_rule_hands_out():
+    settings = {"learning_rate": 1.0, "momentum": 0.5, "lookahead": 1.0}
+    shard = make_shard(noise(0), rule="delayed_nesterov", settings=settings)
+    worker = Follower(shard, DELTA)
+    worker.pull()
+    worker.exchange(noise(1))
+    np.testing.assert_array_equal(worker.held, pull(shard)[1])
+    assert np.any(worker.held != parameters_of(shard))
 
 
 def test_buffers_come_exactly():

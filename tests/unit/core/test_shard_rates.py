@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from pyps.core.gradient import FLOAT32_MAX
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.recorder import Configured, Pushed
 from pyps.core.roster import Roster
+from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
 from pyps.core.store import PendingBudget
 from pyps_wire.errors import InvalidArgument, LimitExceeded
@@ -222,3 +224,16 @@ def test_a_finished_shard_settles_nothing():
     shard.finish()
     assert len(shard.configure(behaviour=make_behaviour("async"), roster=Roster())) == 0
     assert (shard.version, shard.num_pending) == (0, 1)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_no_rate_that_a_worker_may_send_keeps_a_round_from_its_update(rule):
+    growth = BatchGrowth.parse("start=8,maximum=32,every=1,lr_scaling=linear", epoch_examples=1)
+    behaviour = make_behaviour(protocol="hardsync", batch_growth=growth)
+    shard, both = make_shard(rule=rule, settings={}, behaviour=behaviour), roster("a", "b")
+    for number in range(2):
+        for name in "ab":
+            rates = {"learning_rate": FLOAT32_MAX, "example_count": 8}
+            push(shard, np.ones(4), workers=both, worker_id=name, sequence=number, **rates)
+    assert shard.version == 2
