@@ -74,7 +74,7 @@ class EarlyShards:
     def next(
         self, waiting: Mapping[int, object], under_way: set[int], *, begins: bool, to_hold: bool = False
     ) -> int | None:
-        """Wait for a shard of `waiting` that may be sent, add it to `under_way`, and return it.
+        """Wait for a shard of `waiting` that may be sent, and return it.
 
         Return None after `abandon`, for shards `to_hold` after `seal`, and, unless a round `begins`, once all shards
         under way are answered.
@@ -84,7 +84,6 @@ class EarlyShards:
                 ready = [*self._complete, *waiting] if self.is_sealed or self.spoiled else self._complete
                 shard_id = next((each for each in ready if each in waiting and each not in under_way), None)
                 if shard_id is not None and not (to_hold and len(waiting) - len(under_way) == 1):
-                    under_way.add(shard_id)
                     break
                 self._changed.wait()
             else:
@@ -92,8 +91,14 @@ class EarlyShards:
         self._arrive(shard_id)
         return shard_id
 
-    def send(self, shard_id: int, numbers: npt.NDArray[Any] | None) -> bool | None:
-        """Note that a shard is sent; return whether with its numbers, or None if the push sends nothing at all."""
+    def send(
+        self, shard_id: int, numbers: npt.NDArray[Any] | None, under_way: set[int], *, begins: bool
+    ) -> bool | None:
+        """Note that a shard is sent, and add it to `under_way`; return whether it is sent with its numbers.
+
+        Return None, and add nothing, if the push sends nothing at all, or, unless a round `begins`, once all shards
+        under way are answered, which ends the round.
+        """
         fits = numbers is None or self._fits(numbers)
         with self._changed:
             if not fits:
@@ -102,6 +107,9 @@ class EarlyShards:
             if (self.held or not self.sent) and (self.spoiled or self.is_over):
                 self.is_over = True
                 return None
+            if not (begins or under_way):
+                return None
+            under_way.add(shard_id)
             with_numbers = numbers is not None and not self.spoiled
             self.sent.add(shard_id)
             if with_numbers:

@@ -453,7 +453,7 @@ class Outgoing:
         shard, _ = self.template.waiting[shard_id]
         extents = _extents(early.partition, shard, early.present)
         numbers = None if extents is None else values_at(part_of(self.plan.gradients, shard), extents)
-        with_numbers = early.send(shard_id, numbers)
+        with_numbers = early.send(shard_id, numbers, under_way, begins=begins)
         if with_numbers is None:
             return None
         message = PushRequest()

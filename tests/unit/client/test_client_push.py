@@ -225,8 +225,32 @@ def test_an_encodings_error_is_added_to_the_next_push_once_a_server_took_it():
 def test_a_shard_counts_once_it_was_answered_however_often_it_left():
     early = EarlyShards(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None)
     for shard_id in (0, 0, 1):
-        assert early.send(shard_id, np.zeros(32, np.float32))
+        assert early.send(shard_id, np.zeros(32, np.float32), set(), begins=True)
     # The first time 0 was lost, and 1 is under way still.
     early.lost({0})
     assert not early.answered({0, 1}, waiting={1})
     assert early.num_answered == 1
+
+
+@pytest.mark.parametrize("answered_first", [True, False])
+def test_a_shard_that_is_not_sent_keeps_no_round_open(answered_first):
+    early = EarlyShards(PLAN, [True] * 4, fits=lambda _: True, arrive=lambda _: None, held=True)
+    waiting, under_way, numbers = {0: None, 1: None}, set[int](), np.zeros(32, np.float32)
+    for shard_id in (0, 1):
+        early.complete(shard_id)
+    assert early.next(waiting, under_way, begins=True) == 0
+    assert early.send(0, numbers, under_way, begins=True)
+    assert early.next(waiting, under_way, begins=False) == 1
+    if answered_first:
+        del waiting[0]
+        assert early.answered(under_way, waiting)
+        assert early.send(1, numbers, under_way, begins=False) is None
+        # The next round sends it.
+        assert early.next(waiting, under_way, begins=True) == 1
+        assert early.send(1, numbers, under_way, begins=True)
+        assert not early.answered(under_way, waiting)
+    else:
+        early.abandon()
+        assert early.send(1, numbers, under_way, begins=False) is None
+        del waiting[0]
+        assert early.answered(under_way, waiting)
