@@ -148,6 +148,7 @@ struct Int8 {
     const Scale scale(values, 127.0f);
     encoded[0] = static_cast<Byte>(scale.exponent);
     if (scale.exponent == Scale::infinite) {
+      // Each code is 1, so that every number decodes to infinity.
       __builtin_memset(encoded + 1, 1, block);
       return;
     }

@@ -172,9 +172,8 @@ class Launch:
             )
         if local:
             _check_alone(max(self.parts, self.worker_count or 1))
-        codec_of(self.gradient_codec)
-        codec_of(self.parameter_codec)
         check_transport(self.transport)
+        self._check_codecs()
         index, count = self.worker_index, self.worker_count
         if index is not None and count is not None and index >= count:
             raise InvalidArgument(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
@@ -187,6 +186,24 @@ class Launch:
         for name in _WAITS:
             if not getattr(self, name) >= 0:
                 raise InvalidArgument(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+
+    def _check_codecs(self) -> None:
+        up, down = codec_of(self.gradient_codec), codec_of(self.parameter_codec)
+        if up.published and not up.stateful:
+            raise InvalidArgument(
+                f"gradient_codec (PYPS_GRADIENT_CODEC) is {up.name!r}, which is for parameters alone; push in another."
+            )
+        if down.stateful and not down.published:
+            raise InvalidArgument(
+                f"parameter_codec (PYPS_PARAMETER_CODEC) is {down.name!r}, which is for gradients alone; pull in "
+                "another."
+            )
+        for setting, codec in (("gradient_codec", up), ("parameter_codec", down)):
+            if self.transport == "shm" and codec.dtype is None:
+                raise InvalidArgument(
+                    f"{setting} (PYPS_{setting.upper()}) is {codec.name!r}, which shared memory does not carry, and "
+                    "transport (PYPS_TRANSPORT) is 'shm': leave the codec out, or set transport to 'auto'."
+                )
 
     @classmethod
     def of(cls, servers: str | Sequence[str] | None, launch: Launch | None) -> Launch:

@@ -131,9 +131,9 @@ class Residual:
             values[start : start + length], lost = lost[:length], lost[length:]
 
     def is_old(self, *, epoch: int, version: int, age_max: int) -> bool:
-        """Return whether a gradient computed at that version is too far from the newest push for the values to help.
+        """Return whether the values are too old for a gradient that was computed at that version.
 
-        A restored server may have gone back: then a distance in either direction counts.
+        They are if the newest push came more than `age_max` versions before, or, once a server was restored, after.
         """
         age = version - self.version
         return self.version >= 0 and (age > age_max or (epoch != self.epoch and -age > age_max))

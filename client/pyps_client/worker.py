@@ -71,7 +71,7 @@ class Worker:
         `model` and `optimizer` describe the whole model; `parts` names the parts that this process holds, all by
         default. All vectors are of these parts' groups. `peers`: the processes of this worker's replica, all of which
         connect, push and proceed in the same order: these calls are collective. Raises InvalidArgument where a process
-        of several holds no part, or a codec does not go the way it is asked to.
+        of several holds no part.
         """
         leave.install_where_asked()
         proposed = partition(model, num_servers=len(launch.servers))
@@ -82,10 +82,6 @@ class Worker:
         self._codec = codec_of(launch.gradient_codec)
         self._encoder = Encoder(self._codec)
         self._pull_codec = codec_of(launch.parameter_codec)
-        if self._pull_codec.stateful and not self._pull_codec.published:
-            raise InvalidArgument(
-                f"codec {self._pull_codec.name} is for gradients alone: pull in another (parameter_codec)"
-            )
         # Last, so that a refused worker starts no local server.
         self.launch = launch = launch.begun(peers.count)
         self._initial = initial

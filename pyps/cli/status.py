@@ -31,7 +31,7 @@ EVENTS_SHOWN = 8
 EVENTS_MAX = 1000
 WATCH_SECONDS = 2.0
 # For a pipe, with --wide or without COLUMNS.
-PIPE_COLUMNS = 200
+PIPE_COLUMNS = 240
 # A message as a dictionary, without leaving out fields that are 0 or empty.
 _plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
 
@@ -216,7 +216,7 @@ def facts(status: pb.Status) -> dict[str, object]:
 
 def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
     in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
-    codecs = {name for answer in answers for worker in answer.workers for name in _codecs(worker)}
+    few_bits = any(codecs_of(worker) for answer in answers for worker in answer.workers)
     rows = []
     for name, known in workers_of(answers).items():
         # From the server that heard from it last.
@@ -230,6 +230,7 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
             "loss": f"{latest.scalars['loss']:.4g}" if "loss" in latest.scalars else "",
             "staleness": _staleness(tally),
         }
+        row |= {"codecs up, down": codecs_of(latest) or "float32"} if few_bits else {}
         if wide:
             if in_parts:
                 row |= {"replica": latest.replica, "parts": ", ".join(map(str, latest.parts)) or "all"}
@@ -238,8 +239,8 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
                 "where": f"{latest.host} {latest.process_id} {latest.device}",
                 "transport": ", ".join(sorted({worker.transport for worker in known})),
             }
-            row |= {"up, down": ", ".join(_codecs(latest))} if codecs - {"float32", ""} else {}
             row |= {
+                "received, sent": f"{in_bytes(tally.bytes_in)}, {in_bytes(tally.bytes_out)}",
                 # A push counts once for each of its shards.
                 "shards taken": taken(tally),
                 "rejected": tally.pushes_rejected,
@@ -253,8 +254,10 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
     return _table("workers", rows, left=("worker", "state", "replica", "parts", "where", "transport"))
 
 
-def _codecs(worker: pb.WorkerInfo) -> tuple[str, str]:
-    return worker.gradient_codec, worker.parameter_codec
+def codecs_of(worker: pb.WorkerInfo) -> str:
+    """Return the codecs of a worker's gradients and parameters; empty where both are float32."""
+    both = worker.gradient_codec, worker.parameter_codec
+    return "" if set(both) <= {"float32", ""} else ", ".join(both)
 
 
 def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -> Table:
@@ -314,7 +317,8 @@ def taken(tally: pb.Tally) -> int:
 def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
     """Return the counts of several servers in one; means are weighted by the gradients taken."""
     total = pb.Tally(staleness_max=max(tally.staleness_max for tally in tallies))
-    for name in ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "blocked_seconds"):
+    counts = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "bytes_in", "bytes_out")
+    for name in (*counts, "blocked_seconds"):
         setattr(total, name, sum(getattr(tally, name) for tally in tallies))
     for name in ("staleness_mean", "step_lost"):
         weighed = sum(getattr(tally, name) * taken(tally) for tally in tallies)

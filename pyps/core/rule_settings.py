@@ -14,7 +14,8 @@ from pyps_wire.errors import InvalidArgument, OptimizerMismatch
 class RuleSettings:
     """An update rule's name and, for each parameter group, its settings, defaults filled in.
 
-    The name is empty, and without settings, where a worker leaves the rule to the servers.
+    The name is empty where a worker leaves the rule to the servers. Where they have none, it is sgd, if the worker
+    states a learning rate.
     """
 
     rule: str
@@ -106,7 +107,9 @@ def settle(
     Raise OptimizerMismatch where both are given and differ.
     """
     if configured is None and (requested is None or not requested.rule):
-        raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")
+        if requested is None or not all("learning_rate" in group for group in requested.groups):
+            raise InvalidArgument("no optimizer was given: neither the server (--optimizer) nor the worker names one")
+        requested = RuleSettings.make(rules.SGD.name, requested.groups, requested.kinds)
     if requested is not None:
         requested = requested.for_groups(num_groups)
     kinds = requested.kinds if requested is not None and requested.kinds else (PayloadKind.GRADIENT,) * num_groups

@@ -6,7 +6,7 @@ import pytest
 from client_support import CuttingProxy, make_client
 from pyps.core.arrays import Floats
 from pyps.core.gradient import made_native
-from pyps_client import InvalidArgument, ServerUnavailable
+from pyps_client import InvalidArgument
 from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, INT8, Codec
 from pyps_wire.partition import Partition
@@ -124,9 +124,9 @@ def test_sparse_gradients_wait_as_they_are_and_a_restart_keeps_them(start_server
             np.testing.assert_array_equal(second.pull()["first"][:4], moved)
 
 
-def test_it_does_not_lie_in_shared_memory(start_server):
-    with pytest.raises(ServerUnavailable, match="scaled_bytes does not write each number by itself"):
-        make_client(start_server().data, **options(transport="shm"))
+def test_it_does_not_lie_in_shared_memory():
+    with pytest.raises(InvalidArgument, match=r"is 'scaled_bytes', which shared memory does not carry.*to 'auto'"):
+        make_client("127.0.0.1:1", **options(transport="shm"))
 
 
 @pytest.mark.parametrize("setting", ["gradient_codec", "parameter_codec"])
@@ -143,7 +143,7 @@ def test_a_server_without_the_codec_names_those_both_know(start_server_process, 
 
 def test_a_codec_with_a_residual_is_for_gradients_alone_unless_pulls_follow_a_published_copy(start_server, monkeypatch):
     monkeypatch.setattr(ScaledBytes, "stateful", True)
-    with pytest.raises(InvalidArgument, match="scaled_bytes is for gradients alone"):
+    with pytest.raises(InvalidArgument, match="scaled_bytes', which is for gradients alone"):
         make_client(start_server().data, **options())
     monkeypatch.setattr(ScaledBytes, "published", True)
     gradient = {name: np.sin(tensor) for name, tensor in TENSORS.items()}
@@ -196,6 +196,8 @@ def test_a_server_knows_its_workers_codecs_and_refuses_a_sparse_one_under_moment
             worker = workers_of(server.control)[life]
             assert (worker.gradient_codec, worker.parameter_codec) == ("int8", CODEC.name)
             assert f"int8, {CODEC.name}" in shell("status", "--servers", server.control, "--wide")
+            # Narrow columns are folded.
+            assert "codecs" in shell("status", "--servers", server.control)
     server = start_server()
     without = ("nesterov", {"learning_rate": 0.5, "momentum": 0.0})
     with make_client(server.data, **options(optimizer=without, parameter_codec="float32")):

@@ -356,7 +356,8 @@ def test_what_cannot_be_trained_locally_is_refused_in_a_sentence(monkeypatch):
         (adamw(model), {"sync_every": 0}, "sync_every is 0; expected a number of steps, 1 or more, or 'auto'"),
         (adamw(model), {"sync_every": "often"}, "sync_every is 'often'; expected"),
         (adamw(model), {"overlap": "backward"}, "overlap is 'backward'; expected 'off' or 'step'"),
-        (adamw(model), {"outer": "nesterov:rate"}, "outer is 'nesterov:rate'; expected average, nesterov,"),
+        (adamw(model), {"outer": "nesterov:rate"}, "outer is 'nesterov:rate'; expected one of adagrad, .*such as nest"),
+        (adamw(model), {"outer": "diloco"}, "outer is 'diloco'; expected one of .*average, .*nesterov"),
         (adamw(model), {"buffers": "mine"}, "buffers is 'mine'; expected one of local"),
         (torch.optim.AdamW, {}, "optimizer is a type; expected a torch optimizer that trains on this worker"),
         (RemoteOptimizer(model, sgd(model), "127.0.0.1:1"), {}, "optimizer is a RemoteOptimizer; expected a torch"),
@@ -377,6 +378,16 @@ def test_what_cannot_be_trained_locally_is_refused_in_a_sentence(monkeypatch):
         LocalTraining(model, adamw(model), "127.0.0.1:1")
 
 
-def test_a_run_without_an_outer_rule_says_where_to_name_one(start_server):
-    with pytest.raises(InvalidArgument, match="no optimizer was given: neither the server"):
-        local(mlp(), start_server(), outer="").join()
+def test_servers_without_a_rule_average_and_those_with_one_keep_it(start_server):
+    rules = {"": {"learning_rate": 1.0}, "nesterov:learning_rate=0.7": {"learning_rate": 0.7, "momentum": 0.9}}
+    for flag, settings in rules.items():
+        server = start_server("--optimizer", flag) if flag else start_server()
+        model = mlp()
+        with local(model, server, outer="") as optimizer:
+            train(batches(8), (model, optimizer))
+        status = status_of(server)
+        assert status.optimizer.rule == (flag.partition(":")[0] or "sgd")
+        assert dict(status.optimizer.groups[0].hyperparameters).items() >= settings.items()
+        assert [rate.current for rate in status.learning_rates] == [settings["learning_rate"]] * len(
+            status.learning_rates
+        )

@@ -252,7 +252,7 @@ def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first
 
 def test_a_rule_that_torch_does_not_have_is_the_outer_one_of_local_training(start_server):
     ends = []
-    for outer in ("nesterov", "delayed_nesterov:n=1", "delayed_nesterov:n=2,lookahead=1"):
+    for outer in ("nesterov", "delayed_nesterov:n=1,lookahead=0", "delayed_nesterov:n=2"):
         model = mlp()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         launch = Launch(servers=start_server().data)

@@ -52,6 +52,15 @@ def test_a_loss_that_has_no_height_is_drawn_as_none():
         assert pictures.workers(history, sorted_by="loss", reverse=False).row_count == 1
 
 
+def test_the_codecs_of_workers_stand_below_the_table():
+    history, reply = History(["a"]), answer("a", uptime=1, version=1)
+    reply.workers[0].MergeFrom(pb.WorkerInfo(gradient_codec="int4", parameter_codec="int8"))
+    history.take("a", reply)
+    with (console := Console(width=300)).capture() as shown:
+        console.print(pictures.workers(history, sorted_by="worker", reverse=False))
+    assert "codecs up, down: int4, int8 (1 worker)" in shown.get()
+
+
 def test_what_others_chose_is_no_command_to_the_terminal():
     words = "\x1b[2J[red]<b>\x07\u202e"
     reply = answer("a", uptime=1, version=1)

@@ -163,7 +163,10 @@ class Backward(Off):
         self._computed_of = [0] * len(self._computed_of)
 
     def _learn(self) -> None:
-        """Expect as many gradients of each tensor as this step had; of fewer, the second time in a row."""
+        """Learn from this step how many gradients each tensor has in a step, and whether the loop changes them.
+
+        A larger number is believed at once, a smaller one when it comes in two steps in a row.
+        """
         pairs = [
             (had or expected, expected) for had, expected in zip(self._computed_of, self._expected_of, strict=True)
         ]

@@ -16,7 +16,7 @@ from pyps_client.torch.joining import OwnModel, unwrapped
 from pyps_client.torch.layout import plan, shareable_buffers
 from pyps_client.torch.local_rounds import Pace, Rounds, Shadow
 from pyps_client.torch.remote_optimizer import RemoteOptimizer, _JoinFirst, _uncompiled
-from pyps_client.torch.rules import ServersRule
+from pyps_client.torch.rules import TRANSLATIONS, ServersRule
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import InvalidArgument, SettingsChanged
 
@@ -27,8 +27,12 @@ _NESTEROV = {"learning_rate": 0.7, "momentum": 0.9}
 OUTER: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "average": ("sgd", {"learning_rate": 1.0}),
     "nesterov": ("nesterov", _NESTEROV),
-    "delayed_nesterov": ("delayed_nesterov", _NESTEROV),
+    # Each delta is computed ahead of the next momentum step, as Nesterov's gradient is; without it, losses were higher.
+    "delayed_nesterov": ("delayed_nesterov", {**_NESTEROV, "lookahead": 1.0}),
 }
+
+# heavy_ball has no counterpart in torch.
+_OUTER_RULES = {*OUTER, "heavy_ball", *(translation.rule for translation in TRANSLATIONS)}
 
 # A state dict's key for the position in the round, and for what the exchanges keep.
 _ROUND = "pyps_round"
@@ -75,9 +79,9 @@ class LocalTraining(torch.optim.Optimizer):
 
         `sync_every`: steps in a round, or "auto": 16 in the slowest worker's rounds and, where workers wait for each
         other (hardsync), up to 16 times as many in those of faster ones, in proportion to their speed.
-        `outer`: the servers' rule for deltas, if `pyps serve --optimizer` names none: "average" (sgd at rate 1),
-        "nesterov" (rate 0.7, momentum 0.9), "delayed_nesterov:n=2", or any rule of the servers with its settings. Where
-        the servers have a rule, leave it out.
+        `outer`: the rule by which servers apply deltas: "average" (sgd at rate 1), "nesterov" (rate 0.7, momentum 0.9),
+        "delayed_nesterov:n=2" (the same, and lookahead=1), or any rule of the servers with its settings. If it is
+        left out, the rule is that of `pyps serve --optimizer` or of the run, or else "average".
         `overlap`: "off" waits for each exchange; "step" makes it beside the next steps, and moves the model by what the
         servers changed when that has come.
         `servers`, `launch`, `buffers`: as for RemoteOptimizer. `launch` has the codecs of deltas and parameters.
@@ -108,7 +112,7 @@ class LocalTraining(torch.optim.Optimizer):
         self._loaded: Mapping[str, Any] = {}
         self._is_joined = False
         self._guard = ForkGuard()
-        # As a copy is made: the groups and the state are the inner optimizer's.
+        # Not __init__, which would set groups and state: both are the inner optimizer's.
         super().__setstate__({"defaults": optimizer.defaults})
         parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._forward_hooks = [part.register_forward_pre_hook(_JoinFirst(self)) for part in parts]
@@ -272,15 +276,20 @@ def _check_inner(optimizer: object) -> None:
 
 
 def _outer_of(text: str) -> tuple[str, Mapping[str, float]]:
-    """Return the servers' rule and its settings for the text of `outer`; the servers check both."""
+    """Return the servers' rule and its settings for the text of `outer`; the servers check the settings."""
+    # No rule, but a rate: servers that have no rule of their own take sgd at this rate.
+    if not text:
+        return "", OUTER["average"][1]
     name, _, rest = text.partition(":")
     rule, settings = OUTER.get(name, (name, {}))
     pairs = [item.partition("=") for item in rest.split(",") if item]
     try:
+        if name not in _OUTER_RULES:
+            raise ValueError
         given = {setting.strip(): float(number) for setting, _, number in pairs}
     except ValueError:
         raise InvalidArgument(
-            f"outer is {text!r}; expected {', '.join(OUTER)}, or a rule of the servers, with settings such as "
+            f"outer is {text!r}; expected one of {', '.join(sorted(_OUTER_RULES))}, with settings such as "
             "nesterov:learning_rate=0.7,momentum=0.9."
         ) from None
     return rule, {**settings, **given}

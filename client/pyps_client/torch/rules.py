@@ -88,7 +88,10 @@ TRANSLATIONS: tuple[Translation, ...] = (
 
 
 class ServersRule(torch.optim.Optimizer):
-    """A rule named as the servers name it, for parameters that only they update; an empty name leaves it to them."""
+    """A rule named as the servers name it, for parameters that only they update.
+
+    An empty name leaves the rule to them. Those that have none take sgd at the learning rate of `settings`.
+    """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], rule: str, settings: Mapping[str, float]) -> None:
         # Where the rule's rate is not stated, no push states it: 0 is what an absent number is read as.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -17,7 +18,7 @@ from pyps.cli import status
 from pyps.cli.control import not_named
 from pyps.cli.status import harmless, work_tables
 from pyps.cli.top.history import BANDS, Answer, History, Point
-from pyps.units import in_bytes, in_seconds
+from pyps.units import counted, in_bytes, in_seconds
 
 # From fresh to stale.
 COLOURS = ("#3fb950", "#8ac926", "#d4c21f", "#f2a20c", "#f0701d", "#e5383b", "#c9184a", "#9d4edd")
@@ -114,7 +115,11 @@ def workers(history: History, *, sorted_by: str, reverse: bool) -> RenderableTyp
         shown[1].stylize(_STATES.get(shown[1].plain, ""))
         table.add_row(*shown)
     hidden = len(rows) - ROWS_MAX
-    return Group(table, f"{hidden:,} more: s and S say which come first") if hidden > 0 else table
+    known = status.workers_of(history.answers).values()
+    codecs = Counter(words for infos in known if (words := status.codecs_of(infos[0])))
+    below = [f"{hidden:,} more: s and S say which come first"] if hidden > 0 else []
+    below += [f"codecs up, down: {words} ({counted(count, 'worker')})" for words, count in sorted(codecs.items())]
+    return Group(table, harmless_lines(below)) if below else table
 
 
 def _rows(history: History) -> Iterable[list[tuple[Any, str]]]:

@@ -175,6 +175,12 @@ def test_a_value_of_another_type_than_its_settings_is_refused_by_name():
         ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, tcp, grpc"),
         ({"gradient_codec": 5}, "gradient_codec is 5; expected a string"),
         ({"parameter_codec": "int7"}, "'int7'; choose one of float32, float16, bfloat16"),
+        ({"parameter_codec": "topk"}, "parameter_codec .* is 'topk', which is for gradients alone"),
+        ({"gradient_codec": "delta"}, "gradient_codec .* is 'delta', which is for parameters alone"),
+        (
+            {"gradient_codec": "int4", "transport": "shm"},
+            "gradient_codec .* is 'int4', which shared memory.* to 'auto'",
+        ),
         ({"gradient_codec": "topk:tau=1"}, "topk has no setting 'tau=1'; expected ratio="),
         ({"shard_size": "x"}, "shard_size is 'x'; expected a whole number"),
         ({"token_file": 5}, "token_file is 5; expected a string"),
