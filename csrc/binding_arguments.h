@@ -108,7 +108,8 @@ class Bytes {
                            (view_.format == nullptr ? "" : view_.format) + "'; " + codec.name +
                            " takes raw bytes ('B', 'b', 'c') or '" + codec.format + "'");
     }
-    if (size() != codec.bytes_of(count)) {
+    // The bytes of more numbers than memory holds may wrap around to these.
+    if (count > PTRDIFF_MAX / sizeof(float) || size() != codec.bytes_of(count)) {
       throw py::value_error(name_ + " holds " + std::to_string(size()) + " bytes; " +
                             std::to_string(count) + " values of " + codec.name + " take " +
                             std::to_string(codec.bytes_of(count)));

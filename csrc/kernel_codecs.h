@@ -371,6 +371,8 @@ auto with_codec_of(CodecList<First, Rest...>, Codec codec, Loop loop) {
   if constexpr (sizeof...(Rest) > 0) {
     if (codec != First::traits.codec) return with_codec_of(CodecList<Rest...>{}, codec, loop);
   }
+  // Callers check numbers: another codec's loop would write beyond the array.
+  if (codec != First::traits.codec) __builtin_trap();
   return loop(First{});
 }
 
@@ -472,6 +474,7 @@ void encode_made(Byte* encoded, std::size_t count, Make make, Take take) {
 template <class Loop>
 void with_blocks(Codec codec, Loop loop) {
   with_codec(codec, [=](auto c) {
+    if constexpr (is_words<decltype(c)>) __builtin_trap();
     if constexpr (!is_words<decltype(c)>) loop(c);
   });
 }

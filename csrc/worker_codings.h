@@ -9,6 +9,9 @@ namespace pyps {
 struct WorkerCodings {
   CodecKernels blocks;
   SparseKernels sparse;
+  // The numbers of the codecs that each of them takes; 0 ends them.
+  const int* block_codecs;
+  const int* sparse_codecs;
 };
 
 }  // namespace pyps

@@ -22,3 +22,10 @@ extern "C" __attribute__((visibility("default"))) const pyps::WorkerCodings* pyp
 #endif
   return nullptr;
 }
+
+// The numbers of the codecs whose numbers share bytes, or of those that send some numbers; 0 ends
+// them.
+extern "C" __attribute__((visibility("default"))) const int* pyps_codecs(bool sparse) {
+  const pyps::WorkerCodings& table = pyps::codings_baseline;
+  return sparse ? table.sparse_codecs : table.block_codecs;
+}

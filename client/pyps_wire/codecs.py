@@ -176,44 +176,51 @@ class BlockCodec(Codec):
     # The numbers of a block.
     block: int
 
+    @property
+    def _is_native(self) -> bool:
+        """Whether the library serves: a codec of a newcomer's is numpy's alone, whatever class it extends."""
+        return native.functions is not None and self in native.BLOCK_CODECS
+
     def encode(self, values: NDArray[np.float32]) -> memoryview:
-        if native.functions is None:
+        if not self._is_native:
             return self._encode(values)
         payload = np.empty(self.max_bytes(values.size), np.uint8)
-        native.functions.encode(payload.ctypes.data, native.address(values), self, values.size)
+        native.functions.encode(payload.ctypes.data, native.address(values, values.size), self, values.size)
         return payload.data
 
     def encode_feedback(
         self, values: NDArray[np.float32], residual: NDArray[np.float32], lost: NDArray[np.float32]
     ) -> memoryview:
-        if native.functions is None:
+        if not self._is_native:
             return super().encode_feedback(values, residual, lost)
         payload = np.empty(self.max_bytes(values.size), np.uint8)
-        arrays = [native.address(each) for each in (values, residual, lost)]
+        arrays = [native.address(each, values.size) for each in (values, residual, lost)]
         native.functions.encode_feedback(payload.ctypes.data, *arrays[:2], self.feedback, arrays[2], self, values.size)
         return payload.data
 
     def encode_difference(self, values: NDArray[np.float32], held: NDArray[np.float32]) -> memoryview:
-        if native.functions is None:
+        if not self._is_native:
             return super().encode_difference(values, held)
         payload = np.empty(self.max_bytes(values.size), np.uint8)
-        arrays = [native.address(each) for each in (values, held)]
+        arrays = [native.address(each, values.size) for each in (values, held)]
         native.functions.encode_difference(payload.ctypes.data, *arrays, self, values.size)
         return payload.data
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         self.require_count(payload, place.size)
-        if native.functions is None:
+        if not self._is_native:
             self._decode_into(payload, place)
         else:
-            native.functions.decode(native.address(place), native.address_of_bytes(payload), self, place.size)
+            native.functions.decode(
+                native.address(place, place.size), native.address_of_bytes(payload), self, place.size
+            )
 
     def add_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        if native.functions is None:
+        if not self._is_native:
             super().add_into(payload, place)
             return
         self.require_count(payload, place.size)
-        native.functions.add(native.address(place), native.address_of_bytes(payload), self, place.size)
+        native.functions.add(native.address(place, place.size), native.address_of_bytes(payload), self, place.size)
 
     def _encode(self, values: NDArray[np.float32]) -> memoryview:
         raise NotImplementedError
@@ -365,7 +372,9 @@ class Delta(Codec):
         blocks = differs.reshape(-1, self.block)
         is_changed = blocks.any(axis=1)
         bits = [np.packbits(each, bitorder="little") for each in (is_changed, blocks[is_changed])]
-        payload = np.concatenate([*bits, values[differs[: values.size]].view(np.uint8)])
+        # Places found first: a mask as an index takes six times as long where many numbers differ.
+        changed = values.take(np.flatnonzero(differs[: values.size]))
+        payload = np.concatenate([*bits, changed.view(np.uint8)])
         np.copyto(held, values)
         return payload.data
 
@@ -388,7 +397,7 @@ class Delta(Codec):
         flat = differs.reshape(-1).view(np.bool_)
         if flat[place.size :].any():
             raise InvalidArgument(f"{self.name} has a number beyond the {place.size} that there are")
-        place[flat[: place.size]] = np.frombuffer(numbers.data, np.float32)
+        place[np.flatnonzero(flat)] = np.frombuffer(numbers.data, np.float32)
 
 
 class SparseCodec(Codec):
@@ -434,8 +443,13 @@ class SparseCodec(Codec):
             )
         return type(self)(int(self), self.name, number)
 
+    @property
+    def _is_native(self) -> bool:
+        """Whether the library serves: a codec of a newcomer's is numpy's alone, whatever class it extends."""
+        return native.functions is not None and self in native.SPARSE_CODECS
+
     def encode(self, values: NDArray[np.float32]) -> memoryview:
-        if native.functions is not None:
+        if self._is_native:
             return self._encode_native(values, None, None)
         chunks = [self._encode(values[start : start + self.chunk]) for start in range(0, values.size, self.chunk)]
         return memoryview(b"".join(chunks))
@@ -443,14 +457,14 @@ class SparseCodec(Codec):
     def encode_feedback(
         self, values: NDArray[np.float32], residual: NDArray[np.float32], lost: NDArray[np.float32]
     ) -> memoryview:
-        if native.functions is None:
+        if not self._is_native:
             return super().encode_feedback(values, residual, lost)
-        return self._encode_native(values, native.address(residual), native.address(lost))
+        return self._encode_native(values, *(native.address(each, values.size) for each in (residual, lost)))
 
     def _encode_native(self, values: NDArray[np.float32], residual: int | None, lost: int | None) -> memoryview:
         """Encode by the library; the last two are addresses."""
         room = np.empty(self.max_bytes(values.size), np.uint8)
-        arguments = native.address(values), residual, self.feedback, lost, self, self.value, values.size
+        arguments = native.address(values, values.size), residual, self.feedback, lost, self, self.value, values.size
         num_bytes = native.functions.encode_sparse(room.ctypes.data, *arguments)
         return room[:num_bytes].copy().data
 
@@ -465,9 +479,15 @@ class SparseCodec(Codec):
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
         self.require_count(payload, place.size)
-        if native.functions is not None:
+        if self._is_native:
             payload = memoryview(payload)
-            arguments = native.address(place), native.address_of_bytes(payload), payload.nbytes, self, place.size
+            arguments = (
+                native.address(place, place.size),
+                native.address_of_bytes(payload),
+                payload.nbytes,
+                self,
+                place.size,
+            )
             if native.functions.decode_sparse(*arguments):
                 return
         # Of a malformed payload it says what is wrong.

@@ -6,6 +6,7 @@ import logging
 import os
 from ctypes import CDLL, CFUNCTYPE, POINTER, Structure, c_bool, c_double, c_float, c_int, c_size_t, c_void_p
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -36,15 +37,32 @@ class _Table(Structure):
     ]
 
 
+def _open() -> CDLL | None:
+    spec = find_spec("pyps_wire._codecs")
+    library = CDLL(spec.origin) if spec is not None and spec.origin is not None else None
+    if library is None or not hasattr(library, "pyps_codecs"):
+        logging.getLogger("pyps_client").debug(
+            "pyps_wire/_codecs.so was not built, or for another version: numpy encodes, which takes longer"
+        )
+        return None
+    library.pyps_codings.restype = POINTER(_Table)
+    library.pyps_codecs.restype = POINTER(c_int)
+    library.pyps_codecs.argtypes = (c_bool,)
+    return library
+
+
+_library = _open()
+# Numbers of codecs whose numbers share bytes, and of codecs that send some numbers only: the library takes no other.
+BLOCK_CODECS, SPARSE_CODECS = (
+    frozenset(takewhile(bool, _library.pyps_codecs(sparse)) if _library else ()) for sparse in (False, True)
+)
+
+
 def load(isa: str = "") -> Any:
     """Return the functions for an instruction set, the widest by default; None where they are not available."""
-    spec = find_spec("pyps_wire._codecs")
-    if spec is None or spec.origin is None:
-        logging.getLogger("pyps_client").debug("pyps_wire/_codecs.so was not built: numpy encodes, which takes longer")
+    if _library is None:
         return None
-    library = CDLL(spec.origin)
-    library.pyps_codings.restype = POINTER(_Table)
-    tables = {name: library.pyps_codings(number) for number, name in enumerate(INSTRUCTION_SETS)}
+    tables = {name: _library.pyps_codings(number) for number, name in enumerate(INSTRUCTION_SETS)}
     available = [table for name, table in tables.items() if table and isa in ("", name)]
     return available[-1].contents if available else None
 
@@ -53,8 +71,10 @@ def load(isa: str = "") -> Any:
 functions = load(os.environ.get("PYPS_ISA", ""))
 
 
-def address(values: NDArray[np.float32]) -> int:
-    """Return where contiguous float32 values lie. Raises InvalidArgument for others."""
+def address(values: NDArray[np.float32], count: int) -> int:
+    """Return where so many contiguous float32 values lie. Raises InvalidArgument for others."""
+    if values.size != count:
+        raise InvalidArgument(f"a codec takes arrays of one length, not of {count} and {values.size} numbers")
     if values.dtype != np.float32 or not values.flags.c_contiguous:
         raise InvalidArgument(f"a codec takes a contiguous float32 array, not {values.dtype} {values.strides}")
     return values.ctypes.data

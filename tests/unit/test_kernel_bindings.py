@@ -132,6 +132,8 @@ def test_gradients_that_do_not_fit_are_refused():
             lambda g=gradient, c=codec: _kernels.first_non_finite(g, c, 4),
         ):
             assert_refused(call, error, words)
+    # Their bytes are 2^64, which is 0 in 64 bits.
+    assert_refused(lambda: _kernels.first_non_finite(b"", 1, 2**62), ValueError, "0 bytes; 4611686018427387904 values")
 
     assert (p == 1).all() and (a == 1).all() and (out == 1).all()
 

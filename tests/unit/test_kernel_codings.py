@@ -130,4 +130,19 @@ def test_the_workers_library_sends_the_same_numbers(text, instruction_set, monke
 def test_the_workers_library_refuses_what_is_no_contiguous_float32():
     for values in (np.ones(3), np.ones((4, 4), F)[:, ::2]):
         with pytest.raises(InvalidArgument, match="contiguous float32"):
-            native.address(values)
+            native.address(values, values.size)
+
+
+@pytest.mark.skipif(native.load() is None, reason="pyps-client was installed without a compiler")
+@pytest.mark.parametrize("text", ["int8", "int4", "onebit", "threshold", "topk", "topk2bit"])
+def test_the_workers_library_takes_its_own_codecs_alone_and_arrays_of_one_length(text, monkeypatch):
+    known, values, lost = codec_of(text), wide_values(4097, 1), np.zeros(4097, F)
+    more = (known.value,) if known.sparse else (known.max_bytes,)
+    newcomer = type(known)(4713, "newcomer", *more)
+    expected = bytes(known.encode(values))
+    monkeypatch.setattr(native, "functions", native.load())
+    assert bytes(newcomer.encode(values)) == bytes(newcomer.encode_feedback(values, lost.copy(), lost)) == expected
+    np.testing.assert_array_equal(newcomer.decode(expected, values.size), known.decode(expected, values.size))
+    for arrays in ((lost[1:], lost), (lost, lost[1:])):
+        with pytest.raises(InvalidArgument, match="arrays of one length, not of 4097 and 4096 numbers"):
+            known.encode_feedback(values, *arrays)
