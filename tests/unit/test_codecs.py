@@ -216,6 +216,28 @@ def test_the_largest_magnitudes_are_kept_and_of_equal_ones_the_first(codec):
     np.testing.assert_array_equal(kept, [*range(first), *range(4096, 4096 + second)])
 
 
+@pytest.mark.parametrize(
+    ("codec", "share"), [(TOPK, 0.95), (TOPK2BIT, 0.95), (THRESHOLD, 1.0), (INT8, 1.0), (ONEBIT, 1.0)]
+)
+def test_a_share_of_what_was_lost_is_added_to_the_next_gradient(codec, share):
+    gradient, residual = np.random.default_rng(0).standard_normal((2, 5000)).astype(np.float32)
+    lost = np.empty_like(gradient)
+    sent = codec.decode(codec.encode_feedback(gradient, residual, lost), 5000)
+    np.testing.assert_allclose(sent + lost, gradient + np.float32(share) * residual, atol=1e-5)
+
+
+def test_onebit_makes_up_for_a_bias_that_shares_its_block_with_a_matrix():
+    random, bias = np.random.default_rng(0), np.linspace(-0.1, 0.1, 24)
+    sent, pushed, residual, lost = np.zeros((4, 1024), np.float32)
+    for _ in range(200):
+        gradient = np.asarray([*random.standard_normal(1000), *bias], np.float32)
+        sent += ONEBIT.decode(ONEBIT.encode_feedback(gradient, residual, lost), 1024)
+        pushed += gradient
+        residual, lost = lost, residual
+    # One push is off by 0.8, and 200 by 160 without the residual.
+    assert np.abs(sent - pushed)[-24:].max() < 1.5
+
+
 def test_threshold_sends_what_reaches_tau_times_the_mean_magnitude():
     values = np.full(4096, 0.5, np.float32)
     values[[7, 4000]] = 600, -700
