@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -294,7 +295,7 @@ def check_initialization(
     settings = settle(configured, caller.optimizer, num_groups=model.num_groups, source=source)
     Bounds.parse(config.bounds).require_settings(settings)
     if isinstance(caller, Greeting):
-        check_codec(caller, settings)
+        check_codec(caller.gradient_codec, caller.worker_id, settings.rule, settings.groups)
     return settings
 
 
@@ -308,18 +309,18 @@ def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding
         num_groups = content.partition.model.num_groups
         settle(content.settings, greeting.optimizer, num_groups=num_groups, source=f"that of run {content.run_id!r}")
     if not greeting.observer:
-        check_codec(greeting, content.settings)
+        settings = content.settings
+        check_codec(greeting.gradient_codec, greeting.worker_id, settings.rule, settings.groups)
 
 
-def check_codec(greeting: Greeting, settings: RuleSettings) -> None:
-    """Refuse gradients that hold some of the numbers only where the run's rule has momentum."""
-    momentum_name = rules.find(settings.rule).momentum_name
-    momentum = max((group.get(momentum_name, 0.0) for group in settings.groups), default=0.0)
-    codec = greeting.gradient_codec
+def check_codec(codec: Codec | None, worker_id: str, rule: str, groups: Iterable[Mapping[str, float]]) -> None:
+    """Refuse gradients that hold some of the numbers only where the rule has momentum in any of the groups."""
+    momentum_name = rules.find(rule).momentum_name
+    momentum = max((group.get(momentum_name, 0.0) for group in groups), default=0.0)
     if codec is not None and codec.sparse and momentum > 0:
         raise InvalidArgument(
-            f"worker {greeting.worker_id!r} pushes in codec {codec.name}, which sends some of the numbers only, but the"
-            f" run's optimizer {settings.rule} has {momentum_name} {momentum:g}, which goes on moving the others: use"
+            f"worker {worker_id!r} pushes in codec {codec.name}, which sends some of the numbers only, but the"
+            f" run's optimizer {rule} has {momentum_name} {momentum:g}, which goes on moving the others: use"
             f" one without momentum, as sgd, or a codec that sends all numbers, as PYPS_GRADIENT_CODEC={INT8.name}"
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, ParamSpec, TypedDict, Unpack
 
-from pyps.core import protocols, schedule, staleness
+from pyps.core import protocols, rules, schedule, staleness
 from pyps.core.behaviour import Behaviour
 from pyps.core.bounds import Bounds
 from pyps.core.effects import Effects, Wake, wake_all
@@ -35,6 +35,7 @@ from pyps.core.schedule import Constant
 from pyps.core.store import PendingBudget, Pushed, Store
 from pyps.core.update import Update
 from pyps.run.content import ReadyContent
+from pyps.run.handshake import check_codec
 from pyps.run.observers import Events
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
@@ -222,6 +223,11 @@ class RoundController:
         """Check a push; return its shard, the push in a codec of the kernels, and the result of the scan."""
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
+        if gradient.codec.sparse:
+            # A schedule may have raised it since the worker's Hello, or may now.
+            rule = content.settings.rule
+            sent = {rules.find(rule).momentum_name: gradient.momentum or 0.0}
+            check_codec(gradient.codec, gradient.worker_id, rule, (sent, shard.hyperparameters))
         # Where gradients wait, sparse ones stay small until they are merged.
         waits = gradient.codec.sparse and not gradient.extents and self.behaviour.aggregation.merge
         if (gradient.codec not in NATIVE and not waits) or gradient.extents:

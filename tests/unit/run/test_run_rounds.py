@@ -298,3 +298,22 @@ def test_a_schedule_by_epochs_that_cannot_move_is_told_of() -> None:
     assert "examples_in_batch), so the schedule by epochs does not move" in warning
     driver.push("a", base_version=100, example_count=1)
     assert not driver.run.rounds.warnings
+
+
+def test_a_sparse_push_is_refused_where_a_schedule_raises_the_momentum():
+    driver = RunDriver("a", "b", optimizer="momentum:learning_rate=0.5,momentum=0")
+    length = driver.run.content.shards[0].length
+
+    def push_sparse(sequence, **fields):
+        plan = PushPlan(0, sparse(*[1.0] * length, worker_id="b", sequence=sequence, **fields))
+        return driver.run.push(plan, run_id="r").receipt.outcome
+
+    assert push_sparse(1) is push_sparse(2, momentum=0.0, learning_rate=0.5) is Outcome.APPLIED
+    with pytest.raises(InvalidArgument, match=r"worker 'b' pushes in codec pairs.*momentum has momentum 0.9, which"):
+        push_sparse(3, momentum=0.9, learning_rate=0.5)
+    assert driver.run.content.shards[0].version == 2
+
+    driver = RunDriver("a", "b", optimizer="momentum:learning_rate=0.5,momentum=0")
+    assert driver.push("a", momentum=0.9, learning_rate=0.5).outcome is Outcome.APPLIED
+    with pytest.raises(InvalidArgument, match="has momentum 0.9"):
+        push_sparse(1)
