@@ -128,7 +128,7 @@ def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
     if gradient.codec in NATIVE:
         index = _kernels.first_non_finite(gradient.payload, gradient.codec, count)
     else:
-        _, index = decoded(gradient.payload, gradient.codec, count=count)
+        _, index = _decoded(gradient, shard_id, count)
     if index < 0 and gradient.scale > 1.0:
         with np.errstate(over="ignore"):
             scaled = gradient.codec.decode(gradient.payload, count) * np.float32(gradient.scale)
@@ -164,6 +164,18 @@ def decoded(payload: bytes | memoryview, codec: Codec, *, count: int) -> tuple[F
     return values, _kernels.first_non_finite(values.data, FLOAT32, count)
 
 
+def _decoded(gradient: Gradient, shard_id: int, count: int) -> tuple[Floats, int]:
+    try:
+        return decoded(gradient.payload, gradient.codec, count=count)
+    except InvalidArgument as error:
+        raise _located(error, gradient, shard_id) from None
+
+
+def _located(error: InvalidArgument, gradient: Gradient, shard_id: int) -> InvalidArgument:
+    """Return the error with shard, push and worker in front."""
+    return type(error)(f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}: {error}")
+
+
 def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Gradient:
     """Return the gradient as kernels read it; raises as `require_fitting`."""
     codec = gradient.codec
@@ -172,7 +184,7 @@ def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Grad
     if readable or gradient.kind == PayloadKind.NOTHING:
         return gradient
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
-    values, _ = decoded(gradient.payload, codec, count=gradient.count(shard_length))
+    values, _ = _decoded(gradient, shard_id, gradient.count(shard_length))
     return gradient._replace(codec=FLOAT32, payload=FLOAT32.encode(values))
 
 
@@ -214,8 +226,7 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         if len(gradient.payload) != gradient.codec.max_bytes(count):
             gradient.codec.require_count(gradient.payload, count)
     except InvalidArgument as error:
-        where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
-        raise type(error)(f"{where}: {error}") from None
+        raise _located(error, gradient, shard_id) from None
 
 
 def require_kind(gradient: Gradient, *, shard_id: int, kind: PayloadKind) -> None:

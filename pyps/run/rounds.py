@@ -99,7 +99,7 @@ class RoundController:
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update with its shard; None for no call.
         self.on_update: Callable[[Store], None] | None = None
-        # Called with a time at which `complete_overdue` should be called.
+        # Called with the time at which a grace ends. `tick` completes the round as well, a tick late at most.
         self.on_due: Callable[[float], object] = lambda at: None
         self._overdue_lock = Lock()
         # Guarded by _overdue_lock: by shard, a version whose round has a quorum, and when its grace ends.

@@ -277,14 +277,6 @@ class Server:
         )
 
     async def _keep_serving(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def complete_at(at: float) -> None:
-            # A millisecond later, since a loop may call back a moment before the time.
-            seconds = max(0.0, at - self._clock()) + 0.001
-            loop.call_later(seconds, self._work.begin, self._run.rounds.complete_overdue)
-
-        self._run.rounds.on_due = lambda at: loop.call_soon_threadsafe(complete_at, at)
         tickers = [
             asyncio.create_task(keep)
             for keep in (self._keep_time(), self._keep_checkpoints(), self._keep_noting_standstills())

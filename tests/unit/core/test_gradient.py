@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import aligned, aligned_zeros, read_only
-from pyps.core.gradient import EXTENTS_MAX, FINITE, Extent, Finding, require_fitting, scan
-from pyps_wire.codecs import FLOAT16, FLOAT32, INT4
+from pyps.core.gradient import EXTENTS_MAX, FINITE, Extent, Finding, made_native, require_fitting, scan
+from pyps_wire.codecs import DELTA, FLOAT16, FLOAT32, INT4, TOPK
 from pyps_wire.errors import PypsError
 from shards import gradient, refusal
 
@@ -54,3 +54,10 @@ def test_numbers_that_their_scale_makes_infinite_are_found(codec):
     pushed = gradient([], codec=codec, payload=codec.encode(np.array([1.0, -1e10], np.float32)))
     for scale, finding in ((0.5, FINITE), (1e28, FINITE), (1e38, Finding(3, 1))):
         assert scan(pushed._replace(scale=scale), shard_id=3, shard_length=2) == finding, scale
+
+
+@pytest.mark.parametrize("codec", [DELTA, TOPK], ids=repr)
+@pytest.mark.parametrize("read", [scan, made_native])
+def test_a_malformed_payload_is_refused_with_its_shard_push_and_worker(codec, read):
+    pushed = gradient([], codec=codec, payload=b"\xff" * 12, sequence=12, worker_id="rack-1")
+    assert refusal(read, pushed, shard_id=3, shard_length=8).startswith("shard 3, push 12 of worker 'rack-1': ")
