@@ -315,5 +315,5 @@ def test_a_sparse_push_is_refused_where_a_schedule_raises_the_momentum():
 
     driver = RunDriver("a", "b", optimizer="momentum:learning_rate=0.5,momentum=0")
     assert driver.push("a", momentum=0.9, learning_rate=0.5).outcome is Outcome.APPLIED
-    with pytest.raises(InvalidArgument, match="has momentum 0.9"):
+    with pytest.raises(InvalidArgument, match=r"has momentum 0\.9"):
         push_sparse(1)
