@@ -261,7 +261,8 @@ class Pushes:
 
     def _begin(self, plan: Plan) -> None:
         """Let the encoder know the push, and clear what it has kept for too long."""
-        if not self._encoder.begin(plan, plan.kinds) or not self._codec.stateful:
+        held = plan.early is not None and plan.early.held
+        if not self._encoder.begin(plan, plan.kinds, held=held) or not self._codec.stateful:
             return
         versions = plan.newest_base_versions or plan.base_versions or self._holdings.versions
         epochs = versions.epochs if isinstance(versions, Versions) else self._holdings.versions.epochs

@@ -103,30 +103,28 @@ class Residual:
         # Held while an encoding writes `lost`.
         self.lock = Lock()
 
-    def rescale(self, extents: Extents, count: int, scale: float, feedback: float) -> None:
+    def rescale(self, lost: Vector, extents: Extents, scale: float, feedback: float) -> None:
         """Make of `lost` what the push lost where its gradient g was in truth `scale` times as large, as was q.
 
         The codec's feedback times the residual, b * e, was encoded with g: of it all but scale * b * e is left.
         """
-        lost = self.lost[:count]
         lost *= np.float32(scale)
         lost += np.float32((1.0 - scale) * feedback) * values_at(self.values, extents)
 
-    def take(self, extents: Extents, count: int) -> None:
-        """Let what the push lost in these ranges, `count` numbers in all, be the residual."""
+    def take(self, extents: Extents) -> None:
+        """Let what the push lost in these ranges be the residual."""
         if extents:
-            self._write(self.values, extents, count)
+            self._write(self.values, extents, self.lost)
         else:
             self.values, self.lost = self.lost, self.values
 
-    def after(self, extents: Extents, count: int) -> Vector:
-        """Return a copy of what `take` would make the residual."""
+    def after(self, lost: Vector, extents: Extents) -> Vector:
+        """Return a copy of what `take` would make the residual if the push had lost `lost`."""
         values = self.values.copy()
-        self._write(values, extents or ((0, values.size),), count)
+        self._write(values, extents or ((0, values.size),), lost)
         return values
 
-    def _write(self, values: Vector, extents: Extents, count: int) -> None:
-        lost = self.lost[:count]
+    def _write(self, values: Vector, extents: Extents, lost: Vector) -> None:
         for start, length in extents:
             values[start : start + length], lost = lost[:length], lost[length:]
 
@@ -164,16 +162,20 @@ class Encoder:
         self._kinds: Sequence[int] | None = None
         # The shards of that push that have no receipt: the ranges, the payload, and how many numbers it holds.
         self._encoded: dict[int, tuple[Extents, memoryview, int]] = {}
-        # The factor of that push, which is known at its end.
-        self.scale = 1.0
+        # The factor of that push; None while servers hold it and nothing is applied, as they do not know it yet.
+        self.scale: float | None = 1.0
 
-    def begin(self, push: object, kinds: Sequence[int] | None = None) -> bool:
-        """Let payloads be of this push from now on, with these kinds of groups; return False if they are already."""
+    def begin(self, push: object, kinds: Sequence[int] | None = None, *, held: bool = False) -> bool:
+        """Let payloads be of this push from now on, with these kinds of groups; return False if they are already.
+
+        `held`: servers apply nothing of it before they know its `scale`.
+        """
         if push is self._push:
             return False
-        for shard_id, (extents, _, count) in self._encoded.items() if self.codec.stateful else ():
-            self.residuals[shard_id].take(extents, count)
-        self._push, self._kinds, self._encoded, self.scale = push, kinds, {}, 1.0
+        if self.codec.stateful and self.scale is not None:
+            for shard_id, (extents, _, count) in self._encoded.items():
+                self._take(shard_id, extents, count, self.scale)
+        self._push, self._kinds, self._encoded, self.scale = push, kinds, {}, None if held else 1.0
         return True
 
     def discard(self, push: object) -> None:
@@ -219,30 +221,43 @@ class Encoder:
         """Make the shard's next residual, after a receipt of this push. For stateful codecs."""
         encoded = self._encoded.pop(receipt.shard_id, None)
         rejected = receipt.outcome == OUTCOME_REJECTED
-        if encoded is None or (rejected and receipt.reason not in (REASON_DROPPED, REASON_FORGOTTEN)):
+        if encoded is None or self.scale is None:
+            return
+        if rejected and receipt.reason not in (REASON_DROPPED, REASON_FORGOTTEN):
             return
         extents, payload, count = encoded
         residual = self.residuals[receipt.shard_id]
         if receipt.reason == REASON_DROPPED:
             self.codec.add_into(payload, residual.lost[:count])
-        if self.scale != 1.0:
-            residual.rescale(extents, count, self.scale, self.codec.feedback)
-        residual.take(extents, count)
+        self._take(receipt.shard_id, extents, count, self.scale)
         residual.epoch, residual.version = receipt.epoch, receipt.min_version or receipt.version_after
 
+    def _take(self, shard_id: int, extents: Extents, count: int, scale: float) -> None:
+        residual = self.residuals[shard_id]
+        if scale != 1.0:
+            residual.rescale(residual.lost[:count], extents, scale, self.codec.feedback)
+        residual.take(extents)
+
     def state(self) -> dict[int, dict[str, Any]]:
-        """Return copies of the residuals by shard, as if a push under way were applied, for `load`."""
+        """Return copies of the residuals by shard, for `load`.
+
+        They are as if a push under way were applied, or not, if servers hold it and do not know its scale.
+        """
         return {
-            shard_id: {
-                "epoch": residual.epoch,
-                "version": residual.version,
-                "values": residual.after(known[0], known[2])
-                if (known := self._encoded.get(shard_id))
-                else residual.values.copy(),
-            }
+            shard_id: {"epoch": residual.epoch, "version": residual.version, "values": self._owed(shard_id, residual)}
             for shard_id, residual in self.residuals.items()
             if residual.version >= 0
         }
+
+    def _owed(self, shard_id: int, residual: Residual) -> Vector:
+        known = self._encoded.get(shard_id)
+        if known is None or self.scale is None:
+            return residual.values.copy()
+        extents, _, count = known
+        lost = residual.lost[:count].copy()
+        if self.scale != 1.0:
+            residual.rescale(lost, extents, self.scale, self.codec.feedback)
+        return residual.after(lost, extents)
 
     def load(self, state: Mapping[int, Mapping[str, Any]], partition: Partition) -> None:
         """Take residuals of an earlier `state` of the same run. Raises WrongSize for other shards' numbers."""

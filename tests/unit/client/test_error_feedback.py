@@ -141,13 +141,18 @@ def test_of_a_push_scaled_at_its_end_nothing_is_lost(codec, extents):
     push(encoder, GRADIENTS[0], receipt())
     before, scale = encoder.residuals[SHARD.shard_id].values.copy(), 0.3
     gradient = values_at(GRADIENTS[1], extents)
-    for answer in (receipt(), receipt(OUTCOME_REJECTED, REASON_DROPPED)):
+    for answer in (receipt(), receipt(OUTCOME_REJECTED, REASON_DROPPED), None):
         encoder.residuals[SHARD.shard_id].values[:] = before
         encoder.begin(object())
         payload = encoder.payload(gradient, SHARD, extents)
         encoder.scale = scale
-        encoder.answered(answer)
-        applied = 0.0 if answer.reason else scale * codec.decode(payload, gradient.size)
+        if answer is not None:
+            encoder.answered(answer)
+        saved = encoder.state()[SHARD.shard_id]["values"]
+        # The next push gives an unanswered one up.
+        encoder.begin(object())
+        np.testing.assert_array_equal(saved, encoder.residuals[SHARD.shard_id].values)
+        applied = 0.0 if answer is not None and answer.reason else scale * codec.decode(payload, gradient.size)
         owed = values_at(encoder.residuals[SHARD.shard_id].values, extents)
         expected = codec.feedback * values_at(before, extents) + scale * gradient
         np.testing.assert_allclose(owed + applied, expected, atol=1e-6)
@@ -161,5 +166,19 @@ def test_a_push_that_servers_held_and_forgot_leaves_the_residuals_alone():
     encoder.begin(plan)
     encoder.payload(GRADIENTS[1], SHARD, ())
     encoder.discard(plan)
+    encoder.begin(object())
+    np.testing.assert_array_equal(encoder.residuals[SHARD.shard_id].values, before)
+
+
+@pytest.mark.parametrize("answer", [None, receipt(OUTCOME_REJECTED, REASON_DROPPED)])
+def test_a_push_whose_scale_servers_do_not_know_changes_no_residual_that_is_saved_or_goes_on(answer):
+    encoder = Encoder(INT8)
+    push(encoder, GRADIENTS[0], receipt())
+    before = encoder.residuals[SHARD.shard_id].values.copy()
+    encoder.begin(object(), held=True)
+    encoder.payload(GRADIENTS[1], SHARD, ())
+    if answer is not None:
+        encoder.answered(answer)
+    np.testing.assert_array_equal(encoder.state()[SHARD.shard_id]["values"], before)
     encoder.begin(object())
     np.testing.assert_array_equal(encoder.residuals[SHARD.shard_id].values, before)
