@@ -222,5 +222,9 @@ class Rounds(Stepper):
         self._steps_answered = self._sent_steps
         if sent and not self._steps.settled:
             torch._foreach_add_(self._present, torch._foreach_sub(self._held, sent))
+            for present, held in zip(self._present, self._held, strict=True):
+                # The delta with such a number was left out, and no sum would ever make it finite.
+                if present.is_floating_point():
+                    torch.where(present.isfinite(), present, held, out=present)
         else:
             torch._foreach_copy_(self._present, self._held)

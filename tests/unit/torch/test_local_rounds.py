@@ -40,6 +40,18 @@ def test_a_push_states_the_steps_and_the_examples_of_its_delta():
     assert (weight.item(), rounds.steps_answered, rounds.steps_left) == (4.0, 4, 3)
 
 
+def test_a_number_that_is_not_finite_leaves_the_model_with_the_next_exchange_beside_its_steps():
+    rounds, session, weight = make_rounds(1, overlaps=True)
+    step(rounds, weight)
+    rounds.wait()
+    step(rounds, weight, float("nan"))
+    rounds.wait()
+    assert (len(session.pushes), weight.item()) == (1, 1.0)
+    step(rounds, weight)
+    rounds.wait()
+    assert (len(session.pushes), weight.item()) == (2, 2.0)
+
+
 def test_what_comes_beside_the_next_steps_moves_the_model_and_leaves_their_delta():
     rounds, session, weight = make_rounds(2, overlaps=True)
     session.gate.clear()
