@@ -16,6 +16,7 @@ from pyps_wire.common_pb2 import (
     PAYLOAD_KIND_BUFFER,
     REASON_DROPPED,
     REASON_FORGOTTEN,
+    REASON_NOT_FINITE,
     Receipt,
 )
 from pyps_wire.errors import NotFinite, WrongSize
@@ -147,6 +148,7 @@ class Encoder:
     * Applied or pending: a - D(q).
     * Dropped by the protocol, which did not need it: a.
     * Refused as too stale, not finite, repeated, of another epoch, or after the run's end: e stays and g is lost.
+      But an e that no codec can send with a finite gradient goes, with a warning: each later push would be refused.
     * Unknown, as the server has forgotten the push or the worker has given it up: a - D(q), as it may be applied.
 
     A server without room refuses a push without a receipt; it is sent again, with the same bytes. Threads may encode
@@ -221,7 +223,11 @@ class Encoder:
         """Make the shard's next residual, after a receipt of this push. For stateful codecs."""
         encoded = self._encoded.pop(receipt.shard_id, None)
         rejected = receipt.outcome == OUTCOME_REJECTED
-        if encoded is None or self.scale is None:
+        if encoded is None:
+            return
+        if receipt.reason == REASON_NOT_FINITE:
+            self._clear_overflown(receipt.shard_id)
+        if self.scale is None:
             return
         if rejected and receipt.reason not in (REASON_DROPPED, REASON_FORGOTTEN):
             return
@@ -231,6 +237,21 @@ class Encoder:
             self.codec.add_into(payload, residual.lost[:count])
         self._take(receipt.shard_id, extents, count, self.scale)
         residual.epoch, residual.version = receipt.epoch, receipt.min_version or receipt.version_after
+
+    def _clear_overflown(self, shard_id: int) -> None:
+        """Clear a residual that is not finite once encoded, whatever the gradient."""
+        values = self.residuals[shard_id].values
+        zeros, lost = np.zeros_like(values), np.empty_like(values)
+        with np.errstate(all="ignore"):
+            payload = self.codec.encode_feedback(zeros, values, lost)
+            if np.isfinite(self.codec.decode(payload, values.size)).all() and np.isfinite(lost).all():
+                return
+        values.fill(0.0)
+        logger.warning(
+            "what encodings by %s owe to shard %d is too large to be sent, after a gradient near the largest float32: "
+            "it is left out, as each later push would be refused; clip gradients or look at the data",
+            *(self.codec.name, shard_id),
+        )
 
     def _take(self, shard_id: int, extents: Extents, count: int, scale: float) -> None:
         residual = self.residuals[shard_id]

@@ -182,3 +182,14 @@ def test_a_push_whose_scale_servers_do_not_know_changes_no_residual_that_is_save
     np.testing.assert_array_equal(encoder.state()[SHARD.shard_id]["values"], before)
     encoder.begin(object())
     np.testing.assert_array_equal(encoder.residuals[SHARD.shard_id].values, before)
+
+
+def test_a_residual_that_overflows_in_its_encoding_is_cleared_once_it_was_refused(caplog):
+    encoder = Encoder(INT8)
+    push(encoder, GRADIENTS[0], receipt())
+    encoder.residuals[SHARD.shard_id].values[5] = np.finfo(np.float32).max
+    with np.errstate(all="ignore"):
+        push(encoder, GRADIENTS[1], receipt(OUTCOME_REJECTED, REASON_NOT_FINITE))
+    assert "too large to be sent, after a gradient near the largest float32" in caplog.text
+    push(encoder, GRADIENTS[2], receipt())
+    np.testing.assert_array_equal(encoder.residuals[SHARD.shard_id].values, lost_by(GRADIENTS[2]))
