@@ -185,9 +185,10 @@ struct Int4 {
       return;
     }
     const float inverse = scale.inverse();
-    std::uint32_t codes[block];
-    for (std::size_t i = 0; i < block; ++i) codes[i] = code_of(values[i] * inverse);
-    for (std::size_t i = 0; i < half; ++i) codes[i] |= codes[half + i] << 4;
+    std::uint32_t codes[half];
+    for (std::size_t i = 0; i < half; ++i) {
+      codes[i] = code_of(values[i] * inverse) | code_of(values[half + i] * inverse) << 4;
+    }
     for (std::size_t i = 0; i < half; ++i) encoded[1 + i] = static_cast<Byte>(codes[i]);
   }
 
