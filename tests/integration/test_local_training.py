@@ -245,6 +245,25 @@ def test_a_state_dict_holds_the_inner_state_and_the_position_in_the_round(start_
         assert not optimizer.state
 
 
+def test_a_state_dict_of_other_rounds_keeps_sync_every_and_a_malformed_one_changes_nothing():
+    def remote() -> LocalTraining:
+        model = torch.nn.Linear(1, 1)
+        return LocalTraining(model, sgd(model), "localhost:1", sync_every=4)
+
+    optimizer, state = remote(), remote().state_dict()
+    for changed in ({"sync_every": 0}, {"sync_every": "x"}, {"steps_left": -5}, {"steps_left": 10**9},
+                    {"steps_left": None}, {"remote": None}, {"remote": {}}):  # fmt: skip
+        broken = state | {"pyps_round": state["pyps_round"] | changed}
+        with pytest.raises(InvalidArgument, match=r"The state dict's pyps_round is \{.*\}; expected sync_every, the steps"):
+            optimizer.load_state_dict(broken)
+    with pytest.raises(InvalidArgument, match="pyps_round is 3; expected"):
+        optimizer.load_state_dict(state | {"pyps_round": 3})
+    for left, expected in ((7, 4), (3, 3)):
+        round_ = state["pyps_round"] | {"sync_every": 8, "steps_left": left}
+        optimizer.load_state_dict(state | {"pyps_round": round_})
+        assert (optimizer.sync_every, optimizer.state_dict()["pyps_round"]["steps_left"]) == (4, expected)
+
+
 def test_inner_schedules_may_count_the_examples_of_the_whole_run(start_server):
     server = start_server(*HARDSYNC)
 

@@ -239,19 +239,23 @@ class LocalTraining(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict, the position in the round, and what the exchanges keep."""
         self._remote._warned_of_state = True
-        round_ = {"steps_left": self._rounds.steps_left, "sync_every": self._rounds.pace.steps}
+        # None are left where an exchange failed: the next step ends that round.
+        round_ = {"steps_left": max(1, self._rounds.steps_left), "sync_every": self._rounds.pace.steps}
         return self._inner.state_dict() | {_ROUND: {**round_, "remote": self._remote.state_dict()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, or a state dict of the inner optimizer alone.
 
         The model's parameters are the servers' from joining on: the first round is shorter, as that of the state dict.
+        `sync_every` stays as it is. Raises InvalidArgument for a malformed position in the round.
         """
         own = dict(state_dict)
         round_ = own.pop(_ROUND, None)
+        if round_ is not None:
+            _check_round(round_)
         self._inner.load_state_dict(own)
         if round_ is not None:
-            self._rounds.pace.steps, self._rounds.steps_left = round_["sync_every"], round_["steps_left"]
+            self._rounds.steps_left = min(round_["steps_left"], self._rounds.pace.steps)
             self._loaded = round_["remote"]
             if self._is_joined:
                 self._remote.load_state_dict(self._loaded)
@@ -265,6 +269,20 @@ class LocalTraining(torch.optim.Optimizer):
 
 
 _CLOSED = "This LocalTraining was closed: make a new one to go on training."
+
+
+def _check_round(saved: Any) -> None:
+    """Raise InvalidArgument unless `saved` is what `state_dict` keeps under `pyps_round`."""
+    if isinstance(saved, Mapping):
+        steps, left, remote = (saved.get(name) for name in ("sync_every", "steps_left", "remote"))
+        are_counts = type(steps) is int and type(left) is int
+        if are_counts and 1 <= left <= steps and isinstance(remote, Mapping) and "param_groups" in remote:
+            return
+        saved = {name: "a state dict" if isinstance(each, Mapping) else each for name, each in saved.items()}
+    raise InvalidArgument(
+        f"The state dict's {_ROUND} is {saved!r}; expected sync_every, the steps of a round, steps_left, 1 to that "
+        "number, and remote, a state dict with param_groups: load what LocalTraining.state_dict() returned."
+    )
 
 
 def _check_inner(optimizer: object) -> None:
