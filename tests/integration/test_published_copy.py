@@ -117,7 +117,9 @@ def test_torch_models_hold_the_copy_and_reach_the_loss_of_float32(start_server, 
         with ThreadPoolExecutor(2) as pool:
             return float(np.mean([*pool.map(trained, range(2))]))
 
-    assert loss_by(parameter_codec=name, gradient_codec=name) == pytest.approx(loss_by(), rel=0.01)
+    # Some are for parameters alone.
+    up = name if codec_of(name).stateful else "float32"
+    assert loss_by(parameter_codec=name, gradient_codec=up) == pytest.approx(loss_by(), rel=0.01)
 
 
 def test_an_interrupted_addition_is_pulled_again_in_full(start_server, monkeypatch):
@@ -155,7 +157,7 @@ def encode_difference_by(add_into: Callable[..., None]) -> Callable[..., memoryv
 
 def test_delta_brings_exact_parameters_and_of_them_what_has_changed(start_server):
     server, embedding = start_server(*EXACT), {"embedding": np.ones((2000, 8), np.float32)}
-    own = {"tensors": embedding, "shard_size": 4096, "gradient_codec": "delta", "parameter_codec": "delta"}
+    own = {"tensors": embedding, "shard_size": 4096, "gradient_codec": "float32", "parameter_codec": "delta"}
     with worker(server.data, **own) as client:
         joined = status_of(server).tally
         for row in range(8):
@@ -164,7 +166,6 @@ def test_delta_brings_exact_parameters_and_of_them_what_has_changed(start_server
             pulled = client.exchange({"embedding": gradient})
             np.testing.assert_array_equal(pulled["embedding"], client.snapshot()["embedding"])
         tally, exact = status_of(server).tally, 8 * embedding["embedding"].nbytes
-        assert tally.bytes_in - joined.bytes_in < 8 * 200
         assert tally.bytes_out - joined.bytes_out - exact < 8 * 200
 
 

@@ -176,6 +176,7 @@ def test_a_value_of_another_type_than_its_settings_is_refused_by_name():
         ({"gradient_codec": 5}, "gradient_codec is 5; expected a string"),
         ({"parameter_codec": "int7"}, "'int7'; choose one of float32, float16, bfloat16"),
         ({"parameter_codec": "topk"}, "parameter_codec .* is 'topk', which is for gradients alone"),
+        ({"parameter_codec": "onebit"}, "parameter_codec .* is 'onebit', which is for gradients alone"),
         ({"gradient_codec": "delta"}, "gradient_codec .* is 'delta', which is for parameters alone"),
         (
             {"gradient_codec": "int4", "transport": "shm"},
