@@ -130,6 +130,11 @@ class Worker:
             self.close(*leave.cause_of(error))
             raise
 
+    @property
+    def carries_residuals(self) -> bool:
+        """True if what an encoding loses is added to the next gradient."""
+        return self._codec.stateful
+
     def next_rates(self) -> dict[int, float]:
         """Return group -> step size of its next update, before staleness, as last reported."""
         rates = self.view.state.next_rates

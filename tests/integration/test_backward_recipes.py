@@ -57,6 +57,16 @@ def scaled_and_clipped(model, optimizer) -> None:
     scaled(model, optimizer, clips=True)
 
 
+def scaled_now_and_then(model, optimizer) -> None:
+    for number, batch in enumerate(batches(9)):
+        factor = 2.0**16 if number % 3 == 1 else 1.0
+        optimizer.zero_grad()
+        (loss_of(model, batch) * factor).backward()
+        for parameter in model.parameters():
+            parameter.grad /= factor
+        optimizer.step()
+
+
 def accumulated(model, optimizer) -> None:
     """Sum several minibatches in a step, at the end fewer."""
     data = batches(40)
@@ -127,6 +137,7 @@ def backward_around(model: torch.nn.Sequential, batch, hook: Callable[[torch.Ten
         (accumulated, ("--protocol", "hardsync"), 2, {"transport": "tcp"}, 1e-6),
         (accumulated, (), 1, {"transport": "grpc", "gradient_codec": "int8"}, 1e-3),
         (clipped_by_value, (), 1, {"transport": "grpc", "gradient_codec": "int8"}, 0),
+        (scaled_now_and_then, ("--protocol", "hardsync"), 1, {"transport": "grpc", "gradient_codec": "int4"}, 1e-2),
     ],
 )
 def test_loops_train_as_without_overlap(start_server, loop, flags, num_servers, options, atol):

@@ -254,7 +254,9 @@ def test_a_state_dict_of_other_rounds_keeps_sync_every_and_a_malformed_one_chang
     for changed in ({"sync_every": 0}, {"sync_every": "x"}, {"steps_left": -5}, {"steps_left": 10**9},
                     {"steps_left": None}, {"remote": None}, {"remote": {}}):  # fmt: skip
         broken = state | {"pyps_round": state["pyps_round"] | changed}
-        with pytest.raises(InvalidArgument, match=r"The state dict's pyps_round is \{.*\}; expected sync_every, the steps"):
+        with pytest.raises(
+            InvalidArgument, match=r"The state dict's pyps_round is \{.*\}; expected sync_every, the steps"
+        ):
             optimizer.load_state_dict(broken)
     with pytest.raises(InvalidArgument, match="pyps_round is 3; expected"):
         optimizer.load_state_dict(state | {"pyps_round": 3})

@@ -30,6 +30,9 @@ from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import InvalidArgument
 
+# Held gradients of few bits are scaled up by no more than this: residuals would grow from step to step.
+SCALE_MAX = 1.5
+
 # About how many numbers of each gradient are compared to find changes.
 NUM_SAMPLES = 16
 # So much of a gradient's norm float32 loses in the product with a factor, at most.
@@ -297,6 +300,9 @@ class Backward(Off):
             reason = "examples_in_batch was set after backward()"
         elif scale is None:
             reason = "gradients were changed before step(), and not all by one factor"
+        elif scale > SCALE_MAX and steps.session.carries_residuals:
+            # The residual was encoded with them, and would be applied that many times.
+            reason = "gradients grew before step(), and with them what earlier encodings had left out"
         if reason or scale is None:
             self._tell(reason)
             return False
