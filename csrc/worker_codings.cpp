@@ -24,7 +24,6 @@ constexpr int sparse_codecs[] = {static_cast<int>(SparseCodec::threshold),
 }  // namespace
 
 extern const WorkerCodings PYPS_KERNELS;
-const WorkerCodings PYPS_KERNELS = {codings, sparse_codings, block_codecs.numbers,
-                                    sparse_codecs};
+const WorkerCodings PYPS_KERNELS = {codings, sparse_codings, block_codecs.numbers, sparse_codecs};
 
 }  // namespace pyps

@@ -225,7 +225,11 @@ def test_what_is_wrong_with_a_push_or_a_pull_is_said_and_nothing_is_applied(star
             (partial(worker.push, unknown), "InvalidArgument", ("shard 9", "shard 0")),
             (partial(worker.pull, [wire.PullRequest.Want(shard_id=9)]), "InvalidArgument", ("shard 9", "shard 0")),
             (partial(worker.push, another), "RunMismatch", ("'other'",)),
-            (partial(worker.push, worker.push_request(1.0, codec=9)), "InvalidArgument", ("codec is 9", "float32 (1)")),
+            (
+                partial(worker.push, worker.push_request(1.0, codec=99)),
+                "InvalidArgument",
+                ("codec is 99", "float32 (1)"),
+            ),
             (partial(worker.push_frames, [crowd]), "InvalidArgument", ("1000000 extents",)),
             (
                 partial(worker.push, worker.push_request(1.0, example_count=2**64 - 1)),
@@ -236,9 +240,9 @@ def test_what_is_wrong_with_a_push_or_a_pull_is_said_and_nothing_is_applied(star
             status, error, text = refusal_of(call)
             assert error == name and all(word in text for word in words), (error, text)
             assert status == ("FAILED_PRECONDITION" if name == "RunMismatch" else "INVALID_ARGUMENT"), text
-        pull, push = wire.PullRequest(sender=worker.sender, codec=9), worker.push_request(1.0, reply_codec=9)
+        pull, push = wire.PullRequest(sender=worker.sender, codec=99), worker.push_request(1.0, reply_codec=99)
         for replies in (worker.stub.Pull(pull, timeout=60), worker.stub.Exchange(iter([push]), timeout=60)):
-            assert "codec is 9; expected float32 (1), float16 (2), bfloat16 (3)" in refusal_of(list, replies)[2]
+            assert "codec is 99; expected float32 (1), float16 (2), bfloat16 (3)" in refusal_of(list, replies)[2]
         assert [(shard.version, set(values_of(shard))) for shard in worker.pull()] == [(0, {5.0})]
 
 

@@ -274,9 +274,8 @@ _CLOSED = "This LocalTraining was closed: make a new one to go on training."
 def _check_round(saved: Any) -> None:
     """Raise InvalidArgument unless `saved` is what `state_dict` keeps under `pyps_round`."""
     if isinstance(saved, Mapping):
-        steps, left, remote = (saved.get(name) for name in ("sync_every", "steps_left", "remote"))
-        are_counts = type(steps) is int and type(left) is int
-        if are_counts and 1 <= left <= steps and isinstance(remote, Mapping) and "param_groups" in remote:
+        steps, left, remote = saved.get("sync_every"), saved.get("steps_left"), saved.get("remote")
+        if isinstance(steps, int) and isinstance(left, int) and 1 <= left <= steps and "param_groups" in (remote or ()):
             return
         saved = {name: "a state dict" if isinstance(each, Mapping) else each for name, each in saved.items()}
     raise InvalidArgument(
