@@ -128,7 +128,7 @@ class BoundRule:
             rate: The step size after schedules and staleness. The learning rate among the settings is not read.
             version: The number of updates before this one.
             reply: Where to write the new parameters too.
-            guarded: Whether a worker may write to the payloads meanwhile. Each block of 512 numbers is then copied,
+            guarded: Whether a worker may write to the payloads meanwhile. Each block of 1,024 numbers is then copied,
                 and left out of the sum if it is no longer finite.
             start, stop: The part of the shard to update; all of it by default.
 
@@ -150,13 +150,7 @@ class LookaheadRule(BoundRule):
     """
 
     def __init__(
-        self,
-        rule: UpdateRule,
-        parameters: Floats,
-        slots: Slots,
-        hyperparameters: Mapping[str, float],
-        *,
-        sign: float = 1.0,
+        self, rule: UpdateRule, parameters: Floats, slots: Slots, hyperparameters: Mapping[str, float], *, sign: float
     ) -> None:
         super().__init__(rule, parameters, slots, hyperparameters, sign=sign)
         self.write = self._write_ahead
