@@ -267,10 +267,12 @@ class Pushes:
         versions = plan.newest_base_versions or plan.base_versions or self._holdings.versions
         epochs = versions.epochs if isinstance(versions, Versions) else self._holdings.versions.epochs
         server_of, state = self._partition.server_of, self._view.state
-        # Two rounds: a round is one update of each shard, or as many as there are workers where each makes its own.
+        num_workers = max(1, state.num_workers)
+        gradients_per_update = max(1, num_workers // (state.terms.updates_per_round or num_workers))
         self._encoder.clear_old(
             lambda shard_id: (epochs[server_of(shard_id)], versions.get(shard_id, -1)),
-            age_max=2 if state.terms.current_version_only else 2 * max(1, state.num_workers),
+            # Two rounds, of a gradient from each worker.
+            age_max=math.ceil(2 * num_workers / gradients_per_update),
         )
 
     def _template(self, place: int, plan: Plan, kinds: Sequence[int], receivers: Sequence[Receiver] | None) -> Template:

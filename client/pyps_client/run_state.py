@@ -49,6 +49,8 @@ class Terms(NamedTuple):
     # Examples in a minibatch, and minibatches in a push; 0 leaves it to the worker.
     batch_size: int = 0
     accumulate: int = 0
+    # Updates that one gradient from each worker makes, at least; 0 for one a gradient.
+    updates_per_round: int = 0
     # The norm to which servers clip, for which they need the norm of each push; 0 where they do not clip.
     clip_norm: float = 0.0
 
@@ -175,6 +177,7 @@ class View:
                     protocol=reply.protocol,
                     staleness=reply.staleness,
                     accumulate=reply.accumulate,
+                    updates_per_round=reply.updates_per_round,
                     current_version_only=reply.current_version_only,
                 )
                 if asked_at >= self._answered_at:
@@ -211,11 +214,12 @@ class View:
         counts = latest.global_step, latest.examples, words != self._words
         of_leader = [leads * float(number) for number in (*counts, *settings)]
         numbers = self._peers.all_reduce([float(latest.finished), float(pull_needed), *of_leader])
-        finished, pull, step, examples, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
+        finished, pull, step, examples, reworded, asks, current_only, *whole, clip_norm = numbers
+        batch_size, accumulate, updates = map(int, whole)
         if reworded:
             # Sums carry numbers alone, and words rarely change.
             self._words = self._peers.broadcast(words)
-        terms = Terms(*self._words, bool(asks), bool(current_only), int(batch_size), int(accumulate), clip_norm)
+        terms = Terms(*self._words, bool(asks), bool(current_only), batch_size, accumulate, updates, clip_norm)
         with self._lock:
             self.state = self.state._replace(
                 terms=self.state.terms if terms == self.state.terms else terms,

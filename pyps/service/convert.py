@@ -390,6 +390,7 @@ def _changeable(run: Run) -> dict[str, Any]:
         "staleness": spell_out(staleness.name, staleness),
         "accumulate": aggregation.accumulate,
         "current_version_only": aggregation.barrier,
+        "updates_per_round": aggregation.at(run.content.version_max).updates_per_round,
         "ask_to_proceed": run.rounds.steps.asks,
         "batch_size": run.rounds.batch_size,
     }

@@ -157,17 +157,30 @@ def test_servers_clip_and_refuse_by_the_decoded_numbers(start_server):
         np.testing.assert_array_equal(worker.client.pull()["w"], worker.client.snapshot()["w"])
 
 
-def test_what_is_owed_is_cleared_after_an_absence_of_more_than_two_rounds(start_server):
-    server = start_server("--staleness", "none")
+@pytest.mark.parametrize(
+    ("flags", "updates_per_round", "absences"),
+    [
+        (("--protocol", "async"), 0, ((4, True), (5, False), (1, True))),
+        (("--warmup", "updates=1,protocol=hardsync"), 0, ((4, True), (5, False), (1, True))),
+        # The first one begins amid an update, the second one does not.
+        (("--protocol", "softsync:n=1"), 1, ((5, True), (5, False), (1, True))),
+    ],
+)
+def test_what_is_owed_is_cleared_after_an_absence_of_more_than_two_rounds(
+    start_server, flags, updates_per_round, absences
+):
+    server = start_server(*flags, "--staleness", "none", "--expected-workers", "2", "--heartbeat-seconds", "0.1")
     a, b = Mirror(server.data, "a"), Mirror(server.data, "b")
+    view = a.client.session.view
     with a.client, b.client:
         b.push(gradient())
-        for num_others, kept in ((4, True), (5, False), (1, True)):
+        for num_others, kept in absences:
             a.client.pull()
             a.push(gradient())
             for _ in range(num_others):
                 b.push(gradient())
             a.client.pull()
+            wait_until(lambda: view.state.terms.updates_per_round == updates_per_round, what="a heartbeat")
             a.owed *= kept
             a.push(gradient())
 

@@ -129,6 +129,10 @@ class Softsync(Aggregation):
         num_workers = max(1, roster.num_expected)
         return num_workers / self.gradients_per_update(num_workers)
 
+    @property
+    def updates_per_round(self) -> int:
+        return self.n
+
     def warnings(self, num_workers: int) -> tuple[str, ...]:
         gradients_per_update = self.gradients_per_update(num_workers)
         if num_workers == 0 or gradients_per_update * self.n == num_workers:

@@ -40,6 +40,10 @@ class Barrier(Aggregation):
     def barrier(self) -> bool:
         return True
 
+    @property
+    def updates_per_round(self) -> int:
+        return 1
+
     def decide(self, arrival: Arrival) -> Decision:
         contribution, pending, version, roster = arrival
         gradient = contribution.gradient

@@ -94,6 +94,11 @@ class Aggregation(ABC):
         return False
 
     @property
+    def updates_per_round(self) -> int:
+        """Updates that one gradient from each worker makes, at least; 0 for one a gradient."""
+        return 0
+
+    @property
     def weighs_examples(self) -> bool:
         """True if the shares of an update's gradients depend on their example counts."""
         return False

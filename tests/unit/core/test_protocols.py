@@ -65,6 +65,7 @@ def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mut
     for text in TEXTS:
         protocol = parse(text)
         assert protocol.barrier is (text.startswith(("hardsync", "backup")) or "strict_bsp" in text), text
+        assert protocol.at(0).updates_per_round == (4 if text == "softsync:n=4" else protocol.barrier), text
         wishes = {"asgd": (True, 0), "asgd:mutex=shard,accumulate=4": (False, 4)}
         assert (protocol.whole_model, protocol.accumulate) == wishes.get(text, (False, 0)), text
 
