@@ -176,11 +176,11 @@ def _located(error: InvalidArgument, gradient: Gradient, shard_id: int) -> Inval
     return type(error)(f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}: {error}")
 
 
-def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Gradient:
-    """Return the gradient as kernels read it; raises as `require_fitting`."""
+def made_native(gradient: Gradient, *, shard_id: int, shard_length: int, divided: bool = False) -> Gradient:
+    """Return the gradient as kernels read it; raises as `require_fitting`. `divided`: at other gradients' extents."""
     codec = gradient.codec
     # An update is made extent by extent, which splits payloads.
-    readable = codec in NATIVE and (codec.dtype is not None or not gradient.extents)
+    readable = codec in NATIVE and (codec.dtype is not None or not (divided or gradient.extents))
     if readable or gradient.kind == PayloadKind.NOTHING:
         return gradient
     require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)

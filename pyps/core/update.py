@@ -82,11 +82,13 @@ def apply_update(
     if parts:
         factors, step_scale = _factors(rule, parts, update_scale)
         gradients = [part.contribution.gradient for part in parts]
-        if any(gradient.codec.sparse for gradient in gradients):
-            if merge == "senders" and not any(gradient.extents for gradient in gradients):
-                gradients, factors = [_mean_of_senders(gradients, factors, parts, rule.length)], [1.0]
-            else:
-                gradients = [made_native(gradient, shard_id=-1, shard_length=rule.length) for gradient in gradients]
+        in_part, sparse = any(each.extents for each in gradients), any(each.codec.sparse for each in gradients)
+        if sparse and merge == "senders" and not in_part:
+            gradients, factors = [_mean_of_senders(gradients, factors, parts, rule.length)], [1.0]
+        elif sparse or in_part:
+            gradients = [
+                made_native(gradient, shard_id=-1, shard_length=rule.length, divided=in_part) for gradient in gradients
+            ]
         guarded = any(gradient.volatile for gradient in gradients)
         for start, stop, numbers in _covered(gradients, factors, rule.length):
             whole = stop - start == rule.length
@@ -169,7 +171,6 @@ class _Cover:
 
     def __init__(self, gradient: Gradient, factor: float, length: int) -> None:
         extents = gradient.extents or (Extent(0, length),)
-        gradient.codec.require_divisible()
         self.starts = [offset for offset, _ in extents]
         self.stops = [offset + length for offset, length in extents]
         # How many numbers of the payload come before each extent's.

@@ -13,7 +13,7 @@ from pyps.core.protocols.base import Contribution, Part
 from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
 from pyps.core.update import apply_update
-from pyps_wire.codecs import FLOAT16, FLOAT32
+from pyps_wire.codecs import FLOAT16, FLOAT32, INT8
 from shards import floats, gradient
 
 
@@ -108,10 +108,12 @@ def test_gradients_are_cut_at_each_others_borders():
             parts.append(part([], share=1.0, codec=codec, payload=values.tobytes(), extents=extents))
             expected[np.concatenate([np.arange(start, end) for start, end in borders])] -= values
         parts.append(part(list(range(40)), share=1.0))
+        # Of few bits, and whole where others are not.
+        parts.append(part([], share=1.0, codec=INT8, payload=INT8.encode(np.full(40, 2.0, np.float32))))
 
         parameters, _ = updated("sgd", 40, *parts)
 
-        assert parameters.tolist() == (expected - np.arange(40)).tolist()
+        assert parameters.tolist() == (expected - np.arange(40) - 2.0).tolist()
 
 
 def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is():
