@@ -20,7 +20,7 @@ from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, c
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_client.version import SOFTWARE
-from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_names
+from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.common_pb2 import (
     CODEC_FLOAT32,
     ROLE_OBSERVER,
@@ -33,7 +33,6 @@ from pyps_wire.common_pb2 import (
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import (
-    InvalidArgument,
     LimitExceeded,
     ModelMismatch,
     NameHeld,
@@ -152,7 +151,6 @@ class Handshake:
         if request.role == ROLE_WORKER:
             self._on_hello(connection, reply)
         if self._is_worker and self.partition is not None:
-            _check_codecs(connection, reply, self._codecs)
             _check_limits(connection, reply, self.partition, self._codecs)
         if self._joined and self.whole is not None and reply.placement:
             found, joined = (reply.fingerprint, tuple(reply.placement)), self.whole
@@ -437,19 +435,6 @@ def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
     if reply.state in WITHOUT_PARAMETERS:
         return None
     return Model.from_proto(reply.model), reply.optimizer
-
-
-def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec, Codec]) -> None:
-    theirs = frozenset[int](reply.codecs)
-    settings = (("gradients", "PYPS_GRADIENT_CODEC"), ("parameters", "PYPS_PARAMETER_CODEC"))
-    for codec, (what, setting) in zip(codecs, settings, strict=True):
-        if codec not in theirs:
-            shared = ", ".join(mine.name for mine in CODECS.values() if mine in theirs) or "none of them"
-            raise InvalidArgument(
-                f"{connection.name} ({reply.software}) does not know codec {codec.name}, in which {what} are sent "
-                f"({setting}, or the argument for it). This worker knows {', '.join(codec_names())}; the server "
-                f"{shared} of these: choose one that both know, or install one version of pyps on both."
-            )
 
 
 def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:

@@ -46,6 +46,14 @@ class Codec(int):
         codec.name, codec.text, codec.max_bytes = name, name, max_bytes
         return codec
 
+    def pushes(self) -> bool:
+        """Return whether gradients go in it."""
+        return self.stateful or not self.published
+
+    def pulls(self) -> bool:
+        """Return whether parameters go in it."""
+        return self.published or not self.stateful
+
     def with_setting(self, text: str) -> Self:
         """Return the codec with another setting, "ratio=0.01": the encoder's alone. Raises InvalidArgument."""
         raise InvalidArgument(f"codec {self.name} has no settings, but {text!r} was given")
@@ -643,6 +651,10 @@ CODECS: dict[int, Codec] = {
 }
 
 
+def _all(codec: Codec) -> bool:
+    return True
+
+
 def codec_names() -> list[str]:
     return [codec.name for codec in CODECS.values()]
 
@@ -656,9 +668,10 @@ def codec_of(text: str) -> Codec:
     raise InvalidArgument(f"there is no codec {name!r}; choose one of {', '.join(codec_names())}")
 
 
-def codec_numbered(number: int) -> Codec:
+def codec_numbered(number: int, taken: Callable[[Codec], bool] = _all, *, what: str = "codec") -> Codec:
     """Return the codec of a message's number. Raises InvalidArgument."""
-    if number not in CODECS:
-        known = ", ".join(f"{codec.name} ({int(codec)})" for codec in CODECS.values())
-        raise InvalidArgument(f"codec is {number}; expected {known}")
-    return CODECS[number]
+    codec = CODECS.get(number)
+    if codec is None or not taken(codec):
+        known = ", ".join(f"{codec.name} ({int(codec)})" for codec in CODECS.values() if taken(codec))
+        raise InvalidArgument(f"{what} is {number if codec is None else codec.name}; expected {known}")
+    return codec

@@ -60,7 +60,7 @@ class Greeting:
     host: str
     process_id: int
     device: str
-    # Of its pushes and pulls; None where it did not say, or names one that this server does not know.
+    # Of its pushes and pulls; None where it did not say.
     gradient_codec: Codec | None = None
     parameter_codec: Codec | None = None
     # The parts of the model that the caller holds, ascending; () for all of them.

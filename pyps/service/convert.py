@@ -127,6 +127,11 @@ def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Gre
     if readable and request.HasField("model"):
         is_known = known is not None and request.model.SerializeToString(deterministic=True) == known.spec
         model = known if is_known else Model.from_proto(request.model)
+    gradient_codec = parameter_codec = None
+    if readable and request.gradient_codec:
+        gradient_codec = codec_numbered(request.gradient_codec, what="the worker's gradient_codec")
+    if readable and request.parameter_codec:
+        parameter_codec = codec_numbered(request.parameter_codec, Codec.pulls, what="the worker's parameter_codec")
     has_optimizer = readable and request.HasField("optimizer") and not observer
     return Greeting(
         run_id=request.sender.run_id,
@@ -143,9 +148,8 @@ def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Gre
         host=for_people(request.host),
         process_id=request.process_id,
         device=for_people(request.device),
-        # Of a codec that this server does not know the caller learns by the reply, which names those that it does.
-        gradient_codec=CODECS.get(request.gradient_codec),
-        parameter_codec=CODECS.get(request.parameter_codec),
+        gradient_codec=gradient_codec,
+        parameter_codec=parameter_codec,
         parts=tuple(request.parts),
         replica=request.replica,
         secret=b"" if observer else request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN),
@@ -241,7 +245,7 @@ def plan_of(
 
 def codec_from(number: int) -> Codec:
     """Return the codec of the parameters that a caller requests; float32 by default."""
-    return codec_numbered(number) if number else FLOAT32
+    return codec_numbered(number or FLOAT32, Codec.pulls, what="the parameters' codec")
 
 
 def answer_of(pushed: Pushed, run: Run, *, epoch: int, codec: Codec, answer: wire.ExchangeReply) -> wire.ExchangeReply:

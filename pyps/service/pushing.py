@@ -61,7 +61,9 @@ class Message(Request):
         # None for a shard that is not here: the push is refused.
         self.shard = shard = run.content.shards.get(request.shard_id)
         if shard is not None and exchanges:
-            codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
+            codec = CODECS.get(request.reply_codec)
+            if codec is None or codec.stateful:
+                codec = convert.codec_from(request.reply_codec)
             if codec.published:
                 self.frame, codec = PublishedFrame(lane.EXCHANGE, codec), FLOAT32
             else:

@@ -23,6 +23,7 @@ from pyps.service.lane.connection import MESSAGE_SECONDS, Connection, Tcp, _Burs
 from pyps.service.limits import ByteBudget
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import TOPK
 from pyps_wire.lane import Lane
 from pyps_wire.lane_pb2 import LaneOpen
 from pyps_wire.local_pb2 import LocalFailure
@@ -135,10 +136,11 @@ def test_pushes_exchanges_and_pulls_are_those_of_the_contract(server, worker):
 def test_a_pull_that_is_refused_leaves_the_lane_and_a_push_ends_it(server, worker):
     with open_lane(worker) as lane:
         wants = [wire.PullRequest.Want(shard_id=0, held_version=0, min_version=9)]
-        pull = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, wants=wants, wait_milliseconds=1)
-        lane.send(PULL, pull.SerializeToString())
-        kind, header, _ = lane.receive()
-        assert (kind, LocalFailure.FromString(header).name) == (FAILURE, "WaitTimedOut")
+        for codec, name in ((common.CODEC_UNSPECIFIED, "WaitTimedOut"), (TOPK, "InvalidArgument")):
+            own = {"sender": worker.sender, "epoch": worker.epoch, "codec": codec}
+            lane.send(PULL, wire.PullRequest(**own, wants=wants, wait_milliseconds=1).SerializeToString())
+            kind, header, _ = lane.receive()
+            assert (kind, LocalFailure.FromString(header).name) == (FAILURE, name)
         header, payload = apart(worker.push_request(1.0))
         lane.send(PUSH, header, payload[4:])
         # What comes behind it is not applied.

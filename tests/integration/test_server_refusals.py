@@ -22,6 +22,7 @@ from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire import vector_machine_pb2 as vectors
 from pyps_wire import work_pb2 as work
+from pyps_wire.codecs import ONEBIT, TOPK
 from pyps_wire.contract import METHODS
 from pyps_wire.partition import Model, Tensor
 from support import connected, wait_until
@@ -240,9 +241,17 @@ def test_what_is_wrong_with_a_push_or_a_pull_is_said_and_nothing_is_applied(star
             status, error, text = refusal_of(call)
             assert error == name and all(word in text for word in words), (error, text)
             assert status == ("FAILED_PRECONDITION" if name == "RunMismatch" else "INVALID_ARGUMENT"), text
-        pull, push = wire.PullRequest(sender=worker.sender, codec=99), worker.push_request(1.0, reply_codec=99)
-        for replies in (worker.stub.Pull(pull, timeout=60), worker.stub.Exchange(iter([push]), timeout=60)):
-            assert "codec is 99; expected float32 (1), float16 (2), bfloat16 (3)" in refusal_of(list, replies)[2]
+        expected = "expected float32 (1), float16 (2), bfloat16 (3), int8 (4), int4 (5), delta (10)"
+        for number, name in ((99, "99"), (TOPK, "topk"), (ONEBIT, "onebit")):
+            push = worker.push_request(1.0, reply_codec=number)
+            answers = [worker.stub.Exchange(iter([push]), timeout=60)]
+            for role in (common.ROLE_WORKER, common.ROLE_OBSERVER):
+                pull = wire.PullRequest(sender=worker.sender, role=role, codec=number)
+                answers.append(worker.stub.Pull(pull, timeout=60))
+            for replies in answers:
+                assert f"the parameters' codec is {name}; {expected}" in refusal_of(list, replies)[2]
+            assert f"parameter_codec is {name}; {expected}" in refusal_of(worker.hello, parameter_codec=number)[2]
+        assert "gradient_codec is 99; expected float32 (1)" in refusal_of(worker.hello, gradient_codec=99)[2]
         assert [(shard.version, set(values_of(shard))) for shard in worker.pull()] == [(0, {5.0})]
 
 

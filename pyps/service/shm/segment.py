@@ -16,10 +16,9 @@ from pyps import logs
 from pyps.core.gradient import NATIVE, Reply, SharedMemory
 from pyps.core.membership import Membership
 from pyps.core.store import Store
-from pyps.service import convert
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
-from pyps_wire.codecs import Codec
+from pyps_wire.codecs import FLOAT32, Codec, codec_numbered
 from pyps_wire.contract import GRADIENT_BUFFERS_MAX
 from pyps_wire.errors import InvalidArgument, NotInitialized
 from pyps_wire.partition import Partition
@@ -261,7 +260,7 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
         if len(vectors.offsets) != len(sizes):
             whose = "the model has" if content.own is content.plan else "the worker's parts of the model have"
             raise InvalidArgument(f"Attach names {len(vectors.offsets)} vectors; {whose} {len(sizes)} groups")
-        codec = convert.codec_from(vectors.codec)
+        codec = codec_numbered(vectors.codec or FLOAT32)
         codec.require_divisible()
         if codec not in NATIVE:
             raise InvalidArgument(
@@ -273,7 +272,7 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
 
 
 def _vectors(vectors: local.LocalVectors, memory: Segment, content: Content) -> Vectors:
-    codec = convert.codec_from(vectors.codec)
+    codec = codec_numbered(vectors.codec or FLOAT32)
     shards = {
         shard.shard_id: memory.view(
             vectors.offsets[shard.group] + codec.max_bytes(shard.offset), codec.max_bytes(shard.length)
