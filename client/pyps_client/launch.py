@@ -17,7 +17,7 @@ from pyps_client.credentials import Credentials, check_token, read_token
 from pyps_client.log import logger
 from pyps_client.places import places_of
 from pyps_client.transport import TRANSPORTS, Dialer, check_transport, named
-from pyps_wire.codecs import codec_names, codec_of
+from pyps_wire.codecs import Codec, codec_of
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
@@ -40,7 +40,7 @@ _TYPES: dict[type, tuple[type, str]] = {
 }
 # The texts of variables: yes and no, the settings with a choice, and what is expected for the other types.
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_CHOICES = {"gradient_codec": codec_names(), "parameter_codec": codec_names(), "transport": TRANSPORTS}
+_CHOICES = {"transport": TRANSPORTS}
 _TEXTS = {bool: "yes or no", int: "a whole number", float: "a number of seconds"}
 
 
@@ -188,20 +188,12 @@ class Launch:
                 raise InvalidArgument(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
 
     def _check_codecs(self) -> None:
-        up, down = codec_of(self.gradient_codec), codec_of(self.parameter_codec)
-        if up.published and not up.stateful:
-            raise InvalidArgument(
-                f"gradient_codec (PYPS_GRADIENT_CODEC) is {up.name!r}, which is for parameters alone; push in another."
-            )
-        if down.stateful and not down.published:
-            raise InvalidArgument(
-                f"parameter_codec (PYPS_PARAMETER_CODEC) is {down.name!r}, which is for gradients alone; pull in "
-                "another."
-            )
-        for setting, codec in (("gradient_codec", up), ("parameter_codec", down)):
+        for setting, taken in (("gradient_codec", Codec.pushes), ("parameter_codec", Codec.pulls)):
+            what = f"{setting} (PYPS_{setting.upper()})"
+            codec = codec_of(getattr(self, setting), taken, what=what)
             if self.transport == "shm" and codec.dtype is None:
                 raise InvalidArgument(
-                    f"{setting} (PYPS_{setting.upper()}) is {codec.name!r}, which shared memory does not carry, and "
+                    f"{what} is {codec.name!r}, which shared memory does not carry, and "
                     "transport (PYPS_TRANSPORT) is 'shm': leave the codec out, or set transport to 'auto'."
                 )
 
@@ -339,8 +331,8 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
         kind, choices = (get_args(hints[name]) or (hints[name],))[0], _CHOICES.get(name, (text,))
         expected = f"one of {', '.join(choices)}" if name in _CHOICES else _TEXTS.get(kind)
         try:
-            # `index` raises ValueError for what is not among them. `_check` sees to a codec's setting.
-            choices.index(text.partition(":")[0] if name in _CHOICES else text)
+            # Raises ValueError for what is not among them.
+            choices.index(text)
             settings[name] = (_YES + _NO).index(text.lower()) < len(_YES) if kind is bool else kind(text)
         except ValueError:
             raise InvalidArgument(f"{variable} is {text!r}; expected {expected}.") from None

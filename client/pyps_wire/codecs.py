@@ -655,17 +655,13 @@ def _all(codec: Codec) -> bool:
     return True
 
 
-def codec_names() -> list[str]:
-    return [codec.name for codec in CODECS.values()]
-
-
-def codec_of(text: str) -> Codec:
+def codec_of(text: str, taken: Callable[[Codec], bool] = _all, *, what: str = "codec") -> Codec:
     """Return the codec of a name, or of a name with a setting: "topk:ratio=0.01". Raises InvalidArgument."""
     name, _, setting = text.partition(":")
-    for codec in CODECS.values():
-        if codec.name == name:
-            return codec.with_setting(setting) if setting else codec
-    raise InvalidArgument(f"there is no codec {name!r}; choose one of {', '.join(codec_names())}")
+    known = {codec.name: codec for codec in CODECS.values() if taken(codec)}
+    if name not in known:
+        raise InvalidArgument(f"{what} is {name!r}; expected one of {', '.join(known)}")
+    return known[name].with_setting(setting) if setting else known[name]
 
 
 def codec_numbered(number: int, taken: Callable[[Codec], bool] = _all, *, what: str = "codec") -> Codec:

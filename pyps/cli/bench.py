@@ -28,7 +28,7 @@ from pyps.cli.control import INTERRUPTED, Control, DataServers, TokenFile, data_
 from pyps_client import Launch, Session
 from pyps_client.credentials import Credentials, read_token
 from pyps_client.push import Plan
-from pyps_wire.codecs import codec_of
+from pyps_wire.codecs import Codec, codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, RUN_STATE_EMPTY, GroupSettings, OptimizerSettings, Reason
 from pyps_wire.errors import NotAllowed, PypsError
 from pyps_wire.parameter_server_pb2 import HelloReply
@@ -114,7 +114,7 @@ def bench(
         try:
             setups = [*SETUPS]
             for name in codec or ():
-                codec_of(name)
+                codec_of(name, Codec.pushes, what="the flag --codec")
                 setups.append(Setup("grpc", name))
             greetings |= {address: _greet(address, token) for address in data_addresses(servers, token)}
             for address, greeting in greetings.items():
@@ -201,8 +201,8 @@ def _session(servers: tuple[str, ...], model: Model, setup: Setup, *, token: str
         loss_wait_seconds=WAIT_SECONDS,
         wait_seconds=6 * WAIT_SECONDS,
         gradient_codec=setup.codec,
-        # What holds some of the numbers only cannot be all parameters.
-        parameter_codec="float32" if codec_of(setup.codec).sparse else setup.codec,
+        # Some are for gradients alone.
+        parameter_codec=setup.codec if codec_of(setup.codec).pulls() else "float32",
         transport=setup.transport,
     )
     size = model.num_parameters

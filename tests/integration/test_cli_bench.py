@@ -11,7 +11,7 @@ from pyps.cli.bench import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import codec_of
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, StartPython, inspect, wait_until
+from support import AnyServer, PythonProcess, StartPython, inspect, shell, wait_until
 from wire_worker import QUICK_LEASES, WireWorker
 
 # One thousand parameters, for so many seconds a line.
@@ -42,14 +42,15 @@ def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
     flags = ("--exit-when", "gone", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
     servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
-    output = run_bench(start_python, addresses(servers), "--json", "--codec", "int8")
+    output = run_bench(start_python, addresses(servers), "--json", "--codec", "int8", "--codec", "onebit")
 
     stages = [line for line in output.splitlines() if line.endswith(" ...")]
     assert stages == [
-        "1 of 4: 70,000 parameters, auto, float32 ...",
-        "2 of 4: 70,000 parameters, grpc, float32 ...",
-        "3 of 4: 70,000 parameters, grpc, bfloat16 ...",
-        "4 of 4: 70,000 parameters, grpc, int8 ...",
+        "1 of 5: 70,000 parameters, auto, float32 ...",
+        "2 of 5: 70,000 parameters, grpc, float32 ...",
+        "3 of 5: 70,000 parameters, grpc, bfloat16 ...",
+        "4 of 5: 70,000 parameters, grpc, int8 ...",
+        "5 of 5: 70,000 parameters, grpc, onebit ...",
     ]
     measured = json_of(output)
     assert {(line["transport"], line["codec"]) for line in measured} == {
@@ -57,6 +58,7 @@ def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
         ("grpc", "float32"),
         ("grpc", "bfloat16"),
         ("grpc", "int8"),
+        ("grpc", "onebit"),
     }
     for line in measured:
         assert line["parameters"] == 70000 and line["rounds"] >= 3
@@ -69,6 +71,10 @@ def test_bench_leaves_the_servers_empty(start_server, start_python, tmp_path):
         client.push(gradients_like(small_model(), seed=1))
     for server in servers:
         assert server.wait() == 0
+
+
+def test_bench_lists_the_codecs_that_gradients_go_in():
+    assert "the flag --codec is 'delta'; expected one of float32, " in shell("bench", "--codec", "delta", status=1)
 
 
 def test_bench_refuses_servers_that_are_in_use(start_server, start_python):

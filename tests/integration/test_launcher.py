@@ -279,7 +279,7 @@ def test_an_absurd_number_of_servers_is_refused():
 def test_a_misspelt_variable_is_refused_before_anything_starts():
     for variable, value, complaint in (
         ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, tcp, grpc"),
-        ("PYPS_PARAMETER_CODEC", "bf16", "PYPS_PARAMETER_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
+        ("PYPS_PARAMETER_CODEC", "bf16", "PYPS_PARAMETER_CODEC) is 'bf16'; expected one of float32, float16, bfloat16"),
         ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
     ):
         assert complaint in refusal("run", "--", "python", "-c", WAITING, **{variable: value})

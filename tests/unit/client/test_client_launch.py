@@ -156,7 +156,7 @@ WRONG = [
     ("PYPS_WAIT_SECONDS", "-5", "wait_seconds is -5.0; expected a number of seconds, 0 or more"),
     ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
     ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
-    ("PYPS_GRADIENT_CODEC", "float8", "PYPS_GRADIENT_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
+    ("PYPS_GRADIENT_CODEC", "int3", r"PYPS_GRADIENT_CODEC\) is 'int3'; expected one of float32, .*, topk2bit$"),
     ("PYPS_SHARD_SIZE", "0", r"shard_size \(PYPS_SHARD_SIZE\) is 0; expected 1 or more"),
     ("PYPS_TRANSPORT", "shmem", f"PYPS_TRANSPORT is 'shmem'; expected one of {', '.join(launch.TRANSPORTS)}"),
 ]
@@ -174,10 +174,9 @@ def test_a_value_of_another_type_than_its_settings_is_refused_by_name():
         ({"transport": 5}, "transport is 5; expected a string"),
         ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, tcp, grpc"),
         ({"gradient_codec": 5}, "gradient_codec is 5; expected a string"),
-        ({"parameter_codec": "int7"}, "'int7'; choose one of float32, float16, bfloat16"),
-        ({"parameter_codec": "topk"}, "parameter_codec .* is 'topk', which is for gradients alone"),
-        ({"parameter_codec": "onebit"}, "parameter_codec .* is 'onebit', which is for gradients alone"),
-        ({"gradient_codec": "delta"}, "gradient_codec .* is 'delta', which is for parameters alone"),
+        ({"parameter_codec": "topk:ratio=0.1"}, "parameter_codec .* is 'topk'; expected .* int8, int4, delta$"),
+        ({"parameter_codec": "onebit"}, "parameter_codec .* is 'onebit'; expected one of float32, float16, bfloat16"),
+        ({"gradient_codec": "delta"}, "gradient_codec .* is 'delta'; expected .* onebit, threshold, topk, topk2bit$"),
         (
             {"gradient_codec": "int4", "transport": "shm"},
             "gradient_codec .* is 'int4', which shared memory.* to 'auto'",
