@@ -154,7 +154,8 @@ class LookaheadRule(BoundRule):
     ) -> None:
         super().__init__(rule, parameters, slots, hyperparameters, sign=sign)
         self.write = self._write_ahead
-        self._velocity = slots["velocity"]
+        self._velocity, self._ahead = slots["velocity"], aligned_zeros(self.length)
+        self._write: Callable[[Reply], object] = _kernels.ShardKernel("sgd", self._ahead, {}).write
         self._momentum, self._rate = hyperparameters["momentum"], hyperparameters["learning_rate"]
 
     def apply(
@@ -168,12 +169,15 @@ class LookaheadRule(BoundRule):
 
     @property
     def handed_out(self) -> Floats:
-        ahead = aligned_zeros(self.length)
-        np.multiply(self._velocity, np.float32(self._rate * self._momentum), out=ahead)
-        return np.subtract(self._parameters, ahead, out=ahead)
+        return self._look_ahead()
 
     def _write_ahead(self, reply: Reply) -> None:
-        _kernels.ShardKernel("sgd", self.handed_out, {}).write(reply)
+        self._look_ahead()
+        self._write(reply)
+
+    def _look_ahead(self) -> Floats:
+        np.multiply(self._velocity, np.float32(self._rate * self._momentum), out=self._ahead)
+        return np.subtract(self._parameters, self._ahead, out=self._ahead)
 
 
 # Shares are computed here, not in the kernel's float32, which would round twice: there 1 - 0.999 is not 0.001.
