@@ -56,6 +56,12 @@ class ByteBudget:
         """Return whether more than half is held."""
         return 2 * self.bytes_held > self.bytes_max
 
+    def may_wait(self, num_bytes: int) -> bool:
+        """Return whether a caller may let so many bytes wait: all reserves and room for one more caller stay free."""
+        with self._lock:
+            room = num_bytes + self._present_reserves().num_bytes
+            return 2 * (self.bytes_held + room) <= self.bytes_max
+
     def account(self, caller: str = "") -> Account:
         """Return an account for one call; all observers are one caller, without a name."""
         return Account(self, caller)

@@ -168,7 +168,7 @@ class Pushes:
     ) -> Awaitable[object] | None:
         """Keep a message until its scale comes, and answer; await as after `take`.
 
-        It is not kept, which the answer says, where callers would hold more than half of the budget. The account holds
+        It is not kept, which the answer says, where other callers would have too little room. The account holds
         `bytes_held` of the message's bytes already.
         """
         sender, push_id = request.sender, (request.sender.worker_id, request.sequence)
@@ -181,7 +181,7 @@ class Pushes:
                 f"a push with scale_follows names shard {request.shard_id} twice, or this server has no such shard"
             )
         account, more_bytes = self._conversation.account, num_bytes - bytes_held
-        held = 2 * (account.budget.bytes_held + more_bytes) <= account.budget.bytes_max
+        held = account.budget.may_wait(more_bytes)
         if not held:
             account.release(bytes_held)
         else:

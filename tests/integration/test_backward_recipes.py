@@ -296,7 +296,7 @@ def test_a_server_without_room_for_all_holds_some(start_server, monkeypatch, tra
             optimizer.step()
 
     monkeypatch.setattr(pushing._Note, "__init__", spy)
-    how = {"transport": transport, "shard_size": 50_000}
+    how = {"transport": transport, "shard_size": 24_576}
     trained = [
         trained_by(clipped_late, start_server(*flags).data, overlap=overlap, **how)
         for overlap, flags in (("off", ()), ("backward", ("--max-in-flight-bytes", str(2**20))))

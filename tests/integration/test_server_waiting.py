@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import grpc
 import numpy as np
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from client_support import gradients_like, make_client, small_model
 from pyps.service import calls
 from pyps.service.calls import LATE_MIN
+from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PARAMETER_SERVER, stub_of
@@ -141,6 +143,22 @@ def test_a_server_s_resident_memory_keeps_to_the_budget_of_what_callers_make_it_
         assert resident().rss - before < 3 * budget_bytes
         for pull in pulls:
             pull.cancel()
+
+
+def test_what_waits_for_one_worker_s_scale_leaves_another_room_for_an_exchange(start_server):
+    """In so little memory that of all callers observers alone have a reserve, for three shards of 120,000 bytes."""
+    model = Model((Tensor("x", (4 * 30_000,)),), shard_size=30_000)
+    server, requests = start_server("--max-in-flight-bytes", str(2**20)), SimpleQueue()
+    with WireWorker(server.data, "a", model=model) as first, WireWorker(server.data, "b", model=model) as second:
+        first.join(), second.hello()
+        answers, outcomes = first.stub.Exchange(iter(requests.get, None), timeout=60), []
+        for shard_id in range(4):
+            requests.put(first.push_request(1.0, shard_id, sequence=1, scale_follows=True))
+            outcomes.append(next(answers).receipt.outcome)
+        [reply] = second.stub.Exchange(iter([second.push_request(1.0)]), timeout=60)
+        assert reply.receipt.outcome == common.OUTCOME_APPLIED
+        assert outcomes == [common.OUTCOME_HELD, *(3 * [common.OUTCOME_NOT_HELD])]
+        requests.put(None)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
