@@ -250,11 +250,7 @@ class Client:
 
 class _ClientStepper(Stepper):
     def __init__(self, client: Client) -> None:
-        self._client = client
-
-    @property
-    def session(self) -> Worker:
-        return self._client.session
+        self._client, self.session = client, client.session
 
     @property
     def steps(self) -> int:

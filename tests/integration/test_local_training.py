@@ -12,7 +12,7 @@ import torch
 from pyps_client import LocalTraining, RemoteOptimizer, leave
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
-from pyps_client.torch.local_rounds import AUTO_STEPS
+from pyps_client.torch.local_training import AUTO_STEPS
 from pyps_wire.errors import InvalidArgument, SettingsChanged
 from support import status_of, wait_for_event
 from training import backward, batches, mlp, parameters_of, train
@@ -389,13 +389,13 @@ def test_what_cannot_be_trained_locally_is_refused_in_a_sentence(monkeypatch):
     optimizer = LocalTraining(model, adamw(model), "127.0.0.1:1")
     with pytest.raises(InvalidArgument, match="no copy"):
         copy.deepcopy(optimizer)
-    with pytest.raises(SettingsChanged, match="cannot be added to LocalTraining"):
+    with pytest.raises(SettingsChanged, match="cannot be added to a LocalTraining"):
         optimizer.add_param_group({"params": []})
     optimizer.close()
     with pytest.raises(InvalidArgument, match="was closed"):
         optimizer.step()
     monkeypatch.setenv("PYPS_PARTS", "2")
-    with pytest.raises(InvalidArgument, match=r"one of the 2 parts .* LocalTraining trains whole models"):
+    with pytest.raises(InvalidArgument, match=r"LocalTraining needs the whole model .* one of the 2 parts"):
         LocalTraining(model, adamw(model), "127.0.0.1:1")
 
 

@@ -35,9 +35,8 @@ class Stepper(Protocol):
     The defaults are for a caller that pushes and pulls itself, so that each step is answered when it returns.
     """
 
-    @property
-    def session(self) -> Worker:
-        """The worker's membership in the run, connected."""
+    # The worker's membership in the run, connected.
+    session: Worker
 
     @property
     def steps(self) -> int:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -75,7 +75,52 @@ class _OnServers(defaultdict[torch.Tensor, Any]):
         return True
 
 
-class RemoteOptimizer(torch.optim.Optimizer):
+class OfRun(torch.optim.Optimizer):
+    """An optimizer whose worker joins a run; RemoteOptimizer and LocalTraining are subclasses."""
+
+    _guard: ForkGuard
+    _ending: Ending
+    _forward_hooks: Sequence[RemovableHandle] = ()
+    _is_joined = False
+
+    def close(self, cause: str = "finished", message: str = "") -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(*leave.cause_of(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise InvalidArgument: no copy, deepcopy or pickle of a connection."""
+        raise InvalidArgument(
+            f"A {type(self).__name__} is a connection to its servers, of which no copy can be made or saved: make "
+            "another one (with worker_id= of its own), save optimizer.state_dict(), or copy the model alone."
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise SettingsChanged: all workers of a run agree on its parameters before the first step."""
+        if hasattr(self, "_ending"):
+            raise SettingsChanged(
+                f"A parameter group cannot be added to a {type(self).__name__}: the run's parameters are agreed upon "
+                "when it starts. Give the torch optimizer all groups before."
+            )
+        super().add_param_group(param_group)
+
+    def _check_open(self) -> None:
+        self._guard.check()
+        if self._ending.begun.locked():
+            raise InvalidArgument(f"This {type(self).__name__} was closed: make a new one to go on training.")
+
+    def _join_before_forward(self, module: torch.nn.Module) -> None:
+        """Let the first forward pass join, of each module: a script may call a part of the model."""
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._forward_hooks = [part.register_forward_pre_hook(_JoinFirst(self)) for part in parts]
+        self._ending.hooks += self._forward_hooks
+
+
+class RemoteOptimizer(OfRun):
     """A torch optimizer whose update rule runs on parameter servers: `zero_grad`, `backward` and `step` as ever.
 
     Make it from a model and a fresh torch optimizer over its parameters; the servers take over rule and settings:
@@ -169,7 +214,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._model = joining.module
         self._own_model = OwnModel(self._model, self.param_groups, peers)
-        self._is_joined = self._warned_of_state = False
+        self._warned_of_state = False
         # True where joining replaced the model's own parameters.
         self._replaced = False
         self._examples_in_batch: int | None = None
@@ -181,13 +226,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._guard = ForkGuard()
         self._ending = Ending()
         self._ending.hooks.append(optimizer.register_step_pre_hook(partial(_refuse_step, self._guard)))
-        self._forward_hooks: list[RemovableHandle] = []
         if peers is ALONE:
-            # Not in a replica: a process may wait for another's output before its own forward pass. On each module: a
-            # script may call a part of the model.
-            parts = [part for part in self._model.modules() if not isinstance(part, torch.jit.ScriptModule)]
-            self._forward_hooks = [part.register_forward_pre_hook(_JoinFirst(self)) for part in parts]
-            self._ending.hooks += self._forward_hooks
+            # Not in a replica: a process may wait for another's output before its own forward pass.
+            self._join_before_forward(self._model)
 
     def join(self) -> None:
         """Join the run now, wait for its servers, and bring its parameters into the model; once joined, do nothing.
@@ -197,9 +238,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         if self._is_joined:
             return
-        self._guard.check()
-        if self._ending.begun.locked():
-            raise InvalidArgument(_CLOSED)
+        self._check_open()
         joining = self._joining
         _require_first(joining.launch, self._wrapped)
         self._own_model.check(True)
@@ -344,21 +383,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         self._ending.close(cause, message, separate=True)
 
-    def __enter__(self) -> RemoteOptimizer:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(*leave.cause_of(error))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise SettingsChanged: all workers of a run agree on its parameters before the first step."""
-        if hasattr(self, "_joining"):
-            raise SettingsChanged(
-                "A parameter group cannot be added to a RemoteOptimizer: the run's parameters are agreed "
-                "upon when it starts. Give the torch optimizer all groups before RemoteOptimizer is made."
-            )
-        super().add_param_group(param_group)
-
     def state_dict(self) -> dict[str, Any]:
         """Return parameter groups, with their learning rates, and the run's update; slots are on the servers.
 
@@ -377,13 +401,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
             if (residuals := self._steps.residuals()) is not None:
                 state[_RESIDUALS] = residuals
         return state
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Raise InvalidArgument: no copy, deepcopy or pickle of a connection."""
-        raise InvalidArgument(
-            "A RemoteOptimizer is a connection to its servers, of which no copy can be made or saved: make another one "
-            "(with worker_id= of its own), save optimizer.state_dict(), or copy the model alone."
-        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load parameter groups, with their learning rates; slots are on the servers.
@@ -432,10 +449,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._own_model.check(is_first)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._guard.generation != fork.generation:
-            self._guard.check()
-        if self._ending.begun.locked():
-            raise InvalidArgument(_CLOSED)
+        if self._guard.generation != fork.generation or self._ending.begun.locked():
+            self._check_open()
         joins = not self._is_joined
         if joins:
             self.join()
@@ -529,8 +544,6 @@ class _JoinFirst:
     def __reduce__(self) -> tuple[type[_JoinFirst], tuple[()]]:
         return _JoinFirst, ()
 
-
-_CLOSED = "This RemoteOptimizer was closed: make a new one to go on training."
 
 # A state dict's key for the run's update.
 _UPDATE = "pyps_update"

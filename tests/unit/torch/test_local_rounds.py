@@ -6,7 +6,7 @@ import torch
 
 from client_support import RecordingSession
 from pyps_client.torch.layout import _name_of
-from pyps_client.torch.local_rounds import AUTO_STEPS, FASTER_MAX, Pace, Rounds, Shadow
+from pyps_client.torch.local_training import AUTO_STEPS, FASTER_MAX, Pace, Rounds, Shadow
 from pyps_wire.errors import ServerUnavailable
 from support import wait_until
 from training import started_steps
