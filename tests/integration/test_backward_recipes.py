@@ -317,4 +317,4 @@ def test_a_scale_is_in_the_log_and_replayed_to_the_bit(start_server, tmp_path):
 
 def test_other_changes_cost_the_overlap_and_are_told_once(start_server, caplog):
     trained_by(clipped_by_value, start_server().data, overlap="backward", transport="grpc")
-    assert caplog.text.count("gradients were changed before step(), and not all by one factor") == 1
+    assert caplog.text.count("gradients were changed between backward() and step(), and not all by one factor") == 1

@@ -262,8 +262,8 @@ def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
 @pytest.mark.parametrize(
     ("compute", "words"),
     [
-        (scaled, r"Gradients .* changed between backward\(\) and step\(\).*pass rescales_gradients=True"),
-        (unscaled, r"Gradients .* changed between backward\(\) and step\(\)"),
+        (scaled, r"gradients were changed between backward\(\) and step\(\).*pass rescales_gradients=True"),
+        (unscaled, r"gradients were changed between backward\(\) and step\(\)"),
         (twice, r"A second gradient of '.*' was computed before step\(\)"),
         (within_a_closure_too, r"A second gradient of '.*' was computed before step\(\)"),
         (at_another_rate, r"learning rate .* changed between backward\(\) and step\(\)"),
@@ -288,7 +288,7 @@ def test_the_number_of_examples_must_be_set_before_the_backward_pass(start_serve
     with remote(model, start_server().data) as optimizer:
         backward(model, next(batches(1)))
         optimizer.examples_in_batch = 16
-        with pytest.raises(InvalidArgument, match=r"examples_in_batch was set to 16 too late.* as those of 0 examples"):
+        with pytest.raises(InvalidArgument, match="examples_in_batch was set after backward"):
             optimizer.step()
         train(batches(1), (model, optimizer))
 

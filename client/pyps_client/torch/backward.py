@@ -117,13 +117,11 @@ class Backward(Off):
         early, pushing = self._early, self._pushing
         try:
             if early is not None and pushing is not None:
-                if not self._holds:
-                    self._seal(early, pushing, gradients)
-                    return self._steps.push_and_pull(pushing.value)
-                if self._seal_held(early, gradients):
+                if self._seal(early, gradients):
                     pushing.wait()
-                    self._steps.finite.passed()
-                    self._gradients.minibatch_count = 1
+                    self._check_finite(early, gradients)
+                    # A pull follows where nothing was sent.
+                    self._gradients.minibatch_count = int(pushing.error is not None or bool(early.sent))
                     return self._steps.push_and_pull(pushing.value)
                 # Nothing of it counts; its thread reads the numbers that are written now.
                 early.abandon()
@@ -285,27 +283,40 @@ class Backward(Off):
         for event in self._events.get(shard_id, ()):
             event.synchronize()
 
-    def _seal_held(self, early: EarlyShards, gradients: Minibatch) -> bool:
-        """Send the rest of the push that servers hold, and its scale; return False where it must be sent anew."""
+    def _seal(self, early: EarlyShards, gradients: Minibatch) -> bool:
+        """Send the rest of the push, and its scale where servers hold it; return False where it must be sent anew."""
         steps = self._steps
-        self._refuse_other_rates()
-        if early.is_over and not early.spoiled:
+        if steps.rate_changes():
+            raise InvalidArgument(
+                "The learning rate or the momentum was changed between backward() and step(), but with "
+                "overlap='backward' gradients were sent at the old one: change it before backward()."
+            )
+        if early.held and early.is_over and not early.spoiled:
             # Another gradient was added.
             return False
         scale, reason = self._scale_of(gradients), ""
-        if early.spoiled:
+        if early.held and early.spoiled:
             # The numbers sent were too large, or are not finite, which the step counts.
             return False
         if self._example_count != (steps.examples_in_batch or 0):
             reason = "examples_in_batch was set after backward()"
         elif scale is None:
-            reason = "gradients were changed before step(), and not all by one factor"
+            reason = "gradients were changed between backward() and step()"
+            reason += ", and not all by one factor" if early.held else ""
         elif scale > SCALE_MAX and steps.session.carries_residuals:
             # The residual was encoded with them, and would be applied that many times.
             reason = "gradients grew before step(), and with them what earlier encodings had left out"
+        if reason and not early.held:
+            raise InvalidArgument(
+                f"overlap='backward' had begun to send gradients, but {reason}: this step was not taken whole. Do so "
+                "before backward(), or pass rescales_gradients=True, as for clip_grad_norm_ or GradScaler.unscale_."
+            )
         if reason or scale is None:
             self._tell(reason)
             return False
+        if not early.held:
+            early.seal()
+            return True
         unsent = [shard.shard_id for shard in self._partition.shards if shard.shard_id not in early.sent]
         rest = {piece.tensor_index for shard_id in unsent for piece in self._partition.pieces(shard_id)}
         sums = self._gradients.sums()
@@ -314,6 +325,18 @@ class Backward(Off):
         clips = steps.view.state.terms.clip_norm > 0
         early.seal(scale=scale, norm=scale * steps.session.norm(self._plan) if clips else 0.0)
         return True
+
+    def _check_finite(self, early: EarlyShards, gradients: Minibatch) -> None:
+        if not early.spoiled:
+            self._steps.finite.passed()
+            return
+        if early.num_answered:
+            logger.warning(
+                "%d of %d shards were sent before a gradient was found that is not finite, and count; the rest of the "
+                "push is left out",
+                *(early.num_answered, self._partition.num_shards),
+            )
+        self._steps.finite.leave_out(gradients)
 
     def _scale_of(self, gradients: Minibatch) -> float | None:
         """Return the factor from the gradients that were sent to these; None where there is none, or servers hold none.
@@ -357,44 +380,6 @@ class Backward(Off):
             logger.warning(
                 "overlap is 'backward', but %s: such a step sends its gradients anew, whole, as with 'off'", reason
             )
-
-    def _refuse_other_rates(self) -> None:
-        if self._steps.rate_changes():
-            raise InvalidArgument(
-                "The learning rate or the momentum was changed between backward() and step(), but with "
-                "overlap='backward' gradients were sent at the old one: change it before backward()."
-            )
-
-    def _seal(self, early: EarlyShards, pushing: Future[Any], gradients: Minibatch) -> None:
-        """Send the rest of the push that the backward pass began, and wait for its end."""
-        steps = self._steps
-        if self._example_count != (steps.examples_in_batch or 0):
-            raise InvalidArgument(
-                f"examples_in_batch was set to {steps.examples_in_batch or 0} too late: with overlap='backward' "
-                f"gradients are sent from the first on, as those of {self._example_count} examples. Set it before "
-                "backward()."
-            )
-        self._refuse_other_rates()
-        if self._scale_of(gradients) is None:
-            raise InvalidArgument(
-                "Gradients were changed between backward() and step(), as clip_grad_norm_, GradScaler.unscale_ or "
-                "zero_grad do, but overlap='backward' had begun to send them: this step was not taken whole. Change "
-                "gradients no more, or pass rescales_gradients=True."
-            )
-        early.seal()
-        pushing.wait()
-        if not early.spoiled:
-            steps.finite.passed()
-        else:
-            if early.num_answered:
-                logger.warning(
-                    "%d of %d shards were sent before a gradient was found that is not finite, and count; the rest of "
-                    "the push is left out",
-                    *(early.num_answered, self._partition.num_shards),
-                )
-            steps.finite.leave_out(gradients)
-        # A pull follows where nothing was sent.
-        self._gradients.minibatch_count = int(pushing.error is not None or bool(early.sent))
 
 
 def _some_of(gradient: torch.Tensor) -> torch.Tensor:
