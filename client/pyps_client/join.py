@@ -422,8 +422,8 @@ class InitializeLease:
                 self._lost = True
 
 
-def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
-    """Return the run's whole model and optimizer settings, from server 0; None if it has no parameters yet.
+def model_of_run(launch: Launch) -> Model | None:
+    """Return the run's whole model, from server 0; None if it has no parameters yet.
 
     Waits for the server, and does not join the run.
     """
@@ -432,9 +432,7 @@ def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
         reply = Handshake(launch).hello_patiently(connection)
     finally:
         connection.close()
-    if reply.state in WITHOUT_PARAMETERS:
-        return None
-    return Model.from_proto(reply.model), reply.optimizer
+    return None if reply.state in WITHOUT_PARAMETERS else Model.from_proto(reply.model)
 
 
 def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:

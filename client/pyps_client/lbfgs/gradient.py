@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +13,8 @@ from pyps_client.data.samplers import length_of
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout
-from pyps_client.torch.memory import PinnedPages, TorchConverter
-from pyps_client.torch.parameters import Parameters, Written
+from pyps_client.torch.schedule import Settings
+from pyps_client.torch.steps import Steps
 from pyps_client.vectors import Vectors
 from pyps_client.worker import Worker
 from pyps_wire.errors import InvalidArgument
@@ -222,19 +221,10 @@ class PortionComputation(PortionGradient):
     """Computes a worker's portions, in the session's memory."""
 
     def __init__(self, session: Worker, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
-        self._session = session
         self._loader = loader
-        on_host = all(block.device.type == "cpu" for block in layout.blocks)
-        lent = session.lend(1, converter=TorchConverter() if on_host else None)
-        self._private = lent.private
-        devices = [block.device for block in layout.blocks if block.on_cuda]
-        self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices)
-        gathered = Gradients(layout, lent.gradients[0], codec=lent.converted_to)
-        self._parameters = Parameters(layout, lent.parameters, alias=True, private=lent.private)
-        self._written = Written(layout, self._parameters)
-        if devices:
-            session.tell_landed(self._parameters.land)
-        super().__init__(layout, gathered, loss_of)
+        # Only its memory and its pulls: the coordinator makes the steps.
+        self._steps = Steps(session, layout, Settings(), local_rates=tuple)
+        super().__init__(layout, self._steps.gradients, loss_of)
 
     def begin_pass(self, *, keep_apart: bool) -> None:
         super().begin_pass(keep_apart=keep_apart)
@@ -242,14 +232,13 @@ class PortionComputation(PortionGradient):
 
     def pull(self) -> None:
         """Pull the servers' parameters into the model."""
-        self._parameters.wait_until_free()
-        self._session.pull(self._parameters.vectors)
-        if self._written.changed():
-            # A pull skips shards that are not newer.
-            self._session.snapshot(self._parameters.vectors)
-            self._parameters.separate()
-        self._parameters.write()
-        self._written.note()
+        steps = self._steps
+        # The pull leaves shards that are not newer as they are.
+        steps.written.spoiled = steps.written.changed()
+        steps.bring()
+        steps.note_pulled()
+        steps.take_pulled()
+        steps.written.note()
 
     def compute(self, portion: Portion, upcoming: Portion | None) -> float:
         """Compute a portion and return the sum of its examples' losses. `upcoming`: the likely next one, to load."""
@@ -258,9 +247,7 @@ class PortionComputation(PortionGradient):
     def close(self) -> None:
         """Stop using the session's memory; the model keeps its parameters."""
         self.release()
-        if not self._private:
-            self._parameters.separate()
-        self._pinned.release()
+        self._steps.close()
 
 
 def loss_function(

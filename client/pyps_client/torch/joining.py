@@ -89,7 +89,7 @@ class Joining:
         try:
             self._join_whole()
         except ModelMismatch:
-            run = self._run()
+            run = model_of_run(self.launch)
             if run is None or run.num_parts == 1 or self._settings.buffers != "local":
                 raise
             self._join_split(run)
@@ -153,11 +153,11 @@ class Joining:
         """Initialize the run, or take over its parts; again where another worker initialized it meanwhile."""
         self.replica.name = self.launch.worker_id
         agreed(self.replica, self._check_common)
-        before = led(self.replica, self._run)
+        before = led(self.replica, lambda: model_of_run(self.launch))
         try:
             self._join_split(before)
         except ModelMismatch as mismatch:
-            run = led(self.replica, self._run)
+            run = led(self.replica, lambda: model_of_run(self.launch))
             if run is None or run == before:
                 raise mismatch from None
             self._join_split(run)
@@ -177,10 +177,6 @@ class Joining:
         self.layout, self.gradients = cut.layout(), cut.gradients
         parts = arrangement.parts if arrangement.model.num_parts > 1 else ()
         self._connect(arrangement.model, cut.settings(self._optimizer), parts=parts, peers=replica)
-
-    def _run(self) -> Model | None:
-        found = model_of_run(self.launch)
-        return None if found is None else found[0]
 
     def _connect(self, model: Model, settings: OptimizerSettings, **part: Any) -> None:
         initial, device = partial(initial_values, self.layout), self.layout.devices
