@@ -19,8 +19,8 @@ from pyps_client import Launch, Session, lease, leave
 from pyps_client.replica.arrangement import arrange
 from pyps_client.replica.dtensor import claims_of
 from pyps_client.replica.processes import Block, Replica, translated
-from pyps_wire.blocks import place
 from pyps_wire.errors import InvalidArgument, PypsError, ReplicaLost
+from pyps_wire.partition import block_index
 from replicas import CUT, SGD, vectors_of, whole_tensors
 
 SHARD_SIZE = 1024
@@ -83,7 +83,7 @@ def cut(replica):
             assert gradient is None
             continue
         assert type(gradient) is torch.Tensor
-        block = expected[place(claim.offset, claim.shape)]
+        block = expected[block_index(claim.offset, claim.shape)]
         differences[claim.name] = float((gradient - block).norm() / block.norm())
     return {
         "claims": [described(claim) for claim in claimed.claims],
@@ -101,12 +101,14 @@ def filled(replica, arrangement, claimed):
         assert local.shape == claim.shape
     for tensor, position, where in arrangement.held:
         numbers = values(tensor.name, tensor.whole_shape or tensor.shape)
-        claimed.local[position].detach()[where] = numbers[place(tensor.offset or (0,) * numbers.ndim, tensor.shape)]
+        claimed.local[position].detach()[where] = numbers[
+            block_index(tensor.offset or (0,) * numbers.ndim, tensor.shape)
+        ]
     replica.spread(arrangement.copies, claimed.local)
     return [
         claim.name
         for claim, local in zip(claimed.claims, claimed.local, strict=True)
-        if not torch.equal(local, values(claim.name, claim.whole_shape)[place(claim.offset, claim.shape)])
+        if not torch.equal(local, values(claim.name, claim.whole_shape)[block_index(claim.offset, claim.shape)])
     ]
 
 

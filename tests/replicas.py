@@ -16,10 +16,9 @@ from pyps.core.arrays import Floats
 from pyps.launcher.environment import Group, worker_environment
 from pyps_client import Launch, Session
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.blocks import place
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import ReplicaLost
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import Model, Tensor, block_index
 from support import AnyServer, PythonProcess, Start, StartPython, inspect, server_port, wait_until, workers_of
 from wire_worker import WireWorker
 
@@ -116,7 +115,7 @@ def vectors_of(tensors: Mapping[str, Floats]) -> list[Floats]:
     blocks: list[list[Floats]] = [[] for _ in range(CUT.num_groups)]
     for tensor in CUT.tensors:
         whole = tensors[tensor.name]
-        values = whole[place(tensor.offset, tensor.shape)] if tensor.whole_shape else whole
+        values = whole[block_index(tensor.offset, tensor.shape)] if tensor.whole_shape else whole
         blocks[tensor.group].append(values.reshape(-1))
     return [np.concatenate(values) for values in blocks]
 

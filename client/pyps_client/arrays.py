@@ -24,11 +24,10 @@ from pyps_client.transport.connection import Connection, Servers
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
 from pyps_client.worker import ONE_THREAD, Worker
-from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import InvalidArgument, ModelMismatch, RunFinished, ServerUnavailable
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import Model, Tensor, block_index
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Optimizer = tuple[str, Mapping[str, float]]
@@ -360,7 +359,7 @@ def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDAr
         values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
         if tensor.whole_shape:
             whole = tensors.setdefault(tensor.name, np.full(tensor.whole_shape, np.nan, np.float32))
-            whole[place(tensor.offset, tensor.shape)] = values
+            whole[block_index(tensor.offset, tensor.shape)] = values
         else:
             tensors[tensor.name] = values
     return tensors

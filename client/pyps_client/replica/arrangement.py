@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pyps_wire.blocks import place_in_words
 from pyps_wire.errors import InvalidArgument, ModelMismatch
-from pyps_wire.partition import Model, Tensor, check_whole
+from pyps_wire.partition import Model, Tensor, check_whole, place_in_words
 
 # A block's name, shape and offset.
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]

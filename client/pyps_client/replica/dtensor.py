@@ -13,10 +13,9 @@ import torch
 from pyps_client.replica.arrangement import Arrangement, Claim, Key
 from pyps_client.replica.group import Group, agreed
 from pyps_client.torch.layout import Layout
-from pyps_wire.blocks import check_block
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import InvalidArgument
-from pyps_wire.partition import Model
+from pyps_wire.partition import Model, check_block
 
 
 @dataclass(frozen=True)
