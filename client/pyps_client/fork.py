@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from pyps_wire.errors import ForkedClient
 
@@ -23,6 +26,20 @@ def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Calla
     if hasattr(os, "register_at_fork"):
         hooks = {"before": before, "after_in_child": after_in_child}
         os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
+
+
+def tracked(
+    *, before: Callable[[Any], object] = lambda each: None, after_in_child: Callable[[Any], object]
+) -> weakref.WeakSet[Any]:
+    """Return a set, for each of whose objects these are called around each fork."""
+    objects: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def on_each(hook: Callable[[Any], object]) -> None:
+        for each in list(objects):
+            hook(each)
+
+    at_fork(before=partial(on_each, before), after_in_child=partial(on_each, after_in_child))
+    return objects
 
 
 def _begin_child() -> None:

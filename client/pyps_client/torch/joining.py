@@ -98,9 +98,8 @@ class Joining:
         session, cut, layout, rates, settings = self.session, self._cut, self.layout, self.rates, self._settings
         if cut is not None:
             rates.groups_of_vectors = cut.arrangement.own_param_groups
-        no_steps = [0.0] * layout.model.num_groups
         common: dict[str, Any] = {
-            "local_rates": lambda: rates.sizes(session.next_rates()) or no_steps,
+            "local_rates": lambda: rates.sizes(session.next_rates()),
             "rate_changes": rates.changes,
         }
         if cut is not None and self.replica.count > 1:

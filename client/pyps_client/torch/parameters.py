@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyps_client.fork import at_fork
+from pyps_client.fork import tracked
 from pyps_client.log import logger
 from pyps_client.torch.layout import Block, Layout, several
 from pyps_client.torch.memory import is_plain, recorded_event, tensor_over
@@ -346,12 +344,4 @@ def _is_sole_owner(parameter: torch.Tensor) -> bool:
 
 
 # Parameters in memory that a forked child would share with its parent.
-_shared: weakref.WeakSet[Parameters] = weakref.WeakSet()
-
-
-def _on_each(hook: Callable[[Parameters], None]) -> None:
-    for parameters in list(_shared):
-        hook(parameters)
-
-
-at_fork(before=partial(_on_each, Parameters.before_fork), after_in_child=partial(_on_each, Parameters.in_child))
+_shared = tracked(before=Parameters.before_fork, after_in_child=Parameters.in_child)

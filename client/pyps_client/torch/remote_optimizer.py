@@ -218,9 +218,8 @@ class RemoteOptimizer(OfRun):
         # True where joining replaced the model's own parameters.
         self._replaced = False
         self._examples_in_batch: int | None = None
-        # The update of a state dict that was loaded before the worker joined.
-        self._loaded_update: int | None = None
-        self._loaded_residuals: Mapping[str, Any] | None = None
+        # A state dict that was loaded before the worker joined.
+        self._loaded: Mapping[str, Any] = {}
         # The thread that takes a step now, or 0.
         self._stepping = 0
         self._guard = ForkGuard()
@@ -425,16 +424,16 @@ class RemoteOptimizer(OfRun):
         for group, of_file in zip(groups, loaded, strict=True):
             group.clear()
             group.update(of_file)
-        self._loaded_update, self._loaded_residuals = state_dict.get(_UPDATE), state_dict.get(_RESIDUALS)
+        self._loaded = state_dict
         if self._is_joined:
             self._take_loaded()
 
     def _take_loaded(self) -> None:
         """Take over what a loaded state dict says of the run that was joined."""
-        residuals, self._loaded_residuals = self._loaded_residuals, None
-        if residuals is not None:
+        loaded, self._loaded = self._loaded, {}
+        if (residuals := loaded.get(_RESIDUALS)) is not None:
             self._steps.session.load_residuals(residuals)
-        update, self._loaded_update = self._loaded_update, None
+        update = loaded.get(_UPDATE)
         if update not in (None, self.global_step) and self._replaced:
             logger.warning(
                 "a state dict of update %d was loaded in a run that is at update %d: this worker trains the run's "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.fork import at_fork
+from pyps_client.fork import tracked
 from pyps_client.vectors import dtype_of
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import Sender
@@ -149,12 +149,4 @@ def _aligned(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return block[start : start + num_bytes].view(dtype)
 
 
-_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for segment in list(_segments):
-        segment.keep_own_copy()
-
-
-at_fork(after_in_child=_after_fork)
+_segments = tracked(after_in_child=Segment.keep_own_copy)

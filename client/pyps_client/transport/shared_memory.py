@@ -8,13 +8,12 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from pyps_client.fork import at_fork
+from pyps_client.fork import tracked
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
 from pyps_client.transport import NO_OFFER, Greeted, Parts, Take, Transport
 from pyps_client.transport.memory import HEAD_BYTES, Segment
@@ -219,14 +218,10 @@ def _path_of(offer: LocalTransport) -> str:
     return "\0" + offer.address[1:] if offer.address.startswith("@") else offer.address
 
 
-_links: weakref.WeakSet[SharedMemoryLink] = weakref.WeakSet()
+def _forget_in_child(link: SharedMemoryLink) -> None:
+    """Close the socket, which stays open in the parent."""
+    link.lost = True
+    link._socket.close()
 
 
-def _after_fork() -> None:
-    """Close the sockets in a forked child; they stay open in its parent."""
-    for link in list(_links):
-        link.lost = True
-        link._socket.close()
-
-
-at_fork(after_in_child=_after_fork)
+_links = tracked(after_in_child=_forget_in_child)

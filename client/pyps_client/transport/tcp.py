@@ -7,11 +7,10 @@ import ssl
 import struct
 import threading
 import time
-import weakref
 
 from google.protobuf.message import DecodeError
 
-from pyps_client.fork import at_fork
+from pyps_client.fork import tracked
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
 from pyps_client.transport import (
     LINKS_LOST_MAX,
@@ -270,13 +269,5 @@ def _lost(error: Exception) -> LocalLost:
     return LocalLost("the lane was closed" if isinstance(error, lane.LaneClosed) else "no message of the contract came")
 
 
-_open: weakref.WeakSet[lane.Lane] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Close the sockets in a forked child; they stay its parent's."""
-    for wire in list(_open):
-        wire.close()
-
-
-at_fork(after_in_child=_after_fork)
+# In a forked child the sockets are closed, and stay its parent's.
+_open = tracked(after_in_child=lane.Lane.close)
