@@ -167,6 +167,8 @@ def summary(exchanges: list[Exchange], scores: list[tuple[float, float]], moved:
     """The figures of one training: its curve is of seconds, batches of all workers by then, and the loss."""
     curve = [(when, sum(of[1] for of in exchanges if of[0] <= when), loss) for when, loss in scores]
     whens, batches, losses = map(np.array, zip(*curve, strict=True))
+    # Losses fall but for their noise: what was reached once counts.
+    lows = np.minimum.accumulate(losses)
     # As many as one process alone computes in that time.
     equal = seconds / PACE
     own = sum(count for when, count, index in exchanges if index == 0)
@@ -174,8 +176,7 @@ def summary(exchanges: list[Exchange], scores: list[tuple[float, float]], moved:
         "batches": int(batches[-1]),
         "loss": float(losses[-1]),
         "loss_at_batches": float(np.interp(equal, batches, losses)) if batches[-1] >= 0.9 * equal else None,
-        # Losses fall but for their noise.
-        "seconds_to_loss": float(np.interp(-TASK.loss, -losses, whens)) if losses[-1] <= TASK.loss else None,
+        "seconds_to_loss": float(np.interp(-TASK.loss, -lows, whens)) if lows[-1] <= TASK.loss else None,
         "kilobytes_a_batch": moved / 1e3 / own,
         "curve": curve,
     }
