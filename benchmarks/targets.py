@@ -13,6 +13,8 @@ from work import BIG
 
 # Its better transport is the one that counts.
 TORCH_RPC_AT_ITS_BEST = (f"{TORCH_RPC} auto", f"{TORCH_RPC} tcp")
+HARDSYNC_INT4 = "pyps hardsync, overlapped in backward, int4"
+LOCAL_INT4 = "pyps local average int4"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,12 @@ def targets(results: Results) -> list[Target]:
         _overlap(results),
         *(_kernel(results, rule) for rule in ("adam", "adamw")),
         *(_loop(results, rule) for rule in ("adam", "adamw")),
+        _seconds(results, "1gbit", HARDSYNC_INT4, (figures.ALONE,)),
+        _seconds(results, "1gbit", HARDSYNC_INT4, ("DDP gloo, float16", "DDP gloo, PowerSGD rank 4")),
+        *(_seconds(results, case) for case in ("10gbit:3", "100mbit", "100mbit:3")),
+        *(_seconds(results, case, most=1.0, local=True) for case in ("100mbit", "50mbit+100ms")),
+        *(_goodput(results, subject) for subject in (LOCAL_INT4, "pyps local async int4")),
+        *_few_bytes(results),
     ]
 
 
@@ -124,6 +132,74 @@ def _loop(results: Results, rule: str) -> Target:
     found = figures.rows(results, "kernel", subject=rule)
     what = f"The {rule} kernel, one thread: a plain loop over the same arrays"
     return _ratio(what, found[0]["shares"]["alone"] if found else None, least=0.9)
+
+
+def _seconds(
+    results: Results,
+    case: str,
+    ours: str = "pyps",
+    others: Sequence[str] = (),
+    *,
+    most: float = 0.9,
+    local: bool = False,
+) -> Target:
+    """Seconds to the loss of the fastest whose name begins so, over those of the fastest of others, or of all."""
+    rate, _, slowed = case.partition(":")
+    if local:
+        found = figures.rows(results, "local_training", case=case, workers=2)
+    else:
+        found = figures.of_training_case(figures.rows(results, "training"), rate, float(slowed or 1))
+    names = figures.subjects(found)
+    own = [name for name in names if name.startswith(ours)]
+    theirs = [name for name in names if (name in others if others else not name.startswith("pyps"))]
+    kind = "Local training" if local else "Training"
+    what = f"{kind}, {case}, seconds to the loss, {'the fastest of ' * (ours == 'pyps')}{ours}: "
+    what += " or ".join(others) or "the fastest of all others"
+    if not own or not theirs:
+        return _ratio(what, None, most=most)
+    limit = max(row["limit_s"] for row in found)
+    # Who did not come to it took longer than the limit, at least.
+    (seconds, name), (reference, other) = (
+        min((figures.median(found, name, "seconds_to_loss") or limit, name) for name in some) for some in (own, theirs)
+    )
+    if seconds >= limit:
+        return replace(_ratio(what, None, most=most), measured=f"not in {limit:g} s", met=False)
+    return _ratio(what, seconds / reference, most=most, more=f" ({name} {seconds:.1f} s, {other} {reference:.1f} s)")
+
+
+def _goodput(results: Results, subject: str) -> Target:
+    """Batches a second with a worker that is killed each minute, over those without."""
+    paces = [
+        [row["batches"] / row["curve"][-1][0] for row in found if row["subject"] == subject]
+        for found in (
+            figures.rows(results, "local_training", case=f"100mbit{what}", workers=4) for what in (":killed", "")
+        )
+    ]
+    ratio = statistics.median(paces[0]) / statistics.median(paces[1]) if all(paces) else None
+    what = f"{subject}, 100 Mbit/s, one of 4 workers killed each minute, batches a second: without that"
+    return _ratio(what, ratio, least=0.88)
+
+
+def _few_bytes(results: Results) -> list[Target]:
+    """Local training in the fewest bits, next to a step's bytes without it, and to the loss after as many batches."""
+    found = figures.rows(results, "local_training", case="1gbit", workers=2)
+    few, all_bits, loss, reference = (
+        figures.median(found, subject, column)
+        for column, others in (("kilobytes_a_batch", "async"), ("loss_at_batches", "hardsync"))
+        for subject in ("pyps local average topk2bit", f"pyps {others} float32")
+    )
+    return [
+        _ratio(
+            "pyps async float32, 1 Gbit/s, bytes a batch: pyps local average topk2bit",
+            all_bits / few if few and all_bits else None,
+            least=100,
+        ),
+        _ratio(
+            "pyps local average topk2bit, loss at equal batches: pyps hardsync float32",
+            loss / reference if loss and reference else None,
+            most=1.01,
+        ),
+    ]
 
 
 def _ratio(what: str, value: float | None, *, least: float = 0.0, most: float = math.inf, more: str = "") -> Target:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,7 +43,30 @@ def results(*, lane: float, without: str = "") -> dict[str, dict[str, Any]]:
         "link": {"rows": [{"subject": k, "rounds_per_s": v, "rate": r} for k, v in links.items() for r in rates]},
         "overlap": {"rows": [times | {"subject": "pyps lane float32", "rate": "1gbit"}]},
         "kernel": {"rows": [{"subject": k, "of_torch": lane, "shares": shares} for k in ("adam", "adamw")]},
+        "training": {"rows": [*training_rows(lane)]},
+        "local_training": {"rows": [*local_rows(lane)]},
     }
+
+
+def training_rows(lane: float) -> Iterator[dict[str, Any]]:
+    seconds = {"pyps hardsync, overlapped in backward, int4": 9 / lane, "DDP gloo, float16": 10.0}
+    for rate, slowed in (("1gbit", 1.0), ("10gbit", 3.0), ("100mbit", 1.0), ("100mbit", 3.0)):
+        for name, own in (seconds | {"one process alone": 10.0}).items():
+            yield {"subject": name, "rate": rate, "slowed": slowed, "limit_s": 60.0, "seconds_to_loss": own}
+
+
+def local_rows(lane: float) -> Iterator[dict[str, Any]]:
+    few, async_int4 = "pyps local average topk2bit", "pyps local async int4"
+    for case in ("100mbit", "50mbit+100ms"):
+        for name, seconds in {few: 10 / lane, "DDP PowerSGD rank 4": 10.0}.items():
+            yield {"subject": name, "case": case, "workers": 2, "limit_s": 60.0, "seconds_to_loss": seconds}
+    for name in ("pyps local average int4", async_int4):
+        for case, batches in (("100mbit:killed", 88 * lane), ("100mbit", 100)):
+            yield {"subject": name, "case": case, "workers": 4, "batches": batches, "curve": [[0, 0, 6], [10.0, 0, 2]]}
+    sizes = {few: 10 / lane, "pyps async float32": 1000.0, "pyps hardsync float32": 1000.0}
+    for name, size in sizes.items():
+        loss = 1.01 / lane if name == few else 1.0
+        yield {"subject": name, "case": "1gbit", "workers": 2, "kilobytes_a_batch": size, "loss_at_batches": loss}
 
 
 def row(case: tuple[str, int], subject: str, speed: float) -> dict[str, Any]:
@@ -65,6 +89,17 @@ def test_without_a_peer_that_a_target_names_there_is_no_verdict(targets):
 
 def test_what_was_not_measured_has_no_verdict(targets):
     assert {(target.measured, target.met) for target in targets.targets({})} == {("not measured in this run", None)}
+
+
+def test_a_loss_that_pyps_did_not_reach_is_a_target_missed_and_one_that_others_did_not_is_met(targets):
+    for seconds, met, measured in (((None, 40.0), False, "not in 60 s"), ((40.0, None), True, "0.67 x")):
+        rows = [
+            {"subject": name, "rate": "100mbit", "slowed": 1.0, "limit_s": 60.0, "seconds_to_loss": own}
+            for name, own in zip(("pyps async", "torchft"), seconds, strict=True)
+        ]
+        [found] = [of for of in targets.targets({"training": {"rows": rows}}) if of.met is not None]
+
+        assert (found.met, found.measured.partition(" (")[0]) == (met, measured)
 
 
 def test_the_page_has_the_speed_of_training_over_each_link(targets):
