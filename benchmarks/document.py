@@ -274,7 +274,7 @@ def _case_name(case: str) -> str:
     slow = {"": "", "killed": ", the last worker killed each minute"}.get(
         last, f", the last worker {last} times as slow"
     )
-    return _link_name(rate) + (f", {delay} there and back" if delay else "") + slow
+    return _link_name(rate) + (f", {delay.removesuffix('ms')} ms there and back" if delay else "") + slow
 
 
 def training_beside(results: Results) -> str:

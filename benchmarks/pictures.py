@@ -170,7 +170,7 @@ def local_training(results: Results) -> Any:
         axes.set_ylim(top=4)
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("loss of held-out text")
-    _legend(panels[0][-1])
+    _legend(panels[0][-1], *panels[0])
     return figure
 
 
@@ -187,5 +187,7 @@ def _logarithmic(axes: Any, x: str, y: str) -> None:
     axes.grid(alpha=0.3, which="both")
 
 
-def _legend(axes: Any) -> None:
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+def _legend(axes: Any, *panels: Any) -> None:
+    """Beside `axes`, of what is in it, or in `panels`."""
+    lines = {line.get_label(): line for each in panels or [axes] for line in each.get_legend_handles_labels()[0]}
+    axes.legend(handles=lines.values(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -119,6 +119,17 @@ def test_the_page_has_the_speed_of_training_over_each_link(targets):
     assert "Not measured in this run" in piece({})
 
 
+def test_the_picture_of_local_training_names_who_is_in_some_of_its_panels_only(targets):
+    curve = {"workers": 2, "seed": 0, "curve": [[0.0, 0, 6.0], [10.0, 100, 2.0]]}
+    subjects = {"100mbit": "torchft DiLoCo", "50mbit+100ms": "Hivemind local updates"}
+    rows = [curve | {"subject": name, "case": case} for case, name in subjects.items()]
+
+    figure = importlib.import_module("pictures").local_training({"local_training": {"rows": rows}})
+
+    [legend] = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
+    assert [text.get_text() for text in legend.get_texts()] == [*subjects.values()]
+
+
 def test_the_pages_match_the_results(targets, tmp_path, monkeypatch):
     document = importlib.import_module("document")
     pages = FOLDER.parent / "docs"
