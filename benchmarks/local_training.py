@@ -149,8 +149,13 @@ def one(subject: Subject, case: Case, link: Switch, *, seed: int, seconds: float
             before = link.bytes_of(0)
             exchanges: list[Exchange] = []
             scores: list[tuple[float, float]] = []
+            moved = 0
             kill_at = began + KILLED_EVERY_SECONDS / 2
             for words in map(str.split, running.lines):
+                if words[0] == "over":
+                    moved = link.bytes_of(0) - before
+                    # They would wait for the first meanwhile, some of them in vain, or take the processor from it.
+                    running.end(range(1, processes))
                 if words[0] == "scores":
                     scores = [(when - began, loss) for when, loss in json.loads("".join(words[1:]))]
                     break
@@ -159,7 +164,6 @@ def one(subject: Subject, case: Case, link: Switch, *, seed: int, seconds: float
                 if case.killed and kill_at < time.perf_counter() < began + seconds:
                     running.restart(processes - 1)
                     kill_at += KILLED_EVERY_SECONDS
-            moved = link.bytes_of(0) - before
     return {"limit_s": seconds, **summary(exchanges, scores, moved, seconds)}
 
 
@@ -171,7 +175,8 @@ def summary(exchanges: list[Exchange], scores: list[tuple[float, float]], moved:
     lows = np.minimum.accumulate(losses)
     # As many as one process alone computes in that time.
     equal = seconds / PACE
-    own = sum(count for when, count, index in exchanges if index == 0)
+    if not (own := sum(count for when, count, index in exchanges if index == 0)):
+        raise Failed(f"no exchange in {seconds:g} s")
     return {
         "batches": int(batches[-1]),
         "loss": float(losses[-1]),

@@ -4,14 +4,15 @@ It is a machine that takes PACE seconds for a batch, or so many times as long as
 less than that, it sleeps. So several of them fit on few cores, and each is as fast alone as it is beside the others.
 
 A worker prints "ready", waits for "go", and then prints a line an exchange: its index, when the exchange was done, and
-the batches since the last one. The first worker keeps copies of its model meanwhile; when the time is over it scores
-them by held-out text and prints "scores" with a line of JSON: [time, loss] pairs.
+the batches since the last one. The first worker keeps copies of its model meanwhile; when the time is over it prints
+"over", scores them by held-out text and prints "scores" with a line of JSON: [time, loss] pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sysconfig
 import threading
 import time
@@ -54,7 +55,9 @@ SUBJECTS = {
             sync_every=STEPS,
             outer="delayed_nesterov:n={count}",
         ),
-        Subject("pyps local async int4", "pyps", "async", "int4", sync_every=STEPS, outer="sgd:learning_rate=0.7"),
+        Subject(
+            "pyps local async int4", "pyps", "async", "int4", sync_every=STEPS, outer="sgd:learning_rate={rate:.1g}"
+        ),
         Subject("pyps local auto int4", "pyps", "hardsync:weighting=by_speed", "int4", sync_every="auto"),
         Subject("DDP PowerSGD rank 4", "ddp", codec="powersgd"),
         Subject("torchft LocalSGD", "torchft", module="torchft", sync_every=STEPS, outer="average"),
@@ -138,6 +141,8 @@ def train(subject: Subject, place: Place, *, seconds: float, slowed: float, seed
             since, every = 0, rounds_steps(optimizer, subject)
             if place.index == 0:
                 copies.keep_if_due(now)
+    say("over")
+    torch.set_num_threads(os.cpu_count() or 1)
     say(f"scores {json.dumps(copies.scores(held_out))}")
     threading.Event().wait()
 

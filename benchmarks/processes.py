@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -70,9 +70,13 @@ class Processes:
 
     def restart(self, index: int) -> None:
         """Kills a process and starts it again; it begins when it is ready."""
-        self._end([self._processes[index]])
+        self.end([index])
         self._processes[index] = self._start(index)
         self._say_go(self._processes[index])
+
+    def end(self, indices: Iterable[int]) -> None:
+        """Kills these processes, which is no failure of theirs."""
+        self._end([self._processes[index] for index in indices])
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         with self._log.open("a", encoding="utf-8") as errors:

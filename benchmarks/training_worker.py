@@ -182,7 +182,7 @@ def pyps(model: nn.Module, subject: Subject, place: Place) -> Training:
     if subject.sync_every:
         from pyps_client import LocalTraining
 
-        outer = subject.outer.format(count=place.count)
+        outer = subject.outer.format(count=place.count, rate=place.count**-0.5)
         local = LocalTraining(model, adam(model.parameters()), sync_every=subject.sync_every, outer=outer)
         return model, local
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -254,7 +254,8 @@ def serve_lighthouse(place: Place, *, least: int) -> None:
     """Says who is in each of torchft's steps, at least so many, until it is killed."""
     from torchft.coordination import LighthouseServer
 
-    _kept.append(LighthouseServer(bind=place.address, min_replicas=least))
+    # Its command waits so long for a worker that is late; without that it would be 0.1 s.
+    _kept.append(LighthouseServer(bind=place.address, min_replicas=least, join_timeout_ms=60_000))
     threading.Event().wait()
 
 

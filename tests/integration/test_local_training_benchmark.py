@@ -64,6 +64,11 @@ def test_the_figures_are_those_of_the_exchanges(benchmark):
     assert figures["seconds_to_loss"] == pytest.approx((3.3 - benchmark.TASK.loss) / 0.2)
 
 
+def test_a_run_without_an_exchange_of_the_first_worker_is_a_failure_and_no_end_of_all(benchmark):
+    with pytest.raises(benchmark.Failed, match="no exchange in 10 s"):
+        benchmark.summary([(2.0, 20, 1)], [(0.0, 6.2)], 0, 10.0)
+
+
 @pytest.mark.parametrize(
     ("name", "slowed", "killed"), [("100mbit", 1, False), ("1gbit:4", 4, False), ("100mbit:killed", 1, True)]
 )
