@@ -6,16 +6,17 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pyps_client import leave
 from pyps_client.data.portions import Stepper
-from pyps_client.figures import Answer, Figures, ask
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
 from pyps_client.pull import Holdings, LongPoll, read, receivers
@@ -25,12 +26,16 @@ from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.codecs import FLOAT32, codec_of
-from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
+from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, RUN_STATE_READY, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import InvalidArgument, ModelMismatch, RunFinished, ServerUnavailable
+from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersReply, ListWorkersRequest, Status
 from pyps_wire.partition import Model, Tensor, block_index
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Optimizer = tuple[str, Mapping[str, float]]
+
+# Servers' control ports answer at once, however busy they are.
+ASK_SECONDS = 20.0
 
 
 class Client:
@@ -325,8 +330,15 @@ class Observer:
             self._closing.wait(0.0 if figures.over else every_seconds)
 
     def _ask(self, connection: Connection, _: GrpcChannel, stop: threading.Event) -> Answer:
-        host = connection.address.rpartition(":")[0]
-        return ask(f"{host}:{self._control_ports[connection.index]}", self._handshake.launch)
+        host, launch = connection.address.rpartition(":")[0], self._handshake.launch
+        address = f"{host}:{self._control_ports[connection.index]}"
+        channel = GrpcChannel(address, launch.credentials, use_proxy=launch.use_proxy)
+        try:
+            status = channel.call("GetStatus", GetStatusRequest(), Status, timeout_seconds=ASK_SECONDS)
+            workers = channel.call("ListWorkers", ListWorkersRequest(), ListWorkersReply, timeout_seconds=ASK_SECONDS)
+            return Answer(status, workers)
+        finally:
+            channel.close()
 
     def _rejoin(self, connection: Connection, channel: GrpcChannel, timeout_seconds: float) -> None:
         reply = self._handshake.rejoin(connection, channel, timeout_seconds)
@@ -347,6 +359,55 @@ class Observer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Answer(NamedTuple):
+    status: Status
+    workers: ListWorkersReply
+
+
+class Figures:
+    """Computes a run's figures, numbers by name that users log; speeds and means are since the previous answers."""
+
+    def __init__(self) -> None:
+        # The previous sums, and their time, "at".
+        self._before: Mapping[str, float] = {}
+        # Whether a server no longer trains.
+        self.over = False
+
+    def of(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Return the figures by name; the first ones have no speeds and means."""
+        statuses = [answer.status for answer in answers]
+        self.over = any(status.state != RUN_STATE_READY for status in statuses)
+        sums = defaultdict(float, at=time.monotonic())
+        for status in statuses:
+            tally, taken = status.tally, status.tally.pushes_applied + status.tally.pushes_pending
+            sums["updates"] = max(sums["updates"], status.version_max)
+            sums["examples"] = max(sums["examples"], status.examples)
+            sums["taken"] += taken
+            sums["staleness"] += tally.staleness_mean * taken
+            sums["step_lost"] += tally.step_lost * taken
+            sums["refused"] += tally.pushes_rejected - tally.pushes_dropped
+        figures = {"updates": sums["updates"], "refused": sums["refused"]}
+        figures["workers"] = float(max(status.workers_alive for status in statuses))
+        if self._before:
+            grown = {name: max(1e-9 if name == "at" else 0.0, sums[name] - self._before[name]) for name in sums}
+            figures |= {f"{name}_per_second": grown[name] / grown["at"] for name in ("updates", "examples")}
+            if grown["taken"]:
+                figures |= {name: grown[name] / grown["taken"] for name in ("staleness", "step_lost")}
+        self._before = sums
+        figures |= {
+            f"learning_rate/{rate.group}": rate.current for status in statuses for rate in status.learning_rates
+        }
+        # Reports of live workers, as "loss/worker-0", and their mean, as "loss".
+        reports: dict[str, dict[str, float]] = defaultdict(dict)
+        for worker in (worker for answer in answers for worker in answer.workers.workers if worker.state == "alive"):
+            for name, value in worker.scalars.items():
+                reports[name][f"{name}/{worker.worker_id}"] = value
+        # A report cannot replace a figure of the same name.
+        for name, values in reports.items():
+            figures = {name: sum(values.values()) / len(values)} | values | figures
+        return figures
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:

@@ -384,7 +384,7 @@ class Worker:
         before a push is sent, `Outgoing` checks it.
         """
         holder = self._sharing.holder
-        return holder is not None and self._peers.count == 1 and holder.checks_first
+        return holder is not None and self._peers.count == 1 and holder.is_local
 
     @property
     def goes_by_calls(self) -> bool:

@@ -73,8 +73,6 @@ class Transport(ABC):
 
     # As in `Launch.transport`.
     name: ClassVar[str]
-    # Whether the server checks all gradients of a round for NaN and infinity before it applies one of them.
-    checks_first: ClassVar[bool] = False
     # Whether it is lost for good, so that another transport must be opened.
     lost = False
 

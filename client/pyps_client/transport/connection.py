@@ -55,7 +55,7 @@ class Connection:
         self.epoch = 0
         # Its unanswered calls, heartbeats included.
         self.outage = outage or Outage()
-        # Whether gradients may be unchecked, since this server checks them (Transport.checks_first).
+        # Whether gradients may be unchecked, since this server checks them in shared memory.
         self.left_unchecked = False
         # The lane, if the newest Hello offered one; a lost lane stays here until the next Hello.
         self.lane: Transport | None = None
@@ -180,13 +180,11 @@ class Connection:
 
     @property
     def is_local(self) -> bool:
-        """Whether vectors go through shared memory: it is open, or lost and will be opened again."""
-        return self._link is not None
+        """Whether vectors go through shared memory: it is open, or lost and will be opened again.
 
-    @property
-    def checks_first(self) -> bool:
-        """Whether the server checks all gradients of a push before it applies one (Transport.checks_first)."""
-        return self._link is not None and self._link.checks_first
+        There the server checks all gradients of a push for NaN and infinity before it applies one of them.
+        """
+        return self._link is not None
 
     def detach(self) -> None:
         """Give up shared memory: messages serve."""

@@ -98,7 +98,6 @@ class SharedMemoryLink(Transport):
     """Requests without numbers to a server that shares the worker's memory, over one socket."""
 
     name = "shm"
-    checks_first = True
 
     def __init__(self, connected: socket.socket, *, name: str) -> None:
         self._socket = connected
