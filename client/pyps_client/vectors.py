@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,30 @@ from pyps_wire.errors import NotFinite, WrongSize
 from pyps_wire.partition import Model, Partition, ShardRange
 
 Vector = npt.NDArray[np.float32]
-# One a group, in the type in which they are sent.
+# One a group, in the type in which they are sent. Gradients under a stateful codec may be OffHost in their place.
 Vectors = Sequence[npt.NDArray[Any]]
 # Ranges of a shard, as start and length; an empty tuple for the whole shard.
 Extents = tuple[tuple[int, int], ...]
 
 # This number of gradients in a row with NaN or infinity ends a worker.
 SKIPS_MAX = 10
+
+
+class OffHost(Protocol):
+    """Float32 gradients that lie on a device, and are encoded there."""
+
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int: ...
+
+    def __getitem__(self, place: slice) -> OffHost: ...
+
+    def on_host(self) -> Vector: ...
+
+    def encode_feedback(self, residual: Vector | OffHost, codec: Codec) -> tuple[memoryview, OffHost]:
+        """Return the bytes of feedback * residual + self, and what they lack of it: `Codec.encode_feedback`."""
+        ...
 
 
 def dtype_of(codec: Codec, *, converted: bool) -> np.dtype[Any]:
@@ -66,10 +83,18 @@ def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArr
 
 
 def values_at(values: npt.NDArray[Any], extents: Extents) -> npt.NDArray[Any]:
-    """Return the values in these ranges, one range after the other; without a copy if they are all values."""
+    """Return the values in these ranges, one range after the other; without a copy if they are all values.
+
+    Those off the host come there unless they are all values.
+    """
     if not extents:
         return values
+    values = _on_host(values)
     return np.concatenate([values[start : start + length] for start, length in extents])
+
+
+def _on_host(values: Any) -> Vector:
+    return values if isinstance(values, np.ndarray) else values.on_host()
 
 
 class Converter:
@@ -90,19 +115,34 @@ NUMPY = Converter()
 
 
 class Residual:
-    """What encodings of one shard's gradients lost so far, and what the push under way loses. Two buffers, reused."""
+    """What encodings of one shard's gradients lost so far, and what the push under way loses. Two buffers, reused.
+
+    An encoding off the host leaves them there. All but `encode` and `take` need `to_host`, or an encoding on the host.
+    """
 
     __slots__ = ("epoch", "lock", "lost", "values", "version")
 
     def __init__(self, length: int) -> None:
-        # float32, one number a parameter of the shard.
-        self.values = np.zeros(length, np.float32)
+        # float32, one number a parameter of the shard; a vector, or OffHost.
+        self.values: Any = np.zeros(length, np.float32)
         # Of the push under way, in the order of its payload.
-        self.lost = np.empty(length, np.float32)
+        self.lost: Any = np.empty(length, np.float32)
         # The shard's epoch and version after the newest push that changed the values; version -1 before.
         self.epoch, self.version = 0, -1
         # Held while an encoding writes `lost`.
         self.lock = Lock()
+
+    def encode(self, values: Vector | OffHost, extents: Extents, codec: Codec) -> memoryview:
+        """Return the payload of values in these ranges with what is owed to them, and write what it loses."""
+        with self.lock:
+            if not isinstance(values, np.ndarray):
+                payload, self.lost = values.encode_feedback(self.values, codec)
+                return payload
+            self.to_host()
+            return codec.encode_feedback(values, values_at(self.values, extents), self.lost[: values.size])
+
+    def to_host(self) -> None:
+        self.values, self.lost = _on_host(self.values), _on_host(self.lost)
 
     def rescale(self, lost: Vector, extents: Extents, scale: float, feedback: float) -> None:
         """Make of `lost` what the push lost where its gradient g was in truth `scale` times as large, as was q.
@@ -121,7 +161,7 @@ class Residual:
 
     def after(self, lost: Vector, extents: Extents) -> Vector:
         """Return a copy of what `take` would make the residual if the push had lost `lost`."""
-        values = self.values.copy()
+        values = np.copy(self.values)
         self._write(values, extents or ((0, values.size),), lost)
         return values
 
@@ -194,6 +234,7 @@ class Encoder:
         for shard_id, residual in self.residuals.items():
             epoch, version = moment_of(shard_id)
             if version >= 0 and residual.is_old(epoch=epoch, version=version, age_max=age_max):
+                residual.to_host()
                 residual.values.fill(0.0)
                 residual.version = -1
 
@@ -211,9 +252,7 @@ class Encoder:
             residual = self.residuals.get(shard.shard_id)
             if residual is None:
                 residual = self.residuals.setdefault(shard.shard_id, Residual(shard.length))
-            lost = residual.lost[: values.size]
-            with residual.lock:
-                payload = self.codec.encode_feedback(values, values_at(residual.values, extents), lost)
+            payload = residual.encode(values, extents, self.codec)
         else:
             payload = self.converter.encode(values, self.codec)
         self._encoded[shard.shard_id] = extents, payload, values.size
@@ -234,12 +273,14 @@ class Encoder:
         extents, payload, count = encoded
         residual = self.residuals[receipt.shard_id]
         if receipt.reason == REASON_DROPPED:
+            residual.to_host()
             self.codec.add_into(payload, residual.lost[:count])
         self._take(receipt.shard_id, extents, count, self.scale)
         residual.epoch, residual.version = receipt.epoch, receipt.min_version or receipt.version_after
 
     def _clear_overflown(self, shard_id: int) -> None:
         """Clear a residual that is not finite once encoded, whatever the gradient."""
+        self.residuals[shard_id].to_host()
         values = self.residuals[shard_id].values
         zeros, lost = np.zeros_like(values), np.empty_like(values)
         with np.errstate(all="ignore"):
@@ -271,9 +312,10 @@ class Encoder:
         }
 
     def _owed(self, shard_id: int, residual: Residual) -> Vector:
+        residual.to_host()
         known = self._encoded.get(shard_id)
         if known is None or self.scale is None:
-            return residual.values.copy()
+            return np.copy(residual.values)
         extents, _, count = known
         lost = residual.lost[:count].copy()
         if self.scale != 1.0:

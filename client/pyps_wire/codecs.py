@@ -304,14 +304,14 @@ class Int4(_ScaledCodec):
     """
 
     limit = 7.0
-    _MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+    MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
     # From each on, the next magnitude is nearer. A tie goes to the magnitude of an even index.
-    _BORDERS = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
-    _BORDERS[::2] = np.nextafter(_BORDERS[::2], np.float32(np.inf))
+    BORDERS = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+    BORDERS[::2] = np.nextafter(BORDERS[::2], np.float32(np.inf))
 
     def _encode(self, values: NDArray[np.float32]) -> memoryview:
         exponents, finite, scaled = self._scaled(values)
-        codes = np.searchsorted(self._BORDERS, np.abs(scaled), side="right").astype(np.uint8)
+        codes = np.searchsorted(self.BORDERS, np.abs(scaled), side="right").astype(np.uint8)
         codes = np.where(finite[:, None], codes | np.signbit(scaled).view(np.uint8) << 3, np.uint8(1))
         payload = np.empty((len(scaled), 1 + self.block // 2), np.uint8)
         payload[:, 0] = exponents
@@ -322,7 +322,7 @@ class Int4(_ScaledCodec):
         blocks = np.frombuffer(memoryview(payload), np.uint8).reshape(-1, 1 + self.block // 2)
         codes = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
         # -0 is written as 8, and read as 0.
-        numbers = np.concatenate([self._MAGNITUDES, 0 - self._MAGNITUDES])[codes]
+        numbers = np.concatenate([self.MAGNITUDES, 0 - self.MAGNITUDES])[codes]
         with np.errstate(invalid="ignore", over="ignore"):
             place[:] = (numbers * self._scales(blocks[:, :1])).reshape(-1)[: place.size]
 

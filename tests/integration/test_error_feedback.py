@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from client_support import CuttingProxy, make_client
+from client_support import CuttingProxy, addresses, make_client, start_servers
 from pyps.core.arrays import Floats
 from pyps_client import Client, Observer
+from pyps_client.torch import gradients
+from pyps_client.torch.device_codecs import DeviceVector
 from pyps_wire.codecs import INT8
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
@@ -23,7 +25,7 @@ from pyps_wire.common_pb2 import (
     Receipt,
 )
 from support import configure, wait_until
-from training import backward, batches, mlp, remote
+from training import backward, batches, mlp, parameters_of, remote
 
 SIZE = 2500
 RANDOM = np.random.default_rng(29)
@@ -210,6 +212,46 @@ def test_residuals_are_in_the_state_dict(start_server):
         with remote(mlp(), start_server(), **options) as of_another_run:
             of_another_run.load_state_dict(state)
             assert not residual_of(of_another_run).any()
+
+
+@pytest.mark.parametrize("overlap", ["off", "step", "backward"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "onebit"])
+def test_gradients_that_are_encoded_where_they_lie_train_to_the_bits_of_those_encoded_on_the_host(
+    start_server, monkeypatch, codec, overlap
+):
+    """A CPU plays the GPU. Some steps have no gradient for a layer, and a second life goes on from a state dict."""
+
+    def train(optimizer: Any, model: torch.nn.Sequential) -> None:
+        for number, batch in enumerate(batches(6)):
+            model[3].requires_grad_(number % 3 != 1)
+            backward(model, batch)
+            if number % 3 == 2:
+                # A push that has begun in the backward pass is then sent anew, whole.
+                model[1].weight.grad *= 2
+            optimizer.step()
+
+    clips = () if overlap == "backward" else ("--clip-norm", "1")
+    found = []
+    for encoding_devices in (set(), {"cpu"}):
+        monkeypatch.setattr(gradients, "DEVICE_TYPES", encoding_devices)
+        servers = start_servers(start_server, 2, "--protocol", "hardsync", "--expected-workers", "1", *clips)
+        run = {"run_id": "r", "worker_id": "w", "overlap": overlap, "gradient_codec": codec, "shard_size": 1024}
+        run["buffers"] = "local" if overlap == "backward" else "average"
+        model, later = (torch.nn.Sequential(torch.nn.BatchNorm1d(32), *mlp()) for _ in range(2))
+        with remote(model, addresses(servers), **run) as first:
+            train(first, model)
+            state = first.state_dict()
+            buffer, residuals = first._steps.gradients, first._steps.session._encoder.residuals.values()
+            train(first, model)
+            is_device = any(isinstance(each.values, DeviceVector) for each in residuals)
+            assert is_device == bool(encoding_devices)
+            assert not is_device or overlap == "backward" or not buffer.vectors[0].any(), "float32 came to the host"
+        with remote(later, addresses(servers), **run) as second:
+            second.load_state_dict(state)
+            train(second, later)
+            saved = second.state_dict()["pyps_residuals"]["shards"].values()
+            found.append(np.concatenate([parameters_of(later), *(shard["values"].numpy() for shard in saved)]))
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("overlap", ["off", "step", "backward"])

@@ -9,12 +9,13 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from pyps_client.torch.device_codecs import DEVICE_TYPES, ENCODINGS, DeviceVector
 from pyps_client.torch.layout import Block, Layout
 from pyps_client.torch.memory import is_plain, recorded_event, tensor_over, torch_dtype
-from pyps_client.vectors import FiniteGuard
+from pyps_client.vectors import FiniteGuard, Vectors
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import Codec
-from pyps_wire.common_pb2 import REASON_NOT_FINITE, Receipt
+from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, REASON_NOT_FINITE, Receipt
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.partition import Model
 
@@ -37,8 +38,11 @@ class Gradients:
 
         `codec`: what the worker converts float32 vectors to; None where they are sent as they are.
         """
-        # The payload; valid after seal() and ready().
+        # The payload; valid after seal() and ready(), but for groups that are encoded on their device.
         self.vectors = vectors
+        # What a push sends: the vectors, and from seal() to clear() such groups on their device.
+        self.sealed: Vectors = vectors
+        self._sealed: list[Any] = [*vectors]
         self._layout = layout
         host = [tensor_over(vector) for vector in vectors]
         dtype = host[0].dtype
@@ -58,7 +62,14 @@ class Gradients:
         self._apart: list[tuple[Block, torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         for block in layout.blocks:
             targets = [host[block.group].narrow(0, piece.group_offset, piece.length) for piece in block.ranges]
-            if block.device.type == "cpu" and dtype == torch.float32:
+            # The whole group, in the vector's order: shards do not begin where tensors do.
+            encodes = (
+                codec in ENCODINGS
+                and block.device.type in DEVICE_TYPES
+                and block.length == len(vectors[block.group])
+                and (layout.kinds is None or layout.kinds[block.group] == PAYLOAD_KIND_GRADIENT)
+            )
+            if block.device.type == "cpu" and dtype == torch.float32 and not encodes:
                 own = {index: self._places[index] for index in block.offsets}
                 self._addresses |= {index: place.data_ptr() for index, place in own.items() if place.numel()}
                 self._slices.append(targets)
@@ -69,6 +80,8 @@ class Gradients:
                 self._places |= layout.places_in_block(block, flat)
                 sources = [wire.narrow(0, piece.block_offset, piece.length) for piece in block.ranges]
                 self._slices.append([flat])
+                if encodes:
+                    self._sealed[block.group], targets, sources = DeviceVector(flat), [], []
                 self._apart.append((block, flat, wire, list(zip(targets, sources, strict=True))))
         # Tensors of one dtype, for one call of torch.
         self._batches = [batch for block in layout.blocks for batch in block.batches]
@@ -172,10 +185,11 @@ class Gradients:
                 target.copy_(source, non_blocking=block.on_cuda)
             if block.on_cuda:
                 self._events.append(recorded_event(block.device))
+        self.sealed = self._sealed
         return True
 
     def ready(self) -> None:
-        """Return once the vectors on the host hold what was sealed."""
+        """Return once what was sealed may be read: the vectors on the host, or sums on a device."""
         while self._events:
             self._events.pop().synchronize()
 
@@ -184,6 +198,7 @@ class Gradients:
         return [self._places[index] if present else None for index, present in enumerate(self.present)]
 
     def clear(self) -> None:
+        self.sealed = self.vectors
         self.present = [False] * len(self._layout.parameters)
         self.minibatch_count = 0
         self.example_count = 0

@@ -347,7 +347,7 @@ class Steps:
         """Return the push of what has gathered; `pulls`: with a pull in the same exchange."""
         gathered = self.gradients
         return Plan(
-            gathered.vectors,
+            gathered.sealed,
             self.parameters.vectors if pulls else None,
             present=gathered.present,
             example_count=gathered.example_count,

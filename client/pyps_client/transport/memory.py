@@ -123,7 +123,7 @@ class Layout:
             lists.append(
                 [segment.vector(place, size, dtype) if segment else _aligned(size, dtype) for size, place in places]
             )
-        converted_to = self.codecs[0] if converts else None
+        converted_to = self.codecs[0] if converts or self.codecs[0].dtype is None else None
         follows = self.codecs[-1].published
         return Lent(lists[-1], lists[:-1], private=segment is None, converted_to=converted_to, follows=follows)
 

@@ -7,6 +7,8 @@ import torch
 from client_support import RecordingSession, lent_for, values_of
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.parameters import Parameters
+from pyps_client.vectors import values_at
+from pyps_wire.codecs import INT4
 from pyps_wire.partition import ShardRange
 from training import flat, layout_of, started_steps
 
@@ -43,6 +45,19 @@ def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread):
     expected = (on_host(first) + on_host(second)).to(getattr(torch, codec))
     bits = torch.int32 if codec == "float32" else torch.int16
     assert np.array_equal(buffer.vectors[0].view(expected.view(bits).numpy().dtype), expected.view(bits).numpy())
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_gradients_that_their_device_encodes_stay_on_it_where_it_has_all_of_a_group(spread):
+    model = network(spread=spread)
+    layout, gradients = layout_of(model), random_gradients(model)
+    buffer = Gradients(layout, lent_for(layout).gradients[0], codec=INT4)
+    buffer.add(gradients, versions={0: 1})
+    assert buffer.seal()
+    buffer.ready()
+    sealed = buffer.sealed[0]
+    assert isinstance(sealed, np.ndarray) == buffer.vectors[0].any() == spread
+    assert np.array_equal(values_at(sealed, ((0, sealed.size),)), on_host(gradients).numpy())
 
 
 @pytest.mark.parametrize("spread", [False, True])
