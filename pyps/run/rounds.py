@@ -100,8 +100,6 @@ class RoundController:
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update with its shard; None for no call.
         self.on_update: Callable[[Shard], None] | None = None
-        # Called with the time at which a grace ends. `tick` completes the round as well, a tick late at most.
-        self.on_due: Callable[[float], object] = lambda at: None
         self._overdue_lock = Lock()
         # Guarded by _overdue_lock: by shard, a version whose round has a quorum, and when its grace ends.
         self._overdue: dict[int, tuple[int, float]] = {}
@@ -388,13 +386,10 @@ class RoundController:
         if not aggregation.has_quorum(shard.num_pending, content.roster_of(shard.shard_id, roster)):
             return
         with self._overdue_lock:
-            if self._overdue.get(shard.shard_id, (-1, 0.0))[0] == version:
-                return
-            at = self._clock() + aggregation.grace
-            self._overdue[shard.shard_id] = version, at
-        self.on_due(at)
+            if self._overdue.get(shard.shard_id, (-1, 0.0))[0] != version:
+                self._overdue[shard.shard_id] = version, self._clock() + aggregation.grace
 
-    def complete_overdue(self) -> None:
+    def _complete_overdue(self) -> None:
         """Make the updates whose quorum has waited for the protocol's grace, without the workers that are late."""
         now = self._clock()
         with self._lock:
@@ -456,7 +451,7 @@ class RoundController:
         self._find_stalls(now)
         self.complete_rounds()
         if self._overdue:
-            self.complete_overdue()
+            self._complete_overdue()
         # Once the roster has settled.
         warnings = self.warnings
         if warnings != self._warned and self._membership.roster is self._roster:

@@ -80,7 +80,6 @@ class VirtualServer:
             **behaviour.texts,
         )
         self.run = Run(config, clock=lambda: scheduler.now, recorder=recorder)
-        self.run.rounds.on_due = lambda at: scheduler.at(at, self._complete_overdue)
         # A parameter group each, since no shard has numbers of two groups.
         self._model = Model(tuple(Tensor(f"{i}", each.shape, group=i) for i, each in enumerate(parameters)))
         self._initialize(parameters, settings)
@@ -220,9 +219,9 @@ class VirtualServer:
             then(receipt)
 
     def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
-        """Record that a worker waits; check from now on whether others hold it up."""
+        """Record that a worker waits; see from now on whether others hold it up, and when a grace ends."""
         self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom]))
-        if self.plan.stall_seconds == float("inf"):
+        if self.plan.stall_seconds == float("inf") and not self.run.rounds.behaviour.aggregation.grace:
             return
         if self._ticking:
             self._tick()
@@ -247,10 +246,6 @@ class VirtualServer:
                     self._say(
                         kind, event.worker, note="" if event.worker else "the expected workers that have not come"
                     )
-
-    def _complete_overdue(self) -> None:
-        with self._reporting_rounds():
-            self.run.rounds.complete_overdue()
 
     @contextmanager
     def _reporting_rounds(self) -> Iterator[None]:
