@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernel_codecs.h"
-#include "sparse.h"
+#include "worker_codings.h"
 
 namespace pyps {
 namespace {

@@ -116,7 +116,6 @@ const Kernels PYPS_KERNELS = {
     .encode = encode,
     .summary = summary,
     .bandwidth = bandwidth,
-    .codings = codings,
     .vectors =
         {
             .move = move_vector,

@@ -89,8 +89,6 @@ struct Kernels {
   void (*bandwidth)(float* const* arrays, std::size_t num_arrays, const void* gradient,
                     std::size_t count);
 
-  CodecKernels codings;
-
   VectorKernels vectors;
 };
 

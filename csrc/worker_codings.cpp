@@ -7,6 +7,75 @@
 namespace pyps {
 namespace {
 
+// Encodes what `make(i)` returns of each number, then calls `take(i, number, decoded)`.
+template <class C, class Make, class Take>
+void encode_made(Byte* encoded, std::size_t count, Make make, Take take) {
+  for_each_block<C>(encoded, count, [=](std::size_t start, Byte* to, auto size) {
+    float made[C::block], decoded[C::block];
+    for (std::size_t i = 0; i < size; ++i) made[i] = make(start + i);
+    for (std::size_t i = size; i < C::block; ++i) made[i] = 0.0f;
+    encode_block<C>(to, made, size);
+    decode_block<C>(decoded, to, size);
+    for (std::size_t i = 0; i < size; ++i) take(start + i, made[i], decoded[i]);
+  });
+}
+
+template <class Loop>
+void with_blocks(Codec codec, Loop loop) {
+  with_codec(codec, [=](auto c) {
+    if constexpr (is_words<decltype(c)>) __builtin_trap();
+    if constexpr (!is_words<decltype(c)>) loop(c);
+  });
+}
+
+constexpr CodecKernels codings = {
+    .encode =
+        [](void* encoded, const float* values, Codec codec, std::size_t count) {
+          with_blocks(codec, [=](auto c) {
+            encode_all<decltype(c)>(static_cast<Byte*>(encoded), values, count);
+          });
+        },
+    .decode =
+        [](float* values, const void* encoded, Codec codec, std::size_t count) {
+          with_blocks(codec, [=](auto c) {
+            decode_all<decltype(c)>(values, static_cast<const Byte*>(encoded), count);
+          });
+        },
+    .add =
+        [](float* values, const void* encoded, Codec codec, std::size_t count) {
+          with_blocks(codec, [=](auto c) {
+            using C = decltype(c);
+            for_each_block<C>(static_cast<const Byte*>(encoded), count,
+                              [=](std::size_t start, const Byte* from, auto size) {
+                                float decoded[C::block];
+                                decode_block<C>(decoded, from, size);
+                                for (std::size_t i = 0; i < size; ++i) {
+                                  values[start + i] += decoded[i];
+                                }
+                              });
+          });
+        },
+    .encode_feedback =
+        [](void* encoded, const float* gradient, const float* residual, float feedback, float* lost,
+           Codec codec, std::size_t count) {
+          with_blocks(codec, [=](auto c) {
+            encode_made<decltype(c)>(
+                static_cast<Byte*>(encoded), count,
+                [=](std::size_t i) { return feedback * residual[i] + gradient[i]; },
+                [=](std::size_t i, float made, float decoded) { lost[i] = made - decoded; });
+          });
+        },
+    .encode_difference =
+        [](void* encoded, const float* values, float* held, Codec codec, std::size_t count) {
+          with_blocks(codec, [=](auto c) {
+            encode_made<decltype(c)>(
+                static_cast<Byte*>(encoded), count,
+                [=](std::size_t i) { return values[i] - held[i]; },
+                [=](std::size_t i, float, float decoded) { held[i] += decoded; });
+          });
+        },
+};
+
 struct BlockCodecs {
   constexpr BlockCodecs() {
     int* next = numbers;

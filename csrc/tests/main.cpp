@@ -4,18 +4,12 @@
 #include <cstdio>
 
 void test_kernels();
-void test_rules();
-void test_vectors();
 void test_framing();
-void test_blocks();
-void test_sparse();
+void test_codings();
 
 int main() {
   test_kernels();
-  test_rules();
-  test_vectors();
   test_framing();
-  test_blocks();
-  test_sparse();
+  test_codings();
   std::puts("native tests passed");
 }

@@ -12,9 +12,6 @@
 
 using pyps::Codec;
 
-constexpr Codec codecs[] = {Codec::float32, Codec::float16, Codec::bfloat16};
-constexpr std::size_t lengths[] = {0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 255, 4097, 9999};
-
 inline std::size_t bytes_of(Codec codec, std::size_t count) {
   return pyps::all_codecs()[static_cast<std::size_t>(codec) - 1].bytes_of(count);
 }
