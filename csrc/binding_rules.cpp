@@ -199,8 +199,7 @@ void bind_rules(py::module_& module) {
            arg("reply") = py::none(), arg("guarded") = false, arg("start") = 0,
            arg("stop") = py::none())
       .def("write", &ShardKernel::write, arg("reply"));
-  module.def("bandwidth", &bandwidth, arg("arrays"), arg("gradient"),
-             "Moves the memory that a rule over these arrays moves. For benchmarks.");
+  module.def("bandwidth", &bandwidth, arg("arrays"), arg("gradient"));
 }
 
 }  // namespace pyps

@@ -171,18 +171,14 @@ void bind_vectors(py::module_& module) {
   using py::arg;
   const arg z("z"), x("x"), y("y"), a("a");
 
-  module.def("vector_copy", &vector_copy, z, x, "z = x");
-  module.def("vector_move", &vector_move, z, x, a, y, "z = x + a * y, or z = x where y is None");
-  module.def("vector_dot", &vector_dot, x, y, "Returns the sum of x * y.");
-  module.def("vector_norm1", &vector_norm<&VectorKernels::norm1>, x, "Returns the sum of |x|.");
-  module.def("vector_norm_inf", &vector_norm<&VectorKernels::norm_inf>, x,
-             "Returns the largest |x|: 0.0 of no elements, NaN where one is NaN.");
-  module.def("vector_combine", &vector_combine, z, arg("scalars"), arg("vectors"),
-             "z = the sum of scalars[i] * vectors[i]");
-  module.def("vector_fold", &vector_fold, z, arg("stages"), arg("divisor"),
-             "z = the sum of the stages, in their order, divided by `divisor`");
-  module.def("vector_gram", &vector_gram, arg("names"), arg("others"),
-             "Returns vector_dot of each of `names` with each of `others`, row by row.");
+  module.def("vector_copy", &vector_copy, z, x);
+  module.def("vector_move", &vector_move, z, x, a, y);
+  module.def("vector_dot", &vector_dot, x, y);
+  module.def("vector_norm1", &vector_norm<&VectorKernels::norm1>, x);
+  module.def("vector_norm_inf", &vector_norm<&VectorKernels::norm_inf>, x);
+  module.def("vector_combine", &vector_combine, z, arg("scalars"), arg("vectors"));
+  module.def("vector_fold", &vector_fold, z, arg("stages"), arg("divisor"));
+  module.def("vector_gram", &vector_gram, arg("names"), arg("others"));
 }
 
 }  // namespace pyps

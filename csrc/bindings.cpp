@@ -135,53 +135,25 @@ py::tuple count_fields_of(py::handle message, const py::dict& tree) {
   return py::make_tuple(total, counts);
 }
 
-// A message with room for a header, then tag and length of the payload, then room for
-// `payload_size` bytes of payload from `*payload_offset` on.
-py::bytes frame_with_room(std::size_t header_size, std::uint32_t field_number,
-                          std::size_t payload_size, std::size_t* payload_offset) {
-  unsigned char prefix[payload_prefix_size_max];
-  const std::size_t prefix_size = write_payload_prefix(field_number, payload_size, prefix);
-  *payload_offset = header_size + prefix_size;
-  const std::size_t total = *payload_offset + payload_size;
-  if (total > INT32_MAX) {
-    throw py::value_error("the message would take " + std::to_string(total) +
-                          " bytes; protobuf's limit is 2 GiB");
-  }
-  unsigned char* out = nullptr;
-  py::bytes message = new_bytes(total, &out);
-  std::memcpy(out + header_size, prefix, prefix_size);
-  return message;
-}
-
-py::bytes join_frame(const py::bytes& header, std::int64_t field_number, py::handle values,
-                     int codec_number) {
-  const CodecTraits& codec = to_codec(codec_number);
-  const std::uint32_t number = to_field_number(field_number);
-  const Floats v(values, "values", Access::read);
-  const Bytes head(header, "header");
-  std::size_t offset = 0;
-  py::bytes message = frame_with_room(head.size(), number, codec.bytes_of(v.count()), &offset);
-  auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(message.ptr()));
-  std::memcpy(out, head.data(), head.size());
-  const Kernels& table = kernels();
-  {
-    const GilReleased without_gil(v.count());
-    table.encode(out + offset, v.data(), codec.codec, v.count());
-  }
-  return message;
-}
-
+// A message with `room` for a header, then tag and length of the payload, then room for `count`
+// values of it; and where those begin.
 py::tuple new_frame(std::size_t room, std::int64_t field_number, std::size_t count,
                     int codec_number) {
   const CodecTraits& codec = to_codec(codec_number);
   const std::uint32_t number = to_field_number(field_number);
-  if (count > INT32_MAX || room > INT32_MAX) {
+  const std::size_t payload_size = codec.bytes_of(count);
+  unsigned char prefix[payload_prefix_size_max];
+  const std::size_t prefix_size = write_payload_prefix(number, payload_size, prefix);
+  const std::size_t offset = room + prefix_size;
+  // Sizes of larger counts could wrap around.
+  if (count > INT32_MAX || room > INT32_MAX || offset + payload_size > INT32_MAX) {
     throw py::value_error("count is " + std::to_string(count) + " and room " +
                           std::to_string(room) +
                           "; a message of that many values is beyond protobuf's 2 GiB");
   }
-  std::size_t offset = 0;
-  const py::bytes message = frame_with_room(room, number, codec.bytes_of(count), &offset);
+  unsigned char* out = nullptr;
+  const py::bytes message = new_bytes(offset + payload_size, &out);
+  std::memcpy(out + room, prefix, prefix_size);
   return py::make_tuple(message, offset);
 }
 
@@ -211,33 +183,21 @@ PYBIND11_MODULE(_kernels, module) {
   }
   module.attr("CODECS") = codecs;
 
-  module.def(
-      "isa", [] { return std::string(pyps::kernels().isa); },
-      "Names the instruction set in use; PYPS_ISA, read at the first call, overrides it.");
-  module.def("available", &pyps::available_isas,
-             "Names the instruction sets of this build and processor, narrowest first.");
-  module.def("select", &pyps::select_isa, arg("name"),
-             "Switches the instruction set for every caller. For tests.");
+  // _kernels.pyi says what each does.
+  module.def("isa", [] { return std::string(pyps::kernels().isa); });
+  module.def("available", &pyps::available_isas);
+  module.def("select", &pyps::select_isa, arg("name"));
 
   pyps::bind_rules(module);
   pyps::bind_vectors(module);
   module.def("first_non_finite", &pyps::first_non_finite, arg("gradient"), arg("codec"),
-             arg("count"),
-             "Returns the index of the first NaN or infinity, -1 when there is none.");
-  module.def("decode", &pyps::decode, arg("gradient"), arg("codec"), arg("out"),
-             "Writes the encoded values as float32 into `out`.");
-  module.def("encode", &pyps::encode, arg("values"), arg("codec"),
-             "Returns the values encoded, rounded to nearest, ties to even.");
-  module.def("summary", &pyps::summary, arg("values"),
-             "Returns (sum of squares in float64, min, max); min and max pass over NaN.");
+             arg("count"));
+  module.def("decode", &pyps::decode, arg("gradient"), arg("codec"), arg("out"));
+  module.def("encode", &pyps::encode, arg("values"), arg("codec"));
+  module.def("summary", &pyps::summary, arg("values"));
 
-  module.def("split_frame", &pyps::split_frame_of, arg("message"), arg("field_number"),
-             "Returns (the message without its payload field, payload offset, payload size).");
-  module.def("count_fields", &pyps::count_fields_of, arg("message"), arg("tree"),
-             "Returns (fields and varints in the message, how many of each in the tree).");
-  module.def("join_frame", &pyps::join_frame, arg("header"), arg("field_number"), arg("values"),
-             arg("codec") = static_cast<int>(pyps::Codec::float32),
-             "Returns header, tag, length and encoded values as one bytes object.");
+  module.def("split_frame", &pyps::split_frame_of, arg("message"), arg("field_number"));
+  module.def("count_fields", &pyps::count_fields_of, arg("message"), arg("tree"));
   module.def("new_frame", &pyps::new_frame, arg("room"), arg("field_number"), arg("count"),
              arg("codec"));
   module.def("write_header", &pyps::write_header, arg("frame"), arg("room"), arg("header"));

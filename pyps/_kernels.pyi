@@ -3,8 +3,7 @@
 A gradient is any C-contiguous buffer: raw bytes at any offset, or an array of the codec's own type
 (float32 for FLOAT32, float16 for FLOAT16, uint16 for BFLOAT16). Arrays are one-dimensional, C-contiguous
 float32; those written to must be writable and share no memory with the others. Nothing is converted or
-copied: TypeError and ValueError name what does not fit, before anything is written. The functions on vectors
-take float64 as well, in any mixture.
+copied: TypeError and ValueError name what does not fit, before anything is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,8 +59,8 @@ class ShardKernel:
     ) -> int:
         """Update parameters and slots in place, from `start` to `stop`.
 
-        `guarded` is for payloads that a worker may write to meanwhile: each block of 512 numbers is copied and scanned
-        again, and left out of the sum where it is not finite. Return how many numbers were left out.
+        `guarded` is for payloads that a worker may write to meanwhile: each block of 1,024 numbers is copied, scanned
+        again and left out of the sum where it is not finite. Return how many numbers were left out.
         """
 
     def write(self, reply: Reply) -> None:
@@ -101,9 +100,6 @@ def count_fields(message: Buffer, tree: Mapping[int, Any]) -> tuple[int, list[in
     The tree has messages, by number, with trees of their own, and lists of varints with None; fields in messages beside
     the tree are not counted. ValueError when the message is no valid protobuf encoding.
     """
-
-def join_frame(header: bytes, field_number: int, values: Floats, codec: int = ...) -> bytes:
-    """Return header, the payload field's tag and length, and the encoded values as one message."""
 
 def new_frame(room: int, field_number: int, count: int, codec: int) -> tuple[bytes, int]:
     """Return (room for a header, the payload field's tag and length, `count` uninitialised values; their offset).

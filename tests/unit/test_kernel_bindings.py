@@ -56,7 +56,6 @@ def calls_with(target):
         ("out", lambda: _kernels.decode(g, 1, target)),
         ("values", lambda: _kernels.encode(target, 1)),
         ("values", lambda: _kernels.summary(target)),
-        ("values", lambda: _kernels.join_frame(b"", 1, target)),
     ]
 
 
@@ -310,7 +309,6 @@ GIL_CALLS = {
     "summary": lambda x, y, z: _kernels.summary(x),
     "a reply": lambda x, y, z: apply("sgd", x, alone(z), reply=(y, 0, 1), guarded=True),
     "write": lambda x, y, z: _kernels.ShardKernel("sgd", x, {}).write((y, 0, 1)),
-    "join_frame": lambda x, y, z: _kernels.join_frame(b"", 1, x),
 }
 
 
