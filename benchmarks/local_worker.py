@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sysconfig
 import threading
 import time
@@ -142,7 +141,6 @@ def train(subject: Subject, place: Place, *, seconds: float, slowed: float, seed
             if place.index == 0:
                 copies.keep_if_due(now)
     say("over")
-    torch.set_num_threads(os.cpu_count() or 1)
     say(f"scores {json.dumps(copies.scores(held_out))}")
     threading.Event().wait()
 
