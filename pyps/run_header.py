@@ -10,8 +10,7 @@ from typing import Any
 from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.gradient import PayloadKind
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
-from pyps.core.store import ShardState
+from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps_wire.partition import Model, Partition, Tensor
 
@@ -81,7 +80,7 @@ class Snapshot:
     """The parts of a run that a checkpoint is made of; shards and machine go on changing."""
 
     header: RunHeader
-    shards: Mapping[int, Shard]
+    shards: Mapping[int, Store]
     # A coordinator's vectors and the queue of portions; None where there are none.
     machine: VectorMachine | None = None
     work: Mapping[str, Any] | None = None

@@ -1,19 +1,26 @@
-"""What a shard's calls return, and the limit of what waits at the shards of a run."""
+"""The interface of a shard to the run, the services, storage and the simulator, and what its calls return."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour
+from pyps.core.effects import Wake
+from pyps.core.gradient import Finding, Gradient, PayloadKind, PublishedReply, Reply, SharedMemory
 from pyps.core.ledger import LedgerState
 from pyps.core.protocols.base import Contribution
 from pyps.core.receipt import Receipt
+from pyps.core.roster import Roster
 from pyps.core.rules import Slots
 from pyps.core.update import Update
 from pyps_wire.errors import LimitExceeded
+
+T = TypeVar("T")
 
 
 class Pushed(NamedTuple):
@@ -42,6 +49,89 @@ class ShardState:
     learning_rate: float | None = None
     # The momentum; None where the rule has none.
     momentum: float | None = None
+
+
+class Store(Protocol):
+    """A part of the model's parameters with a version, updated by pushes; see `Shard`, a dense vector.
+
+    Every method may be called from any thread. Only the store writes its fields; they may be read without its lock.
+    """
+
+    shard_id: int
+    # The life of the run that the versions belong to.
+    epoch: int
+    length: int
+    # What pushes hold, unless NOTHING.
+    kind: PayloadKind
+    # The number of updates so far.
+    version: int
+    # The newest version that a checkpoint holds. Set by the checkpoint's writer.
+    durable_version: int
+    # The number of examples behind the applied gradients.
+    examples: int
+    behaviour: Behaviour
+    hyperparameters: Mapping[str, float]
+    # The base rate: before schedule, batch growth and staleness.
+    learning_rate: float
+    finished: bool
+    # How many gradients wait for an update, and the size of their payloads.
+    num_pending: int
+    pending_bytes: int
+
+    @property
+    def next_rate(self) -> float: ...
+
+    @property
+    def slots_bytes(self) -> int: ...
+
+    @property
+    def published_bytes(self) -> int: ...
+
+    @property
+    def num_receipts(self) -> int: ...
+
+    @property
+    def ledger_bytes(self) -> int: ...
+
+    def push(
+        self,
+        gradient: Gradient,
+        *,
+        roster: Roster,
+        reply: Reply | PublishedReply | None = None,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        finding: Finding | None = None,
+    ) -> Pushed: ...
+
+    def pull(
+        self,
+        reply: Reply | PublishedReply,
+        *,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        worker_id: str | None = None,
+    ) -> int | None: ...
+
+    def note_pull(self, version: int, *, worker_id: str | None) -> bool: ...
+
+    def read(self, reader: Callable[[int, Floats], T]) -> T: ...
+
+    def complete(self, roster: Roster) -> list[Update]: ...
+
+    def configure(
+        self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
+    ) -> list[Update]: ...
+
+    def contributors(self) -> set[str]: ...
+
+    def waiting_for(self, roster: Roster) -> tuple[str, ...]: ...
+
+    def when_version(self, min_version: int, callback: Wake) -> Callable[[], bool]: ...
+
+    def finish(self) -> None: ...
+
+    def state(self) -> ShardState: ...
 
 
 class PendingBudget:

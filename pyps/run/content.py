@@ -12,7 +12,7 @@ from pyps.core.election import Claim
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.core.vectors.machine import VectorMachine
 from pyps.run_header import RunHeader
 from pyps_wire.errors import InvalidArgument
@@ -37,7 +37,7 @@ class Content:
     # The plan of the whole model.
     partition: Partition | None = None
     # This server's, by id.
-    shards: Mapping[int, Shard] = field(default_factory=dict)
+    shards: Mapping[int, Store] = field(default_factory=dict)
     # The vectors that a coordinator keeps on each shard.
     machine: VectorMachine | None = None
     # Held for all shards of a push or a pull, where the protocol wants one mutex for the model.
@@ -62,7 +62,7 @@ class Content:
         return min((shard.durable_version for shard in self.shards.values()), default=0)
 
     @property
-    def first(self) -> Shard | None:
+    def first(self) -> Store | None:
         """The shard with the lowest number, whose counts are taken for the run's; None without shards."""
         return self.shards[min(self.shards)] if self.shards else None
 
@@ -97,7 +97,7 @@ class ReadyContent(Content):
     # Who initialised it; None for a restored run.
     initializer: Claim | None
 
-    def shard(self, shard_id: int) -> Shard:
+    def shard(self, shard_id: int) -> Store:
         """Return the shard of that number; InvalidArgument when it is not on this server."""
         shard = self.shards.get(shard_id)
         if shard is None:
@@ -111,7 +111,7 @@ class ReadyContent(Content):
 class RunRecorder(Recorder, Protocol):
     """A recorder of shards that also records their state when a run begins."""
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Record the shards before anything happens to them."""
 
 
@@ -135,7 +135,7 @@ class Ending:
             shard.finish()
         self._end(reason)
 
-    def after_update(self, shard: Shard) -> None:
+    def after_update(self, shard: Store) -> None:
         """End the run if the shard's last update was the last of the run."""
         if self._unit == "updates" and shard.version >= self._limit:
             # Each shard makes so many updates: the other shards of the same push still get theirs.

@@ -32,8 +32,7 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
-from pyps.core.shard import Shard
-from pyps.core.store import PendingBudget, Pushed
+from pyps.core.store import PendingBudget, Pushed, Store
 from pyps.core.update import Update
 from pyps.run.content import ReadyContent
 from pyps.run.handshake import check_codec
@@ -99,7 +98,7 @@ class RoundController:
         # Called for a worker that is gone: its id, and True where it was lost rather than left.
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update with its shard; None for no call.
-        self.on_update: Callable[[Shard], None] | None = None
+        self.on_update: Callable[[Store], None] | None = None
         self._overdue_lock = Lock()
         # Guarded by _overdue_lock: by shard, a version whose round has a quorum, and when its grace ends.
         self._overdue: dict[int, tuple[int, float]] = {}
@@ -218,7 +217,7 @@ class RoundController:
 
     def _checked(
         self, content: ReadyContent, plan: PushPlan, finding: Finding | None
-    ) -> tuple[Shard, PushPlan, Finding]:
+    ) -> tuple[Store, PushPlan, Finding]:
         """Check a push; return its shard, the push in a codec of the kernels, and the result of the scan."""
         shard_id, gradient = plan.shard_id, plan.gradient
         shard = content.shards.get(shard_id) or content.shard(shard_id)
@@ -243,7 +242,7 @@ class RoundController:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
         return shard, plan if gradient is plan.gradient else plan._replace(gradient=gradient), finding
 
-    def _apply(self, content: ReadyContent, shard: Shard, plan: PushPlan, roster: Roster, finding: Finding) -> Pushed:
+    def _apply(self, content: ReadyContent, shard: Store, plan: PushPlan, roster: Roster, finding: Finding) -> Pushed:
         return shard.push(
             plan.gradient,
             roster=roster if roster.parted is None else roster.of_part(content.parts[plan.shard_id]),
@@ -293,7 +292,7 @@ class RoundController:
         return roster
 
     def _after_push(
-        self, content: ReadyContent, shard: Shard, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
+        self, content: ReadyContent, shard: Store, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
     ) -> None:
         gradient, (receipt, version, update), now = plan.gradient, pushed, self._clock()
         reply, answer_bytes = plan.reply, 0
@@ -380,7 +379,7 @@ class RoundController:
                 what = "rounds were completed without workers that were expected"
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
-    def _note_quorum(self, content: ReadyContent, shard: Shard, roster: Roster) -> None:
+    def _note_quorum(self, content: ReadyContent, shard: Store, roster: Roster) -> None:
         """Let a shard's round wait for the protocol's grace from now on, if it has just got a quorum."""
         aggregation, version = self.behaviour.aggregation, shard.version
         if not aggregation.has_quorum(shard.num_pending, content.roster_of(shard.shard_id, roster)):
@@ -557,19 +556,19 @@ class RoundController:
             self._renew_pacer(content)
         return Settled(gradients if new_protocol else 0, updates)
 
-    def _complete(self, content: ReadyContent, shard: Shard, roster: Roster) -> int:
+    def _complete(self, content: ReadyContent, shard: Store, roster: Roster) -> int:
         updates = shard.complete(content.roster_of(shard.shard_id, roster))
         self._updated(shard, updates)
         if shard.num_pending and self.behaviour.aggregation.grace:
             self._note_quorum(content, shard, roster)
         return len(updates)
 
-    def _updated(self, shard: Shard, updates: Sequence[Update]) -> None:
+    def _updated(self, shard: Store, updates: Sequence[Update]) -> None:
         if updates:
             self._statistics.updated(shard.shard_id, updates, now=self._clock())
             self._version_grew(shard, shard.version)
 
-    def _version_grew(self, shard: Shard, version: int) -> None:
+    def _version_grew(self, shard: Store, version: int) -> None:
         """Let the workers go on that wait for this version before a step, and call `on_update`."""
         if self.steps.pacer is not None:
             self.at_gate(self.steps.advanced, version)

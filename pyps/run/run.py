@@ -16,8 +16,7 @@ from pyps.core.membership import Membership, WorkerInfo
 from pyps.core.protocols import brought_policy
 from pyps.core.protocols.base import Aggregation
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
-from pyps.core.store import Pushed
+from pyps.core.store import Pushed, Store
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
 from pyps.run.handshake import MEASUREMENT, Greeting, Holding, Opening, RunState
@@ -371,7 +370,7 @@ class Run:
         *,
         observer: bool,
         shard_ids: Iterable[int],
-    ) -> list[Shard]:
+    ) -> list[Store]:
         """Return the named shards, or all that the caller may read; renew a worker's lease."""
         content = self._require_content()
         if observer:

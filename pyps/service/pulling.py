@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.roles import PULL_AS_WORKER
 from pyps.run.run import Run
 from pyps.service import convert
@@ -101,7 +101,7 @@ class PullStream:
             while (shard := await self._waits.next()) is not None:
                 await self._take(_Read(self, [shard]))
 
-    def read(self, shard: Shard) -> list[Frame]:
+    def read(self, shard: Store) -> list[Frame]:
         """Return the shard's message where its parameters are newer, and count the pull."""
         wanted = self.wanted(shard)
         frame = self._host.serializations.take(wanted, worker_id=self._worker_id)
@@ -111,7 +111,7 @@ class PullStream:
         self._run.statistics.pulled(self._worker_id or "observer", len(frame.payload), shard_ids=shard_ids)
         return [frame]
 
-    def wanted(self, shard: Shard) -> Wanted:
+    def wanted(self, shard: Store) -> Wanted:
         shard_id, waits = shard.shard_id, self._waits
         min_version = waits.min_versions.get(shard_id, 0)
         return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), min_version)
@@ -129,7 +129,7 @@ class PullStream:
 class _Read(Request):
     """Reading shards: one, or all of one state of the model under its mutex."""
 
-    def __init__(self, pull: PullStream, shards: Sequence[Shard], mutex: Lock | None = None):
+    def __init__(self, pull: PullStream, shards: Sequence[Store], mutex: Lock | None = None):
         self._pull = pull
         self._shards = shards
         self._mutex = mutex

@@ -12,7 +12,7 @@ from pathlib import Path
 from pyps import _kernels
 from pyps.core.arrays import Floats
 from pyps.core.membership import Member
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
@@ -113,7 +113,7 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
     ]
 
 
-def shard_info(run: Run, shard: Shard, partition: Partition, *, with_checksum: bool) -> pb.ShardInfo:
+def shard_info(run: Run, shard: Store, partition: Partition, *, with_checksum: bool) -> pb.ShardInfo:
     shard_range = partition.shard(shard.shard_id)
     part = partition.model.group_parts[shard_range.group]
     roster = run.membership.roster.of_part(part)
@@ -141,7 +141,7 @@ def shard_info(run: Run, shard: Shard, partition: Partition, *, with_checksum: b
     )
 
 
-def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Shard]) -> pb.TensorInfo:
+def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Store]) -> pb.TensorInfo:
     """Return the pieces of a tensor, or of a block of one that is split over parts, that this server holds."""
     versions, squares, minima, maxima, first_values = zip(
         *(_read(shards[shard_id], piece) for shard_id, piece in pieces), strict=True
@@ -219,7 +219,7 @@ def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[tup
     return dict(sorted(found.items()))
 
 
-def _read(shard: Shard, piece: Piece) -> tuple[int, float, float, float, list[float]]:
+def _read(shard: Store, piece: Piece) -> tuple[int, float, float, float, list[float]]:
     """Return the shard's version, and of the piece: the sum of squares, min, max and first values."""
 
     def read(version: int, parameters: Floats) -> tuple[int, float, float, float, list[float]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pyps import _kernels
 from pyps.core.gradient import NATIVE, PublishedReply, Reply
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.service.executor import INLINE_PARAMETERS_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import FLOAT32, Codec
@@ -114,7 +114,7 @@ Frame = ReplyFrame | PublishedFrame
 class Wanted(NamedTuple):
     """A pull's request for one shard."""
 
-    shard: Shard
+    shard: Store
     codec: Codec
     # The version that the caller holds; -1 for none.
     held_version: int = -1
@@ -156,10 +156,10 @@ class Serializations:
         self._recent_bytes_max = recent_bytes_max
         self._lock = Lock()
         # Guarded by _lock. The newest last.
-        self._frames: OrderedDict[tuple[Shard, Codec], _Kept] = OrderedDict()
+        self._frames: OrderedDict[tuple[Store, Codec], _Kept] = OrderedDict()
         self.bytes_held = 0
         # Held while a frame is made; taken before the shard's own.
-        self._making: dict[tuple[Shard, Codec], Lock] = {}
+        self._making: dict[tuple[Store, Codec], Lock] = {}
 
     def take(self, wanted: Wanted, *, worker_id: str) -> Frame | None:
         """Return the shard's message, None if the caller's version is as new; record a worker's pull."""
@@ -180,7 +180,7 @@ class Serializations:
             self._keep(wanted, *made)
             return made[1]
 
-    def tidy(self, shards: Mapping[int, Shard]) -> None:
+    def tidy(self, shards: Mapping[int, Store]) -> None:
         """Drop frames of old versions and of shards that are not these."""
         with self._lock:
             for (shard, codec), kept in list(self._frames.items()):
@@ -204,7 +204,7 @@ class Serializations:
             while self.bytes_held > bytes_max:
                 self._drop(*next(iter(self._frames)))
 
-    def _drop(self, shard: Shard, codec: Codec) -> None:
+    def _drop(self, shard: Store, codec: Codec) -> None:
         kept = self._frames.pop((shard, codec), None)
         if kept is not None:
             self.bytes_held -= kept.num_bytes

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run.handshake import RunState
 from pyps.run.observers import Wait
 from pyps.run.run import Run
@@ -111,7 +111,7 @@ class VersionWait:
         )
 
     async def __aenter__(self) -> VersionWait:
-        late: list[Shard] = []
+        late: list[Store] = []
         for shard in self.shards:
             if self.is_ready(shard):
                 self._arrived.append(shard.shard_id)
@@ -150,7 +150,7 @@ class VersionWait:
         for cancel in list(self._cancels):
             cancel()
 
-    async def next(self) -> Shard | None:
+    async def next(self) -> Store | None:
         """Return the next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
         while self._waiting:
             self._parking.look()
@@ -174,7 +174,7 @@ class VersionWait:
             while await self.next() is not None:
                 continue
 
-    def is_ready(self, shard: Shard) -> bool:
+    def is_ready(self, shard: Store) -> bool:
         """Return whether a shard has nothing to wait for."""
         # A finished shard never gets a newer version.
         if shard.version >= self.min_versions.get(shard.shard_id, 0) or shard.finished:
@@ -193,7 +193,7 @@ class VersionWait:
             f"{shard.version}; {self._whom(shard)}"
         )
 
-    def _whom(self, shard: Shard) -> str:
+    def _whom(self, shard: Store) -> str:
         if others := self._others(shard):
             return f"its round waits for {names_in_words(others)}"
         alive = sorted(member.worker_id for member in self._run.membership.alive())
@@ -202,7 +202,7 @@ class VersionWait:
     def _waits_for(self) -> tuple[str, ...]:
         return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))
 
-    def _others(self, shard: Shard) -> list[str]:
+    def _others(self, shard: Store) -> list[str]:
         return [
             name for name in shard.waiting_for(self._run.rounds.roster_of(shard.shard_id)) if name != self.worker_id
         ]

@@ -14,7 +14,7 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run.content import RunRecorder
 from pyps.simulation.event import Event, Kind, Scheduler
 from pyps.simulation.server import ServerPlan, VirtualServer
@@ -254,7 +254,7 @@ class Simulation:
         ]
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[Store]:
         """The run's shards, in the order of the parameters."""
         return list(self.server.shards.values())
 

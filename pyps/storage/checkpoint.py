@@ -33,8 +33,7 @@ from pyps import __version__
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
-from pyps.core.shard import Shard
-from pyps.core.store import ShardState
+from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps.core.vectors.program import VectorTable
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
@@ -320,7 +319,7 @@ class _Writer:
         self._machine = machine
         self.vector_checksums: dict[str, str] = {}
 
-    def add(self, shard_id: int, shard: Shard) -> dict[str, Any]:
+    def add(self, shard_id: int, shard: Store) -> dict[str, Any]:
         """Write the next shard and return its entry in the manifest."""
         state = shard.state()
         parameters = state.parameters

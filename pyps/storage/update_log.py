@@ -24,7 +24,7 @@ from pyps import logs
 from pyps.core.arrays import Floats
 from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Updated
 from pyps.core.roster import Roster
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run_header import RunHeader
 from pyps.storage.disk import FOLDER_MODE, create
 from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain, quick_checksum_of, update_to_plain
@@ -97,7 +97,7 @@ class LoggedUpdate(NamedTuple):
 class ShardFiles:
     """Appends to the files of one shard. Guarded by the turn of its `LoggedShard`."""
 
-    def __init__(self, path: Path, shard: Shard, budget: Budget | None):
+    def __init__(self, path: Path, shard: Store, budget: Budget | None):
         """Make the files, under a name that no earlier life took; `budget` None keeps no payloads. Raises OSError."""
         names = chain([path], (path.with_stem(f"{path.stem}.{number}") for number in count(2)))
         self.path = next(name for name in names if not name.exists())
@@ -247,7 +247,7 @@ class UpdateLog:
         self._budget = Budget(payload_bytes_max) if log_gradients else None
         self._files: dict[int, ShardFiles] = {}
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         """Open the files of each shard, before the shards serve."""
         self.end()
         name = re.sub(r"[^A-Za-z0-9_-]", "_", header.run_id) or "run"

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from pyps.config import resolve
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.roles import Role
 from pyps.run.handshake import Greeting
 from pyps.run.run import Run
@@ -229,7 +229,7 @@ def test_a_pull_of_many_shards_looks_at_each_once(monkeypatch, work):
     count, looks = 400, list[int]()
     is_ready = VersionWait.is_ready
 
-    def look(waits: VersionWait, shard: Shard) -> bool:
+    def look(waits: VersionWait, shard: Store) -> bool:
         looks.append(shard.shard_id)
         return is_ready(waits, shard)
 

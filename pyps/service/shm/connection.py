@@ -17,8 +17,7 @@ from typing import Any, cast
 from google.protobuf.message import DecodeError
 
 from pyps.core.gradient import Finding, Gradient, PushPlan, first_of, require_few_extents
-from pyps.core.shard import Shard
-from pyps.core.store import Pushed
+from pyps.core.store import Pushed, Store
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, failure_of, log_bug
 from pyps.service.conversation import Conversation, Request
@@ -182,7 +181,7 @@ class Pull(Request):
             return ([partial(self._read_whole, self._mutex)],)
         return ([partial(self._read, shard) for shard in self._shards],)
 
-    def _read(self, shard: Shard) -> None:
+    def _read(self, shard: Store) -> None:
         """Write a shard's parameters if they are newer; ServerUnavailable once the connection has ended."""
         shard_id, attachment = shard.shard_id, self._attachment
         version = shard.pull(
@@ -213,7 +212,7 @@ class Pull(Request):
         return [reply]
 
 
-def _together(gradient: Gradient, shard: Shard) -> bytes:
+def _together(gradient: Gradient, shard: Store) -> bytes:
     """Return a copy of the extents' numbers in one piece. Only the extents' total length is checked here."""
     numbers, extents, max_bytes = gradient.payload, gradient.extents, gradient.codec.max_bytes
     if sum(extent.length for extent in extents) > shard.length:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pyps import logs
 from pyps.core.gradient import NATIVE, Reply, SharedMemory
 from pyps.core.membership import Membership
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire.codecs import FLOAT32, Codec, codec_numbered
@@ -170,7 +170,7 @@ class Content(NamedTuple):
     # The plan of the parts that the worker holds; `plan` itself where it holds all.
     own: Partition
     server_index: int
-    shards: Mapping[int, Shard]
+    shards: Mapping[int, Store]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Attachment:
                 f"{own.worker_id!r} ({own.incarnation}) of run {own.run_id!r}"
             )
 
-    def require_shards(self, shards: Mapping[int, Shard]) -> None:
+    def require_shards(self, shards: Mapping[int, Store]) -> None:
         """Refuse a request once the run has other shards than the memory was laid out for."""
         if shards is not self.content.shards:
             raise NotInitialized("the run was reset since this memory was attached: say Hello, then attach it again")

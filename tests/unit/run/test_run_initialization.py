@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.store import Store
 from pyps.run.content import listed
 from pyps.run.handshake import Greeting, Opening
 from pyps.run.initialization import Initialization
@@ -84,7 +84,7 @@ class FullDisk(Log):
 
     fails = True
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         if self.fails:
             raise UpdateLogError("no space left on device")
 
@@ -120,7 +120,7 @@ class SlowLog:
     def __init__(self) -> None:
         self.asked, self.goes_on = threading.Event(), threading.Event()
 
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+    def begin(self, header: RunHeader, shards: Mapping[int, Store]) -> None:
         self.asked.set()
         assert self.goes_on.wait(DEADLINE_SECONDS)
 
