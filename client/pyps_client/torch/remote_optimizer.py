@@ -43,21 +43,14 @@ def _uncompiled(function: Function) -> Function:
     return plain
 
 
-def _of_run(name: str, doc: str) -> Any:
-    """Return a property that joins the run and reads an attribute of its Worker."""
+def _of_steps(name: str, doc: str, *before: object) -> Any:
+    """Return a property of the worker's Steps. To read it joins the run, but for one that has a value `before`."""
 
     def read(optimizer: RemoteOptimizer) -> Any:
+        if before and not optimizer._is_joined:
+            return before[0]
         optimizer.join()
-        return attrgetter(name)(optimizer._steps.session)
-
-    return property(read, doc=doc)
-
-
-def _of_steps(name: str, before: object, doc: str) -> Any:
-    """Return a property that reads an attribute of the worker's Steps, and is `before` until it joins."""
-
-    def read(optimizer: RemoteOptimizer) -> Any:
-        return attrgetter(name)(optimizer._steps) if optimizer._is_joined else before
+        return attrgetter(name)(optimizer._steps)
 
     return property(read, doc=doc)
 
@@ -314,29 +307,28 @@ class RemoteOptimizer(OfRun):
             self._steps.before_clearing(in_place=not set_to_none)
         super().zero_grad(set_to_none)
 
-    @property
-    def finished(self) -> bool:
-        """True when the run is over: leave the loop."""
-        self.join()
-        return self._steps.finished
-
     def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
         if not self.finished:
             yield from itertools.takewhile(lambda _: not self.finished, batches)
 
-    global_step: int = _of_run("global_step", "Updates of the whole run: the step to log figures under.")
-    run_examples: int = _of_run(
+    finished: bool = _of_steps("finished", "True when the run is over: leave the loop.")
+    global_step: int = _of_steps("session.global_step", "Updates of the whole run: the step to log figures under.")
+    run_examples: int = _of_steps(
         "view.state.examples", "Examples behind the run's updates, as far as workers set examples_in_batch."
     )
-    batch_size: int = _of_run("terms.batch_size", "Examples in a minibatch by the servers' batch_growth; 0 without it.")
-    run_id: str = _of_run("run_id", "The run's name.")
-    transport: str = _of_run("transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".')
-    num_workers: int = _of_run("num_workers", "Live workers of the run.")
+    batch_size: int = _of_steps(
+        "session.terms.batch_size", "Examples in a minibatch by the servers' batch_growth; 0 without it."
+    )
+    run_id: str = _of_steps("session.run_id", "The run's name.")
+    transport: str = _of_steps(
+        "session.transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".'
+    )
+    num_workers: int = _of_steps("session.num_workers", "Live workers of the run.")
 
-    steps: int = _of_steps("steps", 0, "Minibatches of this worker so far.")
-    receipts: Sequence[Receipt] = _of_steps("receipts", (), "The answers to the newest answered push, one per shard.")
-    skipped: int = _of_steps("finite.skipped", 0, "Gradients of this worker that were left out for NaN or infinity.")
+    steps: int = _of_steps("steps", "Minibatches of this worker so far.", 0)
+    receipts: Sequence[Receipt] = _of_steps("receipts", "The answers to the newest answered push, one per shard.", ())
+    skipped: int = _of_steps("finite.skipped", "Gradients of this worker that were left out for NaN or infinity.", 0)
 
     @property
     def examples_in_batch(self) -> int | None:
