@@ -101,18 +101,16 @@ class HeldThreads:
     def __init__(self) -> None:
         self._held: list[tuple[Future, threading.Event]] = []
         self.holds = False
-        submit = Threads.submit
+        start = Threads.start
 
-        def submit_held(threads: Threads, job: Callable[[], object]) -> Future:
-            go = threading.Event()
-            future = submit(threads, lambda: go.wait() and job())
-            if self.holds:
+        def start_held(threads: Threads, future: Future) -> None:
+            if self.holds and threading.current_thread() is threading.main_thread():
+                go, job = threading.Event(), future._job
+                future._job = lambda: go.wait() and job()
                 self._held.append((future, go))
-            else:
-                go.set()
-            return future
+            start(threads, future)
 
-        Threads.submit = submit_held
+        Threads.start = start_held
 
     def release(self) -> None:
         """Lets each do what it was given and waits for its end, one after the other."""

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from pyps_client.transport.shared_memory import SharedMemoryLink
-from pyps_client.transport.threads import Threads
+from pyps_client.transport.threads import Future, Threads
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.local_pb2 import LocalRequest
 from support import ServerProcess, inspect, wait_until
+from training import batches, joined, mlp
 
 
 def stop(server: ServerProcess) -> None:
@@ -162,7 +164,8 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait():
 
 def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait():
     threads, release = Threads(), threading.Event()
-    future = threads.submit(lambda: release.wait(100))
+    future = Future(lambda: release.wait(100))
+    threads.start(future)
     future._under_way = PressedLock(Press())  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -170,3 +173,35 @@ def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait():
     assert time.monotonic() - began < 50
     release.set()
     threads.close()
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_an_exchange_whose_start_ctrl_c_interrupts_is_over_before_the_next_begins(start_server, overlap):
+    """Two at a time sent each other's numbers, and one of them waited for a receipt until its deadline."""
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with joined(model, sgd, start_server().data, overlap=overlap, transport="grpc") as optimizer:
+        mode, started = optimizer.stepper.overlap, []
+
+        def train() -> None:
+            [(x, y)] = batches(1)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        def start(job: Future[Any]) -> None:
+            """Let the job run once somebody waits for it."""
+            waited_for, run, wait = threading.Event(), job._job, job.wait
+            job._job = lambda: waited_for.wait(60) and run()
+            job.wait = lambda *seconds: waited_for.set() or wait(*seconds)
+            started.append(job)
+            del mode._threads.start
+            mode._threads.start(job)
+            raise KeyboardInterrupt
+
+        mode._threads.start = start
+        with pytest.raises(KeyboardInterrupt):
+            train()
+        train()
+        mode.wait()
+        assert started[0].done()

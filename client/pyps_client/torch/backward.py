@@ -123,9 +123,12 @@ class Backward(Off):
                     # A pull follows where nothing was sent.
                     self._gradients.minibatch_count = int(pushing.error is not None or bool(early.sent))
                     return self._steps.push_and_pull(pushing.value)
-                # Nothing of it counts; its thread reads the numbers that are written now.
+                # Nothing of it counts.
                 early.abandon()
+            if pushing is not None:
+                # Its thread reads the numbers that are written now.
                 pushing.wait()
+            if early is not None:
                 self._gradients.clear()
             super().step(gradients, due)
         finally:
@@ -265,8 +268,14 @@ class Backward(Off):
             if parameter.requires_grad or parameter.grad is not None:
                 for shard_id in shards:
                     self._missing[shard_id] += 1
-        self._early = early
-        self._pushing = self._threads.submit(exchange)
+        self._pushing = Future(exchange)
+        try:
+            self._threads.start(self._pushing)
+            self._early = early
+        except BaseException:
+            # Ctrl-C: it may run already, and would wait for gradients.
+            early.abandon()
+            raise
 
     def _take(self, index: int, gradient: torch.Tensor, *, factor: float | None = None) -> None:
         assert self._early is not None

@@ -225,6 +225,9 @@ class LocalTraining(OfRun):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict, the position in the round, and what the exchanges keep."""
         self._remote._warned_of_state = True
+        if self._rounds._exchange is not None:
+            # It changes what encodings left out.
+            self._rounds._exchange.wait()
         # None are left where an exchange failed: the next step ends that round.
         round_ = {"steps_left": max(1, self._rounds.steps_left), "sync_every": self._rounds.pace.steps}
         return self._inner.state_dict() | {_ROUND: {**round_, "remote": self._remote.state_dict()}}
@@ -356,7 +359,8 @@ class Rounds(Stepper):
             delta = self._delta()
             if self._threads is not None:
                 self._sent = [tensor.detach().clone() for tensor in self._present]
-                self._exchange = self._threads.submit(partial(self._steps.step, delta))
+                self._exchange = Future(partial(self._steps.step, delta))
+                self._threads.start(self._exchange)
             else:
                 try:
                     self._steps.step(delta)

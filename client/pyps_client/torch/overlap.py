@@ -90,7 +90,7 @@ class Step(Off):
             self.in_flight.clear()
             self.pushing, self._spare, self.in_flight = None, self.in_flight, None
             # If this raises, a pull of its own stays to be taken over.
-            self._steps.receipts = pushing.value()
+            self._steps.receipts = pushing.value() or ()
             self._steps.finite.note(self._steps.receipts)
         if pulled and pulling is not None and pulling is not pushing:
             self.pulling = None
@@ -126,7 +126,8 @@ class Step(Off):
                 steps.session.proceed()
         if (steps.pull_due or pull_needed) and self.pulling is None:
             steps.pull_due = False
-            self.pulling = self._threads.submit(steps.bring)
+            self.pulling = Future(steps.bring)
+            self._threads.start(self.pulling)
 
     def _push(self, *, pulls: bool) -> None:
         """Begin to push sealed gradients, and to pull in the same exchange; gather in the other buffer from now on."""
@@ -141,10 +142,12 @@ class Step(Off):
             return session.exchange(plan)
 
         assert self.pushing is None, "a push began while another was under way"
-        self.pushing = self._threads.submit(exchange)
+        # All before it starts: Ctrl-C may come between any two lines.
+        self.pushing = Future(exchange)
         if pulls:
             self.pulling = self.pushing
         self.in_flight, steps.gradients = gradients, self._spare
+        self._threads.start(self.pushing)
 
 
 MODES: Mapping[str, type[Off]] = {"off": Off, "step": Step, "backward": Backward}

@@ -138,7 +138,8 @@ class TcpLane(Transport):
             if parts.are_small:
                 _send(wire, kind, parts)
             else:
-                sending = self._threads.submit(lambda: _send(wire, kind, parts))
+                sending = Future(lambda: _send(wire, kind, parts))
+                self._threads.start(sending)
             while True:
                 answer, header, payload_bytes = wire.receive(header_bytes_max=HEADER_BYTES_MAX)
                 if answer == lane.FAILURE:

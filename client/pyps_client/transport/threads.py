@@ -78,7 +78,7 @@ class Future(Generic[T]):
             self._end()
 
     def cancel(self) -> None:
-        """End a job that no thread has begun."""
+        """End a job that no thread has begun; its value is None."""
         if self._claim.acquire(blocking=False):
             self._end()
 
@@ -101,23 +101,22 @@ class Threads:
         self._num_idle = 0
         self._running: set[threading.Event] = set()
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        future = Future(job)
-        self.start(future)
-        return future
-
     def start(self, job: Future[Any]) -> None:
-        """Start a job that the caller made, and so holds even if Ctrl-C interrupts this call."""
+        """Start a job, which the caller keeps before: Ctrl-C may interrupt this call, and the job runs or is over."""
         if self._guard.generation != fork.generation:
             self._guard.check()
-        with self._lock:
-            has_idle = self._num_idle > 0
-            self._num_idle -= has_idle
-        if has_idle:
-            self._jobs.put(job)
-        else:
-            # The job is an argument, not in the queue: so no idle thread of an ending caller is needed.
-            threading.Thread(target=self._work, args=([job],), name="pyps", daemon=True).start()
+        try:
+            with self._lock:
+                has_idle = self._num_idle > 0
+                self._num_idle -= has_idle
+            if has_idle:
+                self._jobs.put(job)
+            else:
+                # The job is an argument, not in the queue: so no idle thread of an ending caller is needed.
+                threading.Thread(target=self._work, args=([job],), name="pyps", daemon=True).start()
+        except BaseException:
+            job.cancel()
+            raise
 
     def run(
         self, tasks: Sequence[Callable[[threading.Event], T]], *, cancel: Callable[[], object] = lambda: None

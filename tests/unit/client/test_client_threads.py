@@ -1,10 +1,19 @@
 import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
-from pyps_client.transport.threads import Threads
+from pyps_client.transport.threads import Future, Threads
 from pyps_wire.errors import RunFinished
 from support import wait_until
+
+
+def begun(threads: Threads, job: Callable[[], Any]) -> Future[Any]:
+    future = Future(job)
+    threads.start(future)
+    return future
 
 
 def test_the_first_failure_is_raised_and_ends_the_other_tasks():
@@ -52,7 +61,7 @@ def test_value_returns_a_jobs_result_or_raises_its_error_and_the_thread_is_reuse
         ran_on.append(threading.current_thread())
         return release.wait(60)
 
-    future = threads.submit(job)
+    future = begun(threads, job)
     assert not future.done()
     assert not future.wait(0.01)
     release.set()
@@ -66,7 +75,7 @@ def test_value_returns_a_jobs_result_or_raises_its_error_and_the_thread_is_reuse
             raise error
 
         with pytest.raises(type(error), match="no"):
-            threads.submit(fail).value()
+            begun(threads, fail).value()
     assert len(set(ran_on)) == 1
     threads.close()
 
@@ -74,7 +83,7 @@ def test_value_returns_a_jobs_result_or_raises_its_error_and_the_thread_is_reuse
 def test_jobs_run_after_close():
     """A worker that takes leave makes its last calls when no other begin: they must not wait for threads that ended."""
     threads, release = Threads(), threading.Event()
-    under_way = threads.submit(lambda: release.wait(60))
+    under_way = begun(threads, lambda: release.wait(60))
     threads.close()
     release.set()
     assert under_way.value()
@@ -85,4 +94,34 @@ def test_jobs_run_after_close():
 
     with pytest.raises(RunFinished):
         threads.run([told_to_end] * 3)
-    assert threads.submit(lambda: 3).value() == 3
+    assert begun(threads, lambda: 3).value() == 3
+
+
+class InterruptedQueue:
+    """Raises as Ctrl-C does, before or after it takes the next job."""
+
+    def __init__(self, jobs: SimpleQueue[Any], *, takes: bool) -> None:
+        self._jobs, self._takes = jobs, takes
+        self.get = jobs.get
+
+    def put(self, job: Any) -> None:
+        if self._takes:
+            self._jobs.put(job)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_job_whose_start_ctrl_c_interrupts_runs_or_is_over(takes):
+    threads = Threads()
+    assert begun(threads, lambda: 1).value() == 1
+    wait_until(lambda: threads._num_idle == 1, what="the thread to be idle")
+    interrupted: Future[int] = Future(lambda: 2)
+    jobs = threads._jobs
+    threads._jobs = InterruptedQueue(jobs, takes=takes)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        threads.start(interrupted)
+    threads._jobs = jobs
+    assert interrupted.wait(60)
+    assert interrupted.value() in ((2, None) if takes else (None,))
+    assert begun(threads, lambda: 3).value() == 3
+    threads.close()
