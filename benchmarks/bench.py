@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,16 @@ class Part:
     takes_peers: bool = False
     # Runs only where it is named.
     by_name: bool = False
+    # The script, where its name is another, and what else it gets.
+    script: str = ""
+    arguments: Sequence[str] = ()
 
 
+# What there is to compare with encodings of few bits, over the links that need them.
+FEW_BITS = (
+    *("--cases", "1gbit,10gbit:3,100mbit,100mbit:3"),
+    *("--only", "one process,pyps hardsync,pyps local,pyps async,DDP,torchft"),
+)
 # In this order.
 PARTS = {
     "rounds": Part(610, takes_peers=True),
@@ -45,6 +54,7 @@ PARTS = {
     "load": Part(70),
     "gpu": Part(180),
     "huge": Part(300, by_name=True),
+    "few_bits": Part(1500, by_name=True, script="training", arguments=FEW_BITS),
     "local_training": Part(1800, by_name=True),
 }
 
@@ -94,7 +104,7 @@ def run(name: str, options: argparse.Namespace) -> bool:
     results: Path = options.into / f"{name}.json"
     # What an earlier run left is none of this one's, should it fail.
     results.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(results)]
+    command = [sys.executable, str(HERE / f"{part.script or name}.py"), "--json", str(results), *part.arguments]
     command += ["--quick"] * (options.quick and not part.by_name)
     command += ["--peers", str(options.peers)] if part.takes_peers and options.peers else []
     process = subprocess.Popen(command)

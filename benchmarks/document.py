@@ -28,7 +28,7 @@ from measure import spread
 
 TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("performance", "choose", "slow-links")]
 # What a complete document has the results of.
-BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge", "local_training")
+BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge", "few_bits", "local_training")
 # Whom the page that helps to choose compares in training.
 COMPARED = (
     ALONE,
@@ -118,7 +118,7 @@ def machine(results: Results) -> str:
 def _runs(results: Results) -> str:
     """How many runs a cell is the median of, by benchmark."""
     counts = {}
-    for name in ("rounds", "link", "overlap", "training"):
+    for name in ("rounds", "link", "overlap", "training", "few_bits"):
         cells = Counter(
             (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "slowed")))
             for row in figures.rows(results, name)
@@ -241,11 +241,11 @@ def overlap_table(results: Results) -> str:
     return _table(headings, rows) if rows else _missing(results, "overlap")
 
 
-def training_tables(results: Results) -> str:
-    found = figures.rows(results, "training")
+def training_tables(results: Results, benchmark: str = "training") -> str:
+    found = figures.rows(results, benchmark)
     if not found:
-        return _missing(results, "training")
-    reported = results["training"]
+        return _missing(results, benchmark)
+    reported = results[benchmark]
     model = f"{reported['params']:,} parameters; the loss to reach is {reported['loss']:g}"
     parts = [f"{model}; pyps by `transport={reported['transport']}`."]
     for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
@@ -442,7 +442,7 @@ def _absent_cases(results: Results) -> list[str]:
 
 def _missing(results: Results, benchmark: str) -> str:
     reason = results.get(benchmark, {}).get("skipped")
-    return f"*Not measured: {reason}.*" if reason else f"*Not measured in this run (benchmarks/{benchmark}.py).*"
+    return f"*Not measured: {reason}.*" if reason else f"*Not measured in this run (`make bench BENCH={benchmark}`).*"
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -460,6 +460,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "overlap_table": overlap_table,
     "training_tables": training_tables,
     "training_beside": training_beside,
+    "few_bits_tables": partial(training_tables, benchmark="few_bits"),
     "local_training_tables": local_training_tables,
     "against_torch_rpc": partial(rounds_told, is_peer=figures.is_torch_rpc),
     "against_hivemind": against_hivemind,

@@ -148,7 +148,7 @@ def _seconds(
     if local:
         found = figures.rows(results, "local_training", case=case, workers=2)
     else:
-        found = figures.of_training_case(figures.rows(results, "training"), rate, float(slowed or 1))
+        found = figures.of_training_case(figures.rows(results, "few_bits"), rate, float(slowed or 1))
     names = figures.subjects(found)
     own = [name for name in names if name.startswith(ours)]
     theirs = [name for name in names if (name in others if others else not name.startswith("pyps"))]

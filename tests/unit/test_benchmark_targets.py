@@ -43,7 +43,7 @@ def results(*, lane: float, without: str = "") -> dict[str, dict[str, Any]]:
         "link": {"rows": [{"subject": k, "rounds_per_s": v, "rate": r} for k, v in links.items() for r in rates]},
         "overlap": {"rows": [times | {"subject": "pyps lane float32", "rate": "1gbit"}]},
         "kernel": {"rows": [{"subject": k, "of_torch": lane, "shares": shares} for k in ("adam", "adamw")]},
-        "training": {"rows": [*training_rows(lane)]},
+        "few_bits": {"rows": [*training_rows(lane)]},
         "local_training": {"rows": [*local_rows(lane)]},
     }
 
@@ -97,7 +97,7 @@ def test_a_loss_that_pyps_did_not_reach_is_a_target_missed_and_one_that_others_d
             {"subject": name, "rate": "100mbit", "slowed": 1.0, "limit_s": 60.0, "seconds_to_loss": own}
             for name, own in zip(("pyps async", "torchft"), seconds, strict=True)
         ]
-        [found] = [of for of in targets.targets({"training": {"rows": rows}}) if of.met is not None]
+        [found] = [of for of in targets.targets({"few_bits": {"rows": rows}}) if of.met is not None]
 
         assert (found.met, found.measured.partition(" (")[0]) == (met, measured)
 
