@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -157,20 +158,35 @@ def local_training(results: Results) -> Any:
     if not found:
         return None
     cases = list(dict.fromkeys((row["case"], row["workers"]) for row in found))
-    figure, panels = pyplot.subplots(1, len(cases), figsize=(5.2 * len(cases), 4.4), squeeze=False)
+    columns = min(3, len(cases))
+    num_rows = -(-len(cases) // columns)
+    figure, grid = pyplot.subplots(num_rows, columns, figsize=(5.2 * columns, 4.4 * num_rows), squeeze=False)
     names = list(dict.fromkeys(row["subject"] for row in found))
-    for axes, (case, workers) in zip(panels[0], cases, strict=True):
+    colors = pyplot.get_cmap("tab20")
+    best = min(min(row["curve"], key=itemgetter(2))[2] for row in found)
+    panels = grid.flat[: len(cases)]
+    for axes, (case, workers) in zip(panels, cases, strict=True):
         for row in _of(found, case=case, workers=workers):
             name = row["subject"]
             times, _, losses = zip(*row["curve"], strict=True)
-            style = {"linestyle": "-" if name.startswith("pyps") else "--", "color": f"C{names.index(name) % 10}"}
-            axes.plot(times, losses, label=name, **style)
+            axes.plot(
+                times,
+                losses,
+                label=name,
+                linestyle="-" if name.startswith("pyps") else "--",
+                color=colors(names.index(name) % colors.N),
+            )
         axes.set_title(f"{case}, {workers} workers", fontsize=10)
         axes.set_xlabel("seconds")
-        axes.set_ylim(top=4)
+        # Below, curves lie close together.
+        axes.set_ylim(best - 0.05, best + 0.75)
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("loss of held-out text")
-    _legend(panels[0][-1], *panels[0])
+    for axes in grid[:, 0]:
+        axes.set_ylabel("loss of held-out text")
+    for axes in grid.flat[len(cases) :]:
+        axes.set_axis_off()
+    _legend(grid[0][-1], *panels)
+    figure.tight_layout()
     return figure
 
 
