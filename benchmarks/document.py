@@ -277,22 +277,23 @@ def _case_name(case: str) -> str:
     return _link_name(rate) + (f", {delay.removesuffix('ms')} ms there and back" if delay else "") + slow
 
 
-def training_beside(results: Results) -> str:
+def training_beside(results: Results, benchmark: str = "training") -> str:
     """The figures of each link and slowness for a choice: samples a second, and seconds to the stated loss."""
-    found = figures.rows(results, "training")
+    found = figures.rows(results, benchmark)
     if not found:
-        return _missing(results, "training")
-    headings = ["", *(f"{_link_name(rate)}{_slowness(slowed)}" for rate, slowed in _training_cases(found))]
-    rows = [(name, *(_trained(results, name, *case) for case in _training_cases(found))) for name in COMPARED]
-    return _table(headings, rows)
+        return _missing(results, benchmark)
+    cases = _training_cases(found)
+    headings = ["", *(f"{_link_name(rate)}{_slowness(slowed)}" for rate, slowed in cases)]
+    rows = [(name, *(_trained(found, name, *case) for case in cases)) for name in COMPARED]
+    return _table(headings, [row for row in rows if any(row[1:])])
 
 
 def against_hivemind(results: Results) -> str:
     """The same where workers are alike, in a sentence."""
-    parts = []
-    for rate, slowed in _training_cases(figures.rows(results, "training")):
-        if slowed == 1 and _trained(results, "Hivemind", rate, slowed):
-            both = (f"{name} {_trained(results, name, rate, slowed)}" for name in ("Hivemind", "pyps hardsync"))
+    parts, found = [], figures.rows(results, "training")
+    for rate, slowed in _training_cases(found):
+        if slowed == 1 and _trained(found, "Hivemind", rate, slowed):
+            both = (f"{name} {_trained(found, name, rate, slowed)}" for name in ("Hivemind", "pyps hardsync"))
             parts.append(f"{'; '.join(both)} over {_link_name(rate)}")
     reported = "; ".join(parts) or "not measured in this run"
     return (
@@ -305,8 +306,8 @@ def _training_cases(found: Iterable[figures.Row]) -> list[tuple[str, float]]:
     return list(dict.fromkeys((row["rate"], row["slowed"]) for row in found if row["subject"] != ALONE))
 
 
-def _trained(results: Results, name: str, rate: str, slowed: float) -> str:
-    of_case = figures.of_training_case(figures.rows(results, "training"), rate, slowed)
+def _trained(found: list[figures.Row], name: str, rate: str, slowed: float) -> str:
+    of_case = figures.of_training_case(found, rate, slowed)
     speed, seconds = (figures.median(of_case, name, column) for column in ("samples_per_s", "seconds_to_loss"))
     if not speed:
         return ""
@@ -461,6 +462,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "training_tables": training_tables,
     "training_beside": training_beside,
     "few_bits_tables": partial(training_tables, benchmark="few_bits"),
+    "few_bits_beside": partial(training_beside, benchmark="few_bits"),
     "local_training_tables": local_training_tables,
     "against_torch_rpc": partial(rounds_told, is_peer=figures.is_torch_rpc),
     "against_hivemind": against_hivemind,
