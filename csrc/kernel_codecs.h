@@ -223,8 +223,8 @@ struct Int4 {
   static std::uint32_t code_of(float value) {
     const std::uint32_t sign = bits_of(value) >> 28 & 8u;
     const float magnitude = float_of(bits_of(value) & 0x7fffffffu);
-    // The sums round to multiples of 0.5, 1 and 2, which their last bits count. Each lies nearest
-    // where it gives the least index.
+    // The last bits of these sums count multiples of 0.5, 1 and 2, rounded: the steps between the
+    // numbers up to 2, up to 4 and beyond. Counts agree at 2 and at 4; the one to use is the least.
     const std::int32_t halves = last_bits(magnitude, 0x1p22f);
     const std::int32_t wholes = last_bits(magnitude, 0x1p23f) + 2;
     const std::int32_t twos = last_bits(magnitude, 0x1p24f) + 4;

@@ -97,7 +97,7 @@ class BlockSource {
   std::size_t left_out() const { return left_out_; }
 
   // Calls `update(codec, words, ahead, factor)` with the weighted sum of the block's gradients,
-  // unless all of them were left out.
+  // unless all of them were left out; `ahead` is that of update_encoded.
   template <class Update>
   void with_block(std::size_t start, std::size_t count, Update update) {
     float factor = 1.0f;

@@ -83,10 +83,7 @@ def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArr
 
 
 def values_at(values: npt.NDArray[Any], extents: Extents) -> npt.NDArray[Any]:
-    """Return the values in these ranges, one range after the other; without a copy if they are all values.
-
-    Those off the host come there unless they are all values.
-    """
+    """Return the values in these ranges, end to end and on the host; without ranges, all values as they are."""
     if not extents:
         return values
     values = _on_host(values)
@@ -145,9 +142,9 @@ class Residual:
         self.values, self.lost = _on_host(self.values), _on_host(self.lost)
 
     def rescale(self, lost: Vector, extents: Extents, scale: float, feedback: float) -> None:
-        """Make of `lost` what the push lost where its gradient g was in truth `scale` times as large, as was q.
+        """Correct `lost`, b * e + g - D(q), where servers applied `scale` times q: to b * e + scale * (g - D(q)).
 
-        The codec's feedback times the residual, b * e, was encoded with g: of it all but scale * b * e is left.
+        The names are those of `Encoder`: the residual e and the `feedback` b were encoded as if for g.
         """
         lost *= np.float32(scale)
         lost += np.float32((1.0 - scale) * feedback) * values_at(self.values, extents)

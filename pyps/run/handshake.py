@@ -314,14 +314,14 @@ def check_joining(greeting: Greeting, content: ReadyContent, *, holding: Holding
 
 
 def check_codec(codec: Codec | None, worker_id: str, rule: str, groups: Iterable[Mapping[str, float]]) -> None:
-    """Refuse gradients that hold some of the numbers only where the rule has momentum in any of the groups."""
+    """Refuse a codec that sends some of the numbers only, if the rule has momentum in any of the groups."""
     momentum_name = rules.find(rule).momentum_name
     momentum = max((group.get(momentum_name, 0.0) for group in groups), default=0.0)
     if codec is not None and codec.sparse and momentum > 0:
         raise InvalidArgument(
             f"worker {worker_id!r} pushes in codec {codec.name}, which sends some of the numbers only, but the"
             f" run's optimizer {rule} has {momentum_name} {momentum:g}, which goes on moving the others: use"
-            f" one without momentum, as sgd, or a codec that sends all numbers, as PYPS_GRADIENT_CODEC={INT8.name}"
+            f" one without momentum, such as sgd, or a codec that sends all numbers: PYPS_GRADIENT_CODEC={INT8.name}"
         )
 
 

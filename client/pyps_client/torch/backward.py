@@ -293,7 +293,7 @@ class Backward(Off):
             event.synchronize()
 
     def _seal(self, early: EarlyShards, gradients: Minibatch) -> bool:
-        """Send the rest of the push, and its scale where servers hold it; return False where it must be sent anew."""
+        """Send the rest of the push, and its scale where servers hold it; return False where all must be sent anew."""
         steps = self._steps
         if steps.rate_changes():
             raise InvalidArgument(
@@ -301,11 +301,11 @@ class Backward(Off):
                 "overlap='backward' gradients were sent at the old one: change it before backward()."
             )
         if early.held and early.is_over and not early.spoiled:
-            # Another gradient was added.
+            # A second gradient was added to one that was sent.
             return False
         scale, reason = self._scale_of(gradients), ""
         if early.held and early.spoiled:
-            # The numbers sent were too large, or are not finite, which the step counts.
+            # A number was too large at the last factor, or is not finite: the step that sends all anew finds out which.
             return False
         if self._example_count != (steps.examples_in_batch or 0):
             reason = "examples_in_batch was set after backward()"

@@ -44,7 +44,7 @@ def _uncompiled(function: Function) -> Function:
 
 
 def _of_steps(name: str, doc: str, *before: object) -> Any:
-    """Return a property of the worker's Steps. To read it joins the run, but for one that has a value `before`."""
+    """Return a property of the worker's Steps. Reading it joins the run, unless `before` gives its value until then."""
 
     def read(optimizer: RemoteOptimizer) -> Any:
         if before and not optimizer._is_joined:
