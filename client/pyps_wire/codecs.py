@@ -446,7 +446,7 @@ class SparseCodec(Codec):
             number = math.nan
         if name != self.setting or not 0 < number <= self.value_max:
             raise InvalidArgument(
-                f"{self.name} has no setting {text!r}; expected {self.setting}= and a number above 0, at most "
+                f"the setting of {self.name} is {text!r}; expected {self.setting}= and a number above 0, at most "
                 f"{self.value_max:g}, as in {self.text!r}"
             )
         return type(self)(int(self), self.name, number)
