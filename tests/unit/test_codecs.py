@@ -283,7 +283,7 @@ def test_a_codecs_setting_is_a_part_of_its_text_and_the_encoders_alone():
     values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     assert np.count_nonzero(TOPK.decode(few.encode(values), 4096)) == 4
     for text in ("topk:ratio=0", "topk:ratio=x", "topk:tau=1", "topk:ratio=1.1", "topk2bit:0.1", "threshold:tau=nan"):
-        with pytest.raises(InvalidArgument, match=r"has no setting .*; expected (ratio|tau)= and a number above 0"):
+        with pytest.raises(InvalidArgument, match=r"is .*; expected (ratio|tau)= and a number above 0"):
             codec_of(text)
     with pytest.raises(InvalidArgument, match="int8 has no settings, but 'x=1' was given"):
         codec_of("int8:x=1")

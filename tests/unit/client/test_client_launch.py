@@ -181,7 +181,7 @@ def test_a_value_of_another_type_than_its_settings_is_refused_by_name():
             {"gradient_codec": "int4", "transport": "shm"},
             "gradient_codec .* is 'int4', which shared memory.* to 'auto'",
         ),
-        ({"gradient_codec": "topk:tau=1"}, "topk has no setting 'tau=1'; expected ratio="),
+        ({"gradient_codec": "topk:tau=1"}, "the setting of topk is 'tau=1'; expected ratio="),
         ({"shard_size": "x"}, "shard_size is 'x'; expected a whole number"),
         ({"token_file": 5}, "token_file is 5; expected a string"),
         # Which is not printed.
