@@ -19,7 +19,7 @@ class Bounds:
     learning_rate_min: float = 0.0
     learning_rate_max: float = math.inf
     momentum_max: float = 1.0
-    # The Euclidean norm of a shard's part of a push of deltas or buffers.
+    # The Euclidean norm of a shard's part of a push of deltas or buffers, but not of gradients, which clipping bounds.
     delta_norm_max: float = math.inf
     # The examples of one push, which weigh it in a round and advance schedules.
     examples_max: int = EXAMPLES_MAX
