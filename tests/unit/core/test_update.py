@@ -51,9 +51,11 @@ def test_staleness_shared_by_all_gradients_shortens_an_adaptive_step_and_leaves_
     assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
 
 
-def test_a_weight_multiplies_the_gradient_itself():
+def test_a_weight_or_a_clip_multiplies_the_gradient_itself():
     parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
     assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)
+    _, slots = updated("adagrad", 1, part([2.0])._replace(clip=0.5), part([3.0]))
+    assert slots["accumulator"][0] == 4.0
 
 
 def test_what_no_gradient_covers_is_left_alone():
