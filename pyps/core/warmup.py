@@ -10,7 +10,6 @@ from pyps.core.pacing import Pacer, StagedPacer
 from pyps.core.protocols.barrier import Hardsync
 from pyps.core.protocols.base import Aggregation, Arrival, Decision
 from pyps.core.protocols.paced import Serial
-from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument
 
 
@@ -81,9 +80,6 @@ class Staged(Aggregation):
             return None
         return StagedPacer(warm_up, main, updates=self.warm_up.updates, release_every=self.warm_up.release_every)
 
-    def has_quorum(self, num_gathered: int, roster: Roster) -> bool:
-        return self.main.has_quorum(num_gathered, roster)
-
     def check(self, num_workers: int) -> None:
         self.warm_up.stage.check(num_workers)
         self.main.check(num_workers)
@@ -109,14 +105,6 @@ class Staged(Aggregation):
     @property
     def weighs_examples(self) -> bool:
         return self.warm_up.stage.weighs_examples or self.main.weighs_examples
-
-    @property
-    def grace(self) -> float:
-        return self.main.grace
-
-    @property
-    def merge(self) -> str:
-        return self.main.merge or self.warm_up.stage.merge
 
     @property
     def whole_model(self) -> bool:

@@ -227,7 +227,7 @@ class RoundController:
             sent = {rules.find(rule).momentum_name: gradient.momentum or 0.0}
             check_codec(gradient.codec, gradient.worker_id, rule, (sent, shard.hyperparameters))
         # Where gradients wait, sparse ones stay small until they are merged.
-        waits = gradient.codec.sparse and not gradient.extents and self.behaviour.aggregation.merge
+        waits = gradient.codec.sparse and not gradient.extents and self.behaviour.aggregation.at(shard.version).merge
         if (gradient.codec not in NATIVE and not waits) or gradient.extents:
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.recorder is not None:
@@ -325,7 +325,7 @@ class RoundController:
             if self._membership.roster is not roster:
                 # A worker left meanwhile, and the rounds were completed before this push arrived.
                 self._complete(content, shard, self._membership.roster)
-            elif self.behaviour.aggregation.grace:
+            else:
                 self._note_quorum(content, shard, roster)
 
     # Effects of membership and steps.
@@ -381,12 +381,13 @@ class RoundController:
 
     def _note_quorum(self, content: ReadyContent, shard: Store, roster: Roster) -> None:
         """Let a shard's round wait for the protocol's grace from now on, if it has just got a quorum."""
-        aggregation, version = self.behaviour.aggregation, shard.version
-        if not aggregation.has_quorum(shard.num_pending, content.roster_of(shard.shard_id, roster)):
+        version = shard.version
+        protocol = self.behaviour.aggregation.at(version)
+        if not (protocol.grace and protocol.has_quorum(shard.num_pending, content.roster_of(shard.shard_id, roster))):
             return
         with self._overdue_lock:
             if self._overdue.get(shard.shard_id, (-1, 0.0))[0] != version:
-                self._overdue[shard.shard_id] = version, self._clock() + aggregation.grace
+                self._overdue[shard.shard_id] = version, self._clock() + protocol.grace
 
     def _complete_overdue(self) -> None:
         """Make the updates whose quorum has waited for the protocol's grace, without the workers that are late."""
@@ -403,7 +404,7 @@ class RoundController:
                 shard, of_part = content.shards.get(shard_id), content.roster_of(shard_id, roster)
                 if shard is None or shard.version != version:
                     continue
-                if self.behaviour.aggregation.has_quorum(shard.num_pending, of_part):
+                if self.behaviour.aggregation.at(version).has_quorum(shard.num_pending, of_part):
                     # The log says who was there, so that a replay makes the same update.
                     present = tuple(sorted(shard.contributors()))
                     self._updated(shard, shard.complete(Roster(present)))
@@ -559,8 +560,7 @@ class RoundController:
     def _complete(self, content: ReadyContent, shard: Store, roster: Roster) -> int:
         updates = shard.complete(content.roster_of(shard.shard_id, roster))
         self._updated(shard, updates)
-        if shard.num_pending and self.behaviour.aggregation.grace:
-            self._note_quorum(content, shard, roster)
+        self._note_quorum(content, shard, roster)
         return len(updates)
 
     def _updated(self, shard: Store, updates: Sequence[Update]) -> None:

@@ -221,7 +221,8 @@ class VirtualServer:
     def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
         """Record that a worker waits; see from now on whether others hold it up, and when a grace ends."""
         self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom]))
-        if self.plan.stall_seconds == float("inf") and not self.run.rounds.behaviour.aggregation.grace:
+        protocol = self.run.rounds.behaviour.aggregation.at(self.run.content.version_max)
+        if self.plan.stall_seconds == float("inf") and not protocol.grace:
             return
         if self._ticking:
             self._tick()

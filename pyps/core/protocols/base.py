@@ -57,7 +57,10 @@ class Aggregation(ABC):
         return 1.0
 
     def at(self, version: int) -> Aggregation:
-        """Return the protocol in force at a shard's version; shards call the methods above of it only."""
+        """Return the protocol in force at a shard's version.
+
+        The methods above, `updates_per_round`, `clip`, `grace` and `merge` are asked of it only.
+        """
         return self
 
     def pacer(self) -> Pacer | None:

@@ -162,14 +162,19 @@ def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
 
 
 def test_sparse_gradients_stay_sparse_where_they_wait():
-    for protocol, waiting_bytes in (("hardsync", 8), ("softsync:n=1", 8), ("async", 0)):
-        driver = RunDriver("a", "b", protocol=protocol, expected_workers="2")
+    for protocol, warmup, waiting_bytes in (
+        ("hardsync", "", 8),
+        ("softsync:n=1", "", 8),
+        ("async", "", 0),
+        ("async", "updates=1,protocol=hardsync", 8),
+    ):
+        driver = RunDriver("a", "b", protocol=protocol, warmup=warmup, expected_workers="2")
         shard = driver.run.content.shards[0]
         pushed = sparse(1.0, *[0.0] * 15)
         driver.run.push(PushPlan(0, pushed), run_id="r")
-        assert shard.pending_bytes == waiting_bytes, protocol
+        assert shard.pending_bytes == waiting_bytes, (protocol, warmup)
         driver.run.push(PushPlan(0, pushed._replace(worker_id="b")), run_id="r")
-        assert pull(shard)[1].tolist()[:2] == [-2.0 if protocol == "async" else -1.0, 0.0], protocol
+        assert pull(shard)[1].tolist()[:2] == [-1.0 if waiting_bytes else -2.0, 0.0], (protocol, warmup)
 
 
 def test_a_round_with_a_quorum_waits_for_its_grace_and_not_longer():
@@ -194,6 +199,36 @@ def test_a_round_with_a_quorum_waits_for_its_grace_and_not_longer():
     driver.clock.now = 105.0
     driver.run.tick()
     assert driver.versions()[0] == 3
+
+
+def test_a_quorum_goes_and_comes_with_the_workers():
+    driver = RunDriver("a", "b", "c", "d", protocol="backup:b=1,grace=2", expected_workers="3")
+    for name, version in (("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1)):
+        driver.push(name, base_version=version)
+    # Two of four are none.
+    driver.push("d", shard_id=1)
+    driver.clock.now += 2
+    driver.run.tick()
+    assert driver.versions()[0] == 1
+    driver.run.leave("r", "d", 1, failed=False, message="")
+    for version in (1, 2):
+        driver.run.tick()
+        assert driver.versions()[0] == version
+        driver.clock.now += 2
+
+
+def test_a_round_of_the_warm_up_has_no_grace_and_one_after_it_has():
+    driver = RunDriver(
+        "a", "b", "c", protocol="backup:b=1,grace=2", warmup="updates=2,protocol=hardsync", expected_workers="3"
+    )
+    for base_version, late in ((0, "c"), (1, "c"), (2, "")):
+        for name in "ab":
+            driver.push(name, base_version=base_version)
+        driver.clock.now += 2
+        driver.run.tick()
+        assert driver.versions()[0] == base_version + (not late)
+        if late:
+            driver.push(late, base_version=base_version)
 
 
 @pytest.mark.parametrize(
