@@ -183,9 +183,17 @@ def test_what_a_codec_leaves_out_goes_with_the_state_dict(start_server):
     with local(model, server, transport="grpc", gradient_codec="int8", sync_every=2) as optimizer:
         train(batches(8), (model, optimizer), (twin, plain))
         state = copy.deepcopy(optimizer.state_dict())
+        owed = state["pyps_round"]["remote"]["pyps_residuals"]["shards"][0]["values"]
         np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=0.01)
     with local(model, server, transport="grpc", gradient_codec="int8", sync_every=2) as optimizer:
         optimizer.load_state_dict(state)
+        state = optimizer.state_dict()
+        assert state["pyps_round"]["remote"]["pyps_update"] == 4
+    with local(model, server, transport="grpc", gradient_codec="int8", sync_every=2) as optimizer:
+        optimizer.load_state_dict(state)
+        optimizer.join()
+        kept = optimizer.state_dict()["pyps_round"]["remote"]["pyps_residuals"]["shards"][0]["values"]
+        assert owed.any() and torch.equal(kept, owed)
         train(batches(8), (model, optimizer))
         assert optimizer.global_step == 8
 

@@ -116,7 +116,6 @@ class LocalTraining(OfRun):
         # Made again when it joins, with the values, types and places that the model has then.
         self._remote, _ = self._make()
         self._ending = self._remote._ending
-        self._loaded: Mapping[str, Any] = {}
         self._guard = ForkGuard()
         # Not __init__, which would set groups and state: both are the inner optimizer's.
         super().__setstate__({"defaults": optimizer.defaults})
@@ -129,8 +128,8 @@ class LocalTraining(OfRun):
         self._check_open()
         self._own_model.check(True)
         remote, twins = self._make()
-        if self._loaded:
-            remote.load_state_dict(self._loaded)
+        if self._remote._loaded:
+            remote.load_state_dict(self._remote._loaded)
         remote.join()
         self._remote, self._ending = remote, remote._ending
         self._rounds.begin(remote.stepper, twins)
@@ -245,9 +244,7 @@ class LocalTraining(OfRun):
         self._inner.load_state_dict(own)
         if round_ is not None:
             self._rounds.steps_left = min(round_["steps_left"], self._rounds.pace.steps)
-            self._loaded = round_["remote"]
-            if self._is_joined:
-                self._remote.load_state_dict(self._loaded)
+            self._remote.load_state_dict(round_["remote"])
 
 
 class Pace:

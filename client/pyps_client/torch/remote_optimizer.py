@@ -391,7 +391,8 @@ class RemoteOptimizer(OfRun):
             state[_UPDATE] = self.global_step
             if (residuals := self._steps.residuals()) is not None:
                 state[_RESIDUALS] = residuals
-        return state
+            return state
+        return state | {name: self._loaded[name] for name in (_UPDATE, _RESIDUALS) if name in self._loaded}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load parameter groups, with their learning rates; slots are on the servers.
