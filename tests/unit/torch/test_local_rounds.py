@@ -6,7 +6,7 @@ import torch
 
 from client_support import RecordingSession
 from pyps_client.torch.layout import _name_of
-from pyps_client.torch.local_training import AUTO_STEPS, FASTER_MAX, Pace, Rounds, Shadow
+from pyps_client.torch.local_training import AUTO_STEPS, FASTER_MAX, Pace, Rounds, Shadow, _outer_of
 from pyps_wire.errors import ServerUnavailable
 from support import wait_until
 from training import started_steps
@@ -121,6 +121,20 @@ def test_equal_workers_stay_at_the_first_number_however_long_the_transfer_takes(
 def test_a_far_faster_worker_is_limited_and_a_stated_number_stays():
     assert paces_after(100, 0.001, 1.0, transfer_seconds=0.1) == [FASTER_MAX * AUTO_STEPS, AUTO_STEPS]
     assert paces_after(100, 0.1, 0.3, transfer_seconds=0.1, sync_every=7) == [7, 7]
+
+
+def test_a_wait_is_what_an_exchange_takes_beyond_the_quickest():
+    pace = Pace("auto")
+    pace.note(step_seconds=1.0, exchange_seconds=9.0, came_last=True)
+    for seconds in (1.0, 5.0):
+        pace.note(step_seconds=1.0, exchange_seconds=seconds, came_last=False)
+    assert pace.steps == AUTO_STEPS + 2
+
+
+def test_outer_rules_have_the_settings_of_diloco_and_the_delayed_one_looks_ahead():
+    diloco = {"learning_rate": 0.7, "momentum": 0.9}
+    assert _outer_of("nesterov") == ("nesterov", diloco)
+    assert _outer_of("delayed_nesterov:n=2") == ("delayed_nesterov", diloco | {"lookahead": 1.0, "n": 2.0})
 
 
 def test_a_shadow_has_the_models_names_and_takes_part_in_its_ties():
