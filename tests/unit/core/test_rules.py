@@ -138,14 +138,15 @@ def test_with_lookahead_workers_get_the_parameters_as_momentum_will_move_them_an
     )
     # Shards are bound once, not for each answer.
     monkeypatch.delattr(_kernels, "ShardKernel")
-    for sequence, values in enumerate(EIGHTHS[:5]):
-        push(plain, values, sequence=sequence)
+    for sequence, (values, rate) in enumerate(zip(EIGHTHS, (0.25, 0.25, 0.5, 0.5, 0.125), strict=False)):
+        push(plain, values, sequence=sequence, learning_rate=rate)
         written = np.zeros(LENGTH, np.float32)
         reply = Reply(written.view(np.uint8).data, 0, FLOAT32)
-        ahead.push(gradient(values, sequence=sequence, base_version=sequence), roster=roster(), reply=reply)
+        plan = gradient(values, sequence=sequence, base_version=sequence, learning_rate=rate)
+        ahead.push(plan, roster=roster(), reply=reply)
         state = ahead.state()
         assert np.array_equal(state.parameters, plain.state().parameters)
-        expected = state.parameters - np.float32(0.125) * state.slots["velocity"]
+        expected = state.parameters - np.float32(rate * 0.5) * state.slots["velocity"]
         assert np.array_equal(written, expected) and np.array_equal(pull(ahead)[1], expected)
     assert not np.array_equal(expected, state.parameters)
     words = refusal(validate, "delayed_nesterov", {"lookahead": 2.0}, error=UnsupportedOptimizer)
