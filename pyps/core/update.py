@@ -83,13 +83,13 @@ def apply_update(
         factors, step_scale = _factors(rule, parts, update_scale)
         gradients = [part.contribution.gradient for part in parts]
         in_part, sparse = any(each.extents for each in gradients), any(each.codec.sparse for each in gradients)
+        guarded = any(gradient.volatile for gradient in gradients)
         if sparse and merge == "senders" and not in_part:
             gradients, factors = [_mean_of_senders(gradients, factors, parts, rule.length)], [1.0]
         elif sparse or in_part:
             gradients = [
                 made_native(gradient, shard_id=-1, shard_length=rule.length, divided=in_part) for gradient in gradients
             ]
-        guarded = any(gradient.volatile for gradient in gradients)
         for start, stop, numbers in _covered(gradients, factors, rule.length):
             whole = stop - start == rule.length
             left_out += rule.apply(

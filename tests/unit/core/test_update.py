@@ -14,7 +14,7 @@ from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
 from pyps.core.update import apply_update
 from pyps_wire.codecs import FLOAT16, FLOAT32, INT8
-from shards import floats, gradient
+from shards import PAIRS, floats, gradient
 
 
 def part(
@@ -124,6 +124,14 @@ def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is():
     first, second = part([1.0], extents=(Extent(0, 1),)), part([3.0], extents=(Extent(0, 1),))
     apply_update(RULES["sgd"].bind(parameters, {}, settled), [first, second], rate=1.0, version=0)
     assert parameters.tolist() == [4.0 - (2.0 + 0.5 * 4.0), 4.0]
+
+
+def test_a_number_that_is_finite_no_more_is_left_out_where_sparse_gradients_are_merged():
+    parameters = floats(7.0)
+    rule = RULES["sgd"].bind(parameters, {}, validate("sgd", {"learning_rate": 1.0}))
+    small = part([], codec=PAIRS, payload=PAIRS.encode(floats(1.0)))
+    left_out = apply_update(rule, [small, part([np.nan], volatile=True)], rate=1.0, version=0, merge="senders")
+    assert (left_out, parameters.tolist()) == (1, [7.0])
 
 
 FRONT = (Extent(0, 2),)
