@@ -9,6 +9,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pyps.core.gradient import Extent, Gradient, PayloadKind, Reply, made_native, norm_of_payload
 from pyps.core.protocols.base import Part
@@ -84,7 +85,7 @@ def apply_update(
         gradients = [part.contribution.gradient for part in parts]
         in_part, sparse = any(each.extents for each in gradients), any(each.codec.sparse for each in gradients)
         guarded = any(gradient.volatile for gradient in gradients)
-        if sparse and merge == "senders" and not in_part:
+        if sparse and merge == "senders":
             gradients, factors = [_mean_of_senders(gradients, factors, parts, rule.length)], [1.0]
         elif sparse or in_part:
             gradients = [
@@ -138,16 +139,30 @@ def _mean_of_senders(
 ) -> Gradient:
     """Return the sum of the gradients with each number divided by the shares of the workers that sent it.
 
-    A number that is 0 was not sent. Divided by all workers, a number that one of eight sends would lose 7/8 of its
-    size, which no feedback returns.
+    A number that is 0, or outside a gradient's extents, was not sent. Divided by all workers, a number that one of
+    eight sends would lose 7/8 of its size, which no feedback returns.
     """
-    total, senders = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    total, senders, covered = np.zeros(length, np.float32), np.zeros(length, np.float32), np.zeros(length, np.bool_)
     for gradient, factor, part in zip(gradients, factors, parts, strict=True):
-        values = gradient.codec.decode(gradient.payload, length)
-        total += np.float32(factor) * values
-        senders += np.float32(part.share) * (values != 0.0)
+        values = gradient.codec.decode(gradient.payload, gradient.count(length))
+        places = _places(gradient, length)
+        total[places] += np.float32(factor) * values
+        senders[places] += np.float32(part.share) * (values != 0.0)
+        covered[places] = True
     np.divide(total, senders, out=total, where=senders > 0.0)
-    return gradients[0]._replace(codec=FLOAT32, payload=FLOAT32.encode(total))
+    borders = np.flatnonzero(np.diff(covered, prepend=False, append=False)).tolist()
+    extents = tuple(Extent(start, stop - start) for start, stop in zip(borders[::2], borders[1::2], strict=True))
+    return gradients[0]._replace(codec=FLOAT32, payload=FLOAT32.encode(total[covered]), extents=extents)
+
+
+def _places(gradient: Gradient, length: int) -> slice | npt.NDArray[np.bool_]:
+    """Return an index of the shard's numbers that the gradient covers."""
+    if not gradient.extents:
+        return slice(None)
+    places = np.zeros(length, np.bool_)
+    for start, count in gradient.extents:
+        places[start : start + count] = True
+    return places
 
 
 def _covered(

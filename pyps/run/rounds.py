@@ -227,8 +227,8 @@ class RoundController:
             sent = {rules.find(rule).momentum_name: gradient.momentum or 0.0}
             check_codec(gradient.codec, gradient.worker_id, rule, (sent, shard.hyperparameters))
         # Where gradients wait, sparse ones stay small until they are merged.
-        waits = gradient.codec.sparse and not gradient.extents and self.behaviour.aggregation.at(shard.version).merge
-        if (gradient.codec not in NATIVE and not waits) or gradient.extents:
+        waits = gradient.codec.sparse and self.behaviour.aggregation.at(shard.version).merge
+        if not waits and (gradient.codec not in NATIVE or gradient.extents):
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.recorder is not None:
             # The log must hold exactly the bits applied, so the copy is scanned, unless the push is refused anyway.

@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from pyps.core.gradient import Extent
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
@@ -101,6 +102,17 @@ def test_each_number_of_sparse_gradients_is_divided_by_the_workers_that_sent_it_
         assert pull(shard)[1].tolist() == pytest.approx(expected), (protocol, merge)
         replayed = make_shard(np.zeros(4), protocol=shard.behaviour.aggregation)
         assert replay(log, replayed)[-1] == digest(pull(shard)[1])
+
+
+def test_a_number_outside_the_extents_of_a_sparse_gradient_was_not_sent_either():
+    for merge, expected in {"senders": [-3.0, -2.0, 7.0, -4.0, 7.0], "all": [-2.0, -2.0, 7.0, -4 / 3, 7.0]}.items():
+        settings = {"learning_rate": 1.0, "weight_decay": 0.5}
+        shard = make_shard([0.0, 0.0, 7.0, 0.0, 7.0], settings=settings, protocol=f"hardsync:merge={merge}")
+        ends, front = (Extent(0, 1), Extent(3, 1)), (Extent(0, 2),)
+        shard.push(sparse(2.0, 4.0, worker_id="a", extents=ends), roster=THREE)
+        shard.push(sparse(4.0, 2.0, worker_id="b", extents=front), roster=THREE)
+        push(shard, [0.0, 2.0 if merge == "senders" else 4.0], worker_id="c", extents=front, workers=THREE)
+        assert pull(shard)[1].tolist() == pytest.approx(expected), merge
 
 
 def test_a_weight_counts_among_the_senders_of_a_number_and_a_dense_gradient_sends_all_that_is_not_0():

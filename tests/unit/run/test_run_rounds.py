@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pyps.core.gradient import PayloadKind, PushPlan
+from pyps.core.gradient import Extent, PayloadKind, PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps_wire.errors import InvalidArgument, LimitExceeded, ScheduleOwned, WaitTimedOut
@@ -329,6 +329,14 @@ def test_a_schedule_by_epochs_that_cannot_move_is_told_of() -> None:
     assert "examples_in_batch), so the schedule by epochs does not move" in warning
     driver.push("a", base_version=100, example_count=1)
     assert not driver.run.rounds.warnings
+
+
+def test_sparse_gradients_with_extents_wait_as_such_and_are_divided_by_their_senders():
+    driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2")
+    for name, start in (("a", 0), ("b", 1)):
+        pushed = sparse(2.0, 4.0, worker_id=name, sequence=1, extents=(Extent(start, 2),))
+        driver.run.push(PushPlan(0, pushed), run_id="r")
+    assert driver.run.content.shards[0].read(lambda _, values: values[:3].tolist()) == [-2.0, -3.0, -4.0]
 
 
 def test_a_sparse_push_is_refused_where_a_schedule_raises_the_momentum():
