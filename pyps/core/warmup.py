@@ -103,10 +103,6 @@ class Staged(Aggregation):
         return self.warm_up.stage.barrier or self.main.barrier
 
     @property
-    def weighs_examples(self) -> bool:
-        return self.warm_up.stage.weighs_examples or self.main.weighs_examples
-
-    @property
     def whole_model(self) -> bool:
         return self.main.whole_model
 

@@ -139,13 +139,16 @@ class RoundController:
     def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
         behaviour = self.behaviour
         warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
-        if behaviour.aggregation.weighs_examples and self._counted == {True, False}:
-            warnings += (_COUNTS_DIFFER,)
         # A server of a small model may hold none of its shards.
         shard = self._content.first if self._content is not None else None
+        weighting = behaviour.aggregation.at(shard.version).weighting if shard else "equal"
+        if weighting != "equal" and self._counted == {True, False}:
+            warnings += (_COUNTS_DIFFER,)
+        if weighting == "by_speed" and self._counted == {False}:
+            warnings += (_NO_EXAMPLES.format("weighting=by_speed does not act: all have equal shares"),)
         if behaviour.counts_epochs and shard and shard.version >= UPDATES_BEFORE_DOUBT and not shard.examples:
             what = "the growth of the minibatch" if behaviour.batch_growth else "the schedule by epochs"
-            warnings += (_NO_EXAMPLES.format(what),)
+            warnings += (_NO_EXAMPLES.format(f"{what} does not move"),)
         return warnings
 
     @property
@@ -647,9 +650,7 @@ _COUNTS_DIFFER = (
     " equal shares; give `examples` with every push, or choose weighting=equal"
 )
 
-_NO_EXAMPLES = (
-    "no worker reports how many examples its gradients are of (optimizer.examples_in_batch), so {} does not move"
-)
+_NO_EXAMPLES = "no worker reports how many examples its gradients are of (optimizer.examples_in_batch), so {}"
 
 # By then each worker has pushed, with a count of examples if it sends one.
 UPDATES_BEFORE_DOUBT = 100

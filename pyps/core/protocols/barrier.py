@@ -121,10 +121,6 @@ class Hardsync(Barrier):
         require_one_of("hardsync's clip", self.clip, CLIPS)
         require_one_of("hardsync's merge", self.merge, MERGES)
 
-    @property
-    def weighs_examples(self) -> bool:
-        return self.weighting != "equal"
-
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         weights = [self._weight(contribution.gradient) for contribution in gathered]
         total = sum(weights)

@@ -102,9 +102,9 @@ class Aggregation(ABC):
         return 0
 
     @property
-    def weighs_examples(self) -> bool:
-        """True if the shares of an update's gradients depend on their example counts."""
-        return False
+    def weighting(self) -> str:
+        """How the shares of an update's gradients depend on their example counts: `WEIGHTINGS` of `barrier.py`."""
+        return "equal"
 
     @property
     def clip(self) -> str:

@@ -331,6 +331,16 @@ def test_a_schedule_by_epochs_that_cannot_move_is_told_of() -> None:
     assert not driver.run.rounds.warnings
 
 
+def test_weights_by_speed_without_any_count_of_examples_are_told_of() -> None:
+    driver = RunDriver("a", "b", protocol="hardsync:weighting=by_speed")
+    assert not driver.run.rounds.warnings
+    driver.push("a", example_count=0)
+    (warning,) = driver.run.rounds.warnings
+    assert "examples_in_batch), so weighting=by_speed does not act" in warning
+    driver.run.configure(protocol="hardsync")
+    assert not driver.run.rounds.warnings
+
+
 def test_sparse_gradients_with_extents_wait_as_such_and_are_divided_by_their_senders():
     driver = RunDriver("a", "b", protocol="hardsync", expected_workers="2")
     for name, start in (("a", 0), ("b", 1)):
