@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from client_support import CuttingProxy, make_client
-from pyps_wire.codecs import INT8
+from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
 from support import checksums, inspect, wait_until
 
@@ -14,11 +14,20 @@ SIZE = 3000
 FIRST = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "text"),
+    [
+        ("grpc", "int8"),
+        ("grpc", "topk:ratio=.1"),
+        ("tcp", "int8"),
+        ("tcp", "topk2bit:ratio=.1"),
+        ("tcp", "threshold:tau=1"),
+    ],
+)
 def test_a_push_applied_before_the_kill_and_one_after_leave_the_residual_right_to_the_bit(
-    start_server_process, tmp_path, proxies, transport
+    start_server_process, tmp_path, proxies, transport, text
 ):
-    flags = ("--checkpoint-dir", str(tmp_path), "--staleness", "none")
+    codec, flags = codec_of(text), ("--checkpoint-dir", str(tmp_path), "--staleness", "none")
     server = start_server_process(*flags)
     proxy = CuttingProxy(server.data)
     held, owed, saved = FIRST.copy(), np.zeros(SIZE, np.float32), FIRST
@@ -28,7 +37,7 @@ def test_a_push_applied_before_the_kill_and_one_after_leave_the_residual_right_t
         tensors={"w": FIRST},
         optimizer=("sgd", {"learning_rate": 0.5}),
         shard_size=4096,
-        gradient_codec="int8",
+        gradient_codec=text,
         transport=transport,
     )
     with client, ThreadPoolExecutor(1) as pool:
@@ -49,8 +58,8 @@ def test_a_push_applied_before_the_kill_and_one_after_leave_the_residual_right_t
             else:
                 [receipt] = client.push({"w": values})
                 assert receipt.outcome == OUTCOME_APPLIED
-                wanted = values + owed
-                sent = INT8.decode(INT8.encode(wanted), SIZE)
+                wanted = values + np.float32(codec.feedback) * owed
+                sent = codec.decode(codec.encode(wanted), SIZE)
                 held -= np.float32(0.5) * sent
                 owed = wanted - sent
             if number == 2:
