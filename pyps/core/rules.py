@@ -146,7 +146,7 @@ class LookaheadRule(BoundRule):
     """A rule that hands out the parameters as momentum alone will move them next: theta - alpha * m * v.
 
     Pulls and replies bring these; checkpoints and exports hold theta. alpha is the rate of the last update, or before
-    the first one of this object the learning rate of the settings.
+    the first one of this object the learning rate with which it was bound.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Shard:
         self._parameters = take(parameters)
         self._readable = read_only(self._parameters)
         self._slots = _first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
-        self._rule = rule.bind(self._parameters, self._slots, self.hyperparameters, kind=kind)
+        self._bind()
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = Pending(pending)
         # How many gradients wait, and their size. Read without the lock.
@@ -429,7 +429,7 @@ class Shard:
         if gradient.momentum is not None:
             momentum = {self.rule.momentum_name: gradient.momentum}
             self.hyperparameters = MappingProxyType({**self.hyperparameters, **momentum})
-            self._rule = self.rule.bind(self._parameters, self._slots, self.hyperparameters, kind=self.kind)
+            self._bind()
         if not provisional:
             self.rate_is_set = True
 
@@ -479,6 +479,10 @@ class Shard:
 
     def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
         return verdict.rejection(refusal, gradient, self.version, roster, shard_id=self.shard_id, epoch=self.epoch)
+
+    def _bind(self) -> None:
+        numbers = {**self.hyperparameters, "learning_rate": self._rate(self.learning_rate)}
+        self._rule = self.rule.bind(self._parameters, self._slots, numbers, kind=self.kind)
 
     def _rate(self, learning_rate: float) -> float:
         behaviour = self.behaviour

@@ -17,7 +17,7 @@ from pyps.core.gradient import Reply
 from pyps.core.rules import RULES, find, validate
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import UnsupportedOptimizer
-from shards import gradient, make_shard, pull, push, refusal, roster
+from shards import gradient, make_shard, nothing, pull, push, refusal, restored, roster
 
 LENGTH = 1000
 STEPS = 100
@@ -149,6 +149,10 @@ def test_with_lookahead_workers_get_the_parameters_as_momentum_will_move_them_an
         expected = state.parameters - np.float32(rate * 0.5) * state.slots["velocity"]
         assert np.array_equal(written, expected) and np.array_equal(pull(ahead)[1], expected)
     assert not np.array_equal(expected, state.parameters)
+    monkeypatch.undo()
+    assert np.array_equal(pull(restored(ahead, state))[1], expected)
+    ahead.push(nothing(momentum=0.25, sequence=5), roster=roster())
+    assert np.array_equal(pull(ahead)[1], state.parameters - np.float32(0.125 * 0.25) * state.slots["velocity"])
     words = refusal(validate, "delayed_nesterov", {"lookahead": 2.0}, error=UnsupportedOptimizer)
     assert "expected a whole number of at least 0 and less than 2" in words
 
