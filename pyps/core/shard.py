@@ -163,11 +163,11 @@ class Shard:
         wake_all(reached)
         return pushed
 
-    def complete(self, roster: Roster) -> list[Update]:
-        """Make the updates that are due since the roster has changed, and return them."""
+    def complete(self, roster: Roster, *, version: int | None = None) -> list[Update]:
+        """Make the updates that are due since the roster has changed, and return them; none at another `version`."""
         updates: list[Update] = []
         with self._lock:
-            while self._pending and not self.finished:
+            while self._pending and not self.finished and version in (None, self.version):
                 decision = self.behaviour.aggregation.at(self.version).complete(self._pending, self.version, roster)
                 if decision is None:
                     break
@@ -541,9 +541,9 @@ class LoggedShard(Shard):
         with self._turn, self._written():
             return super().push(gradient, **options)
 
-    def complete(self, roster: Roster) -> list[Update]:
+    def complete(self, roster: Roster, *, version: int | None = None) -> list[Update]:
         with self._turn, self._written():
-            return super().complete(roster)
+            return super().complete(roster, version=version)
 
     def configure(self, **options: Any) -> list[Update]:
         with self._turn, self._written():

@@ -410,7 +410,8 @@ class RoundController:
                 if self.behaviour.aggregation.at(version).has_quorum(shard.num_pending, of_part):
                     # The log says who was there, so that a replay makes the same update.
                     present = tuple(sorted(shard.contributors()))
-                    self._updated(shard, shard.complete(Roster(present)))
+                    # A late push may have completed the round meanwhile: the next one has its own grace.
+                    self._updated(shard, shard.complete(Roster(present), version=version))
 
     def _find_stalls(self, now: float) -> None:
         """Find the workers that delay others, and stop waiting for each after the stall time."""

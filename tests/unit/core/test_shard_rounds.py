@@ -152,7 +152,8 @@ def test_a_round_is_completed_without_a_dead_worker_and_wakes_waiting_calls():
     receipt = push(shard, [3.0], worker_id="b", workers=THREE)
     shard.when_version(receipt.min_version, lambda: calls.append(shard.version))
     assert len(shard.complete(THREE)) == 0
-    assert len(shard.complete(TWO)) == 1
+    assert len(shard.complete(TWO, version=shard.version + 1)) == 0
+    assert len(shard.complete(TWO, version=shard.version)) == 1
     assert (calls, pull(shard)[1].tolist()) == ([1], [-2.0])
     push(shard, [1.0], sequence=1, workers=TWO)
     assert len(shard.complete(Roster())) == 1
