@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -68,7 +69,7 @@ class _OnServers(defaultdict[torch.Tensor, Any]):
         return True
 
 
-class OfRun(torch.optim.Optimizer):
+class OfRun(torch.optim.Optimizer, ABC):
     """An optimizer whose worker joins a run; RemoteOptimizer and LocalTraining are subclasses."""
 
     _guard: ForkGuard
@@ -76,8 +77,8 @@ class OfRun(torch.optim.Optimizer):
     _forward_hooks: Sequence[RemovableHandle] = ()
     _is_joined = False
 
-    def close(self, cause: str = "finished", message: str = "") -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self, cause: str = "finished", message: str = "") -> None: ...
 
     def __enter__(self) -> Self:
         return self
