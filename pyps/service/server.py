@@ -316,7 +316,7 @@ class Server:
             await asyncio.sleep(TICK_SECONDS)
             over = self._run.done or self._run.state == RunState.FINISHED
             before, progress = progress, (self._run.content.epoch, _versions(self._run))
-            due = self._clock() >= next_at
+            due = self._clock() >= next_at or self._is_unsaved()
             # Other shards of the last push may still be under way: an end is saved once nothing changes any more.
             at_end = over and progress == before and (due or progress != saved_end)
             if at_end or (due and not over):
@@ -329,6 +329,13 @@ class Server:
                 pause = self._config.checkpoint_seconds
                 next_at = self._clock() + (pause if saved else min(pause, RETRY_SECONDS))
                 saved_end = progress if at_end else saved_end
+
+    def _is_unsaved(self) -> bool:
+        """Return whether no checkpoint holds the run, which would be lost with its server."""
+        checkpoints, run = self._checkpoints, self._run
+        if checkpoints is None or checkpoints.newest is not None or checkpoints.failure:
+            return False
+        return run.content.partition is not None and not run.measures
 
     async def _keep_noting_standstills(self) -> None:
         # A task of its own: a long update delays the ticks while workers' calls are received.

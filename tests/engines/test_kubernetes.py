@@ -278,14 +278,15 @@ class Cluster:
         wait_until(lambda: all(completed(*each).returncode == 0 for each in probing), what=f"health of {host}")
 
     def wait_for_workers(self, server: str, *names: str) -> None:
-        """Waits until these workers live, and every server has made 20 updates since it began."""
+        """Wait until these workers live, and every server has a checkpoint and 20 updates since it began."""
 
         def trained() -> bool:
             command = ("docker", "exec", f"{self._name}-{server}", "pyps", "status", "--json")
             servers = json.loads(completed(*command).stdout or "{}").get("servers", [])
             updates = [int(each.get("status", {}).get("tally", {}).get("updates", 0)) for each in servers]
             alive = {each["workerId"] for one in servers for each in one.get("workers", ()) if each["state"] == "alive"}
-            return min(updates, default=0) >= 20 and alive == {*names}
+            saved = all(each.get("status", {}).get("checkpoint") for each in servers)
+            return saved and min(updates, default=0) >= 20 and alive == {*names}
 
         wait_until(trained, 240, f"training by {names}")
 

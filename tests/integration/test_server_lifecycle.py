@@ -138,7 +138,7 @@ def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server,
         [shard] = worker.pull()
         assert shard.version == 3
         assert set(values_of(shard)) == {2.0}
-        wait_until(lambda: list(folder.glob("checkpoint-*/manifest.json")), 20, "the checkpoint at the end")
+        wait_until(lambda: inspect(server.control, "GetStatus").durable_version == 3, 20, "the checkpoint at the end")
         # A pull that waits for a version that will never come is answered with what there is.
         want = wire.PullRequest.Want(shard_id=0, held_version=2, min_version=9)
         assert worker.pull([want], wait_seconds=20)[0].version == 3
@@ -242,8 +242,7 @@ def test_connections_beyond_the_open_files_end_no_server_and_leave_files_for_a_c
                 idle.enter_context(socket.create_connection((host, int(number)), timeout=20))
             assert worker.push(worker.push_request(1.0))[0].version_after == updates
             if port == "data":
-                inspect(ready["control"], "SaveCheckpoint")
-                assert (folder / "checkpoint-00000001").is_dir()
+                saved = inspect(ready["control"], "SaveCheckpoint").path
         assert process.terminate() == 0
-    assert (folder / "checkpoint-00000002").is_dir()
+    assert max(map(str, folder.glob("checkpoint-*"))) > saved
     assert "Traceback" not in process.output()
