@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import zlib
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,6 +67,20 @@ class LedgerState:
             "lives_max": self.lives_max,
         }
         return plain, b"".join([receipt for entry in self.entries for receipt in entry.receipts])
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, compressed: the receipts of a worker are nearly alike."""
+        plain, receipts = self.to_plain()
+        return zlib.compress(json.dumps(plain).encode() + b"\n" + receipts, level=1)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> LedgerState:
+        """Return the state that `to_bytes` gave; raise ValueError for other bytes."""
+        try:
+            text, _, receipts = zlib.decompress(data).partition(b"\n")
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        return cls.from_plain(json.loads(text), receipts)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], receipts: bytes) -> LedgerState:
