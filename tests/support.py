@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -159,7 +159,9 @@ class ForkedChild:
 
     def send_signal(self, number: int) -> None:
         if not self.ended.done():
-            os.kill(self.pid, number)
+            # It may end in this moment.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

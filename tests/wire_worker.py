@@ -277,6 +277,17 @@ def parked_pull(worker: WireWorker, min_version: int, seconds: float = 100.0) ->
     return worker.stub.Pull(request, timeout=seconds + 10)
 
 
+# Numbers of a model that is more than the buffers between server and worker ever take.
+UNREAD = 16_000_000
+
+
+def unread_pull(worker: WireWorker) -> grpc.Call:
+    """Begin a pull of a model of so many numbers, which nobody reads: it holds up the drain."""
+    pull = worker.stub.Pull(wire.PullRequest(sender=worker.sender, role=common.ROLE_OBSERVER), timeout=100)
+    next(pull)
+    return pull
+
+
 def values_of(parameters: wire.Parameters) -> Floats:
     """Return the numbers of a pulled shard."""
     return np.frombuffer(parameters.payload, np.float32)

@@ -70,6 +70,8 @@ def _bound(port: int) -> int:
 
 # How long servers may take to end beyond the time in which they drain.
 STOP_SPARE_SECONDS = 10.0
+# A signal that comes sooner after another is the same one: a program around this one passes on what its terminal sends.
+SIGNALS_APART_SECONDS = 1.0
 # How long a coordinator may outlive the workers, to report the run's end.
 COORDINATOR_END_SECONDS = 15.0
 
@@ -198,12 +200,24 @@ class Job:
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """End the job on SIGINT, SIGTERM and SIGHUP within the block; a second one kills all children."""
+        """End the job on SIGINT, SIGTERM and SIGHUP within the block.
+
+        A second one kills the workers, and servers that keep no checkpoints; those that do say what they have not
+        saved, and the third one kills them.
+        """
+        times: list[float] = []
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self.signal_number is not None:
-                for child in [*self._coordinators(), *self.workers, *self.servers]:
+            now = time.monotonic()
+            if times and now - times[-1] < SIGNALS_APART_SECONDS:
+                return
+            times.append(now)
+            if len(times) > 1:
+                for child in [*self._coordinators(), *self.workers]:
                     child.signal(signal.SIGKILL)
+                told = len(times) == 2 and self.settings.config.checkpoint_dir is not None
+                for server in self.servers:
+                    server.signal(signal.SIGTERM if told else signal.SIGKILL)
             self.signal_number = number
             self._events.put(None)
 

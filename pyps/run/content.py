@@ -62,6 +62,11 @@ class Content:
         return min((shard.durable_version for shard in self.shards.values()), default=0)
 
     @property
+    def unsaved_updates(self) -> int:
+        """Updates that no checkpoint holds, of the shard that has most of them."""
+        return max((shard.version - shard.durable_version for shard in self.shards.values()), default=0)
+
+    @property
     def first(self) -> Store | None:
         """The shard with the lowest number, whose counts are taken for the run's; None without shards."""
         return self.shards[min(self.shards)] if self.shards else None

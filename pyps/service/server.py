@@ -47,7 +47,7 @@ from pyps.service.work_queue import WorkQueueService
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.update_log import UpdateLog
-from pyps.units import in_bytes
+from pyps.units import counted, in_bytes
 from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 from pyps_wire.errors import NotInitialized
@@ -56,7 +56,7 @@ from pyps_wire.errors import NotInitialized
 TICK_SECONDS = 0.2
 # After this time a checkpoint that could not be written is tried again.
 RETRY_SECONDS = 10.0
-# A signal that comes sooner after the first is ignored: the system sends two where a launcher is killed.
+# A signal that comes sooner after another ends no server: the system sends two where a launcher is killed.
 SIGNALS_APART_SECONDS = 1.0
 # The share of drain_seconds for calls under way; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
@@ -144,6 +144,7 @@ class Server:
         self._stop_reason = ""
         self._status = 0
         self._signalled_at: float | None = None
+        self._said_what_is_unsaved = False
 
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
         """Serve until a signal or the end of the job, then drain, save and return the exit status.
@@ -219,10 +220,15 @@ class Server:
     def _on_signal(self, number: signal.Signals) -> None:
         now = self._clock()
         if self._signalled_at is not None:
-            if now - self._signalled_at > SIGNALS_APART_SECONDS:
-                log.warning("second signal: exit at once, nothing more is saved", signal=number.name)
+            unsaved = counted(self._run.content.unsaved_updates, "update")
+            if self._checkpoints is not None and not self._said_what_is_unsaved:
+                self._said_what_is_unsaved = True
+                log.warning(f"this server is saving, {unsaved} not saved yet: another signal ends it without them")
+            elif now - self._signalled_at > SIGNALS_APART_SECONDS:
+                log.warning(f"another signal: exit at once, {unsaved} not saved", signal=number.name)
                 os._exit(128 + number)
-            return
+            else:
+                return
         self._signalled_at = now
         if not self._stop.is_set() and self._config.exit_condition.workers == "finished":
             # With status 0 an engine that drains a machine would take the server's part of the job for done.

@@ -7,14 +7,12 @@ import socket
 import threading
 import urllib.request
 
-import grpc
-
 from client_support import Clock, make_client
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
 from support import ServerProcess, inspect, wait_until
-from wire_worker import WireWorker, parked_pull, refusal_of, values_of
+from wire_worker import UNREAD, WireWorker, parked_pull, refusal_of, unread_pull, values_of
 
 Command = wire.HeartbeatReply.Command
 
@@ -82,21 +80,13 @@ def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start
         assert "Traceback" not in server.output()
 
 
-# More than the buffers between server and worker ever take.
-HUGE = Model((Tensor("x", (16_000_000,)),))
-
-
-def unread_pull(worker: WireWorker) -> grpc.Call:
-    """Begin a run and a pull that nobody reads, which holds up the drain."""
-    worker.join()
-    pull = worker.stub.Pull(wire.PullRequest(sender=worker.sender, role=common.ROLE_OBSERVER), timeout=100)
-    assert next(pull).version == 0
-    return pull
+HUGE = Model((Tensor("x", (UNREAD,)),))
 
 
 def test_the_first_signal_does_not_cut_an_end_short_that_began_before(start_server_process):
     server = start_server_process("--drain-seconds", "100", "--exit-when", "gone")
     with WireWorker(server.data, model=HUGE) as worker:
+        worker.join()
         pull = unread_pull(worker)
         worker.leave()
         server.wait_for_output("server ends")
@@ -105,23 +95,23 @@ def test_the_first_signal_does_not_cut_an_end_short_that_began_before(start_serv
         assert server.wait() == 0
 
 
-def test_a_second_signal_ends_the_server_at_once(start_server_process):
-    server = start_server_process("--drain-seconds", "100")
-    with WireWorker(server.data, model=HUGE) as worker:
-        pull = unread_pull(worker)
-        server.signal(signal.SIGTERM)
-        server.wait_for_output("server ends")
-        assert server.running
-
-        def ended_by_another() -> bool:
-            with contextlib.suppress(ProcessLookupError):
+def test_a_second_signal_says_what_is_not_saved_and_a_third_ends_the_server_at_once(start_server_process, tmp_path):
+    for folder in ((), ("--checkpoint-dir", str(tmp_path))):
+        server = start_server_process("--drain-seconds", "100", *folder)
+        with WireWorker(server.data, model=HUGE) as worker:
+            worker.join()
+            pull = unread_pull(worker)
+            worker.push(worker.push_request(1.0), worker.push_request(1.0))
+            server.signal(signal.SIGTERM)
+            server.wait_for_output("server ends")
+            if folder:
                 server.signal(signal.SIGTERM)
-            return not server.running
-
-        # One that follows at once is none: a launcher that is killed sends two.
-        wait_until(ended_by_another, what="the end by another signal")
-        assert server.wait() == 128 + signal.SIGTERM
-        pull.cancel()
+                server.wait_for_output("is saving, 2 updates not saved yet: another signal ends it without them")
+            # One that follows at once is none: a launcher that is killed sends two.
+            wait_until(lambda server=server: server.signal(signal.SIGTERM) or not server.running, what="the end")
+            assert server.wait() == 128 + signal.SIGTERM
+            assert "another signal: exit at once, 2 updates not saved" in server.output()
+            pull.cancel()
 
 
 def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server, tmp_path):
