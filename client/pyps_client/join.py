@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
+from zlib import crc32
 
 from pyps_client.launch import Launch
 from pyps_client.log import logger
@@ -92,6 +94,9 @@ class Handshake:
         # The caller's parts of it.
         self.partition = partition and own_partition(partition, parts, peers)
         self._joined = False
+        # Whether it leaves the run's first parameters to worker 0, and whether it has sent them itself.
+        self._yields = launch.worker_index not in (None, 0)
+        self._founded = False
         self._optimizer = optimizer
         self._device = device
         self._codecs = codecs
@@ -114,7 +119,10 @@ class Handshake:
         if self.launch.dialer.insists and self.partition is not None:
             agreed(self._peers, partial(self._check_transport, connections, self.partition))
         first = self._await_parameters(connections, initial)
-        return agreed(self._peers, partial(self._greet_all, connections, first))
+        replies = agreed(self._peers, partial(self._greet_all, connections, first))
+        if initial is not None and self._peers.index == 0 and not self._founded:
+            self._tell_what_differs(replies, initial)
+        return replies
 
     @property
     def contacts(self) -> list[int]:
@@ -222,6 +230,7 @@ class Handshake:
         connection = connections[0]
         initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
         wait = initialiser.begin(f"the first parameters on {connection.name}", stop=self._stop)
+        yields_until = None
 
         def hello_of_leader() -> HelloReply:
             reply = self.hello_patiently(connection)
@@ -245,12 +254,23 @@ class Handshake:
                 self.sender.run_id = self.sender.run_id or reply.run_id
             if ready:
                 return reply if self._peers.index == 0 else None
+            yields_until = yields_until or time.monotonic() + wait.remaining_seconds / 2
             if reply.initialize and initial is not None:
+                if self.launch.worker_index and self._peers.index == 0:
+                    logger.warning(
+                        "worker 0 sent no parameters (it has not come, or ended): the run begins with those of %s",
+                        self._peers.name or self.sender.worker_id,
+                    )
                 problem = self._initialize(connections, reply, initial)
+                self._founded = not problem
                 if not problem:
                     continue
             else:
                 problem = "no worker has finished sending them"
+                if self._yields and reply.state == RUN_STATE_EMPTY:
+                    left = max(0.0, yields_until - time.monotonic())
+                    problem = f"worker 0, which sends them, has not come; in {left:.0f} s another worker may"
+                    self._yields = left > 0
             led(self._peers, partial(wait.pause, problem, WaitTimedOut))
 
     def _initialize(self, connections: Sequence[Connection], elected: HelloReply, initial: Callable[[], Values]) -> str:
@@ -305,6 +325,21 @@ class Handshake:
 
             self._patiently(connection, attempt)
 
+    def _tell_what_differs(self, replies: Sequence[HelloReply], initial: Callable[[], Values]) -> None:
+        """Log that the run did not begin with this worker's own parameters, where that is so."""
+        assert self.partition is not None
+        crcs = {
+            each.shard_id: each.first_crc for reply in replies for each in reply.shards if each.HasField("first_crc")
+        }
+        values = value_of(initial())
+        for shard in self.partition.shards if replies[0].origin else ():
+            if shard.shard_id in crcs and crc32(values(shard).data) != crcs[shard.shard_id]:
+                # Of worker 0, or of one without a number, somebody may have meant the parameters to be the run's.
+                level = logging.INFO if self.launch.worker_index else logging.WARNING
+                words = "this worker's own parameters differ from those of run %s, %s, which replace them"
+                logger.log(level, words, self.sender.run_id, replies[0].origin)
+                return
+
     def _greet_all(self, connections: Sequence[Connection], first: HelloReply | None) -> list[HelloReply]:
         """Take the run's tables over from server 0, and say Hello to the other contacts."""
         leader, *others = connections
@@ -340,6 +375,7 @@ class Handshake:
             process_id=os.getpid(),
             device=self._device,
             replica=self._peers.name,
+            yields=self._is_worker and self._yields,
         )
         if self._is_worker and self.whole is not None and self._optimizer is not None:
             request.model.MergeFromString(self.whole.model.spec)
@@ -358,10 +394,9 @@ class Initialization:
         """`opening`: the first message to each server, without the server's index."""
         if not callable(values):
             check_vectors(values, partition.model, FLOAT32.dtype, what="initial parameters")
-            values = partial(part_of, values)
         self.partition = partition
         self._opening = opening
-        self._values = values
+        self._values = value_of(values)
 
     def send_to(self, connection: Connection, channel: GrpcChannel) -> None:
         """Send a server its shards. Server 0 must be last, since its reply makes the run ready for all workers."""
@@ -420,6 +455,11 @@ class InitializeLease:
                 self.loss()
             except PypsError:
                 self._lost = True
+
+
+def value_of(values: Values) -> Callable[[ShardRange], Vector]:
+    """Return a function of a shard's values."""
+    return values if callable(values) else partial(part_of, values)
 
 
 def model_of_run(launch: Launch) -> Model | None:

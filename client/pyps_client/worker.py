@@ -162,9 +162,9 @@ class Worker:
         self._joined, first = True, replies[0]
         self.view.meet(pull_needed=True)
         logger.info(
-            "%s joined run %s on %s (%s, %s, staleness %s)",
+            "%s joined run %s on %s (%s, %s, staleness %s), %s",
             *(self.sender.worker_id, first.run_id, ", ".join(each.address for each in servers.connections)),
-            *(first.optimizer.rule, first.protocol, first.staleness),
+            *(first.optimizer.rule, first.protocol, first.staleness, first.origin or "begun before"),
         )
 
     def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:

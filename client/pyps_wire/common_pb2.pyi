@@ -170,16 +170,18 @@ class Extent(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class ShardVersion(_message.Message):
-    __slots__ = ("shard_id", "version", "next_rate", "examples")
+    __slots__ = ("shard_id", "version", "next_rate", "examples", "first_crc")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_RATE_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CRC_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     version: int
     next_rate: float
     examples: int
-    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., next_rate: _Optional[float] = ..., examples: _Optional[int] = ...) -> None: ...
+    first_crc: int
+    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., next_rate: _Optional[float] = ..., examples: _Optional[int] = ..., first_crc: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("shard_id", "sequence", "outcome", "reason", "message", "duplicate", "version_before", "version_after", "staleness", "rate", "rate_scale", "weight", "num_workers", "epoch", "min_version", "ask_to_proceed", "batch_size", "waiting_for", "durable_version", "next_rate", "examples")

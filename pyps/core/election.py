@@ -62,12 +62,14 @@ class Election:
         *,
         now: float,
         is_over: Callable[[str, int], bool] = lambda worker_id, incarnation: False,
+        yields: bool = False,
     ) -> Term | None:
         """Return the worker's term if it has the turn, None if another has it or there is a run.
 
-        A turn ends with its lease, or when `is_over` returns True for the worker's life.
+        A turn ends with its lease, or when `is_over` returns True for the worker's life. A worker that `yields` never
+        has the first turn.
         """
-        if self._run_id is not None:
+        if self._run_id is not None or (yields and self._term is None):
             return None
         current, expires_at = self._term, now + self.lease_seconds
         if current is None:

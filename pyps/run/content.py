@@ -38,6 +38,9 @@ class Content:
     partition: Partition | None = None
     # This server's, by id.
     shards: Mapping[int, Store] = field(default_factory=dict)
+    # What the parameters here began with, in words, and the CRC-32 of each shard's.
+    origin: str = ""
+    first_crcs: Mapping[int, int] = field(default_factory=dict)
     # The vectors that a coordinator keeps on each shard.
     machine: VectorMachine | None = None
     # Held for all shards of a push or a pull, where the protocol wants one mutex for the model.

@@ -68,6 +68,8 @@ class Greeting:
     # Of a process of a replica: the replica's name.
     replica: str = ""
     secret: bytes = field(default=b"", repr=False)
+    # It leaves the first turn to initialise to another worker.
+    yields: bool = False
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ parts in calls of their own, in parallel; the server is ready when all are there
 from __future__ import annotations
 
 from functools import partial
+from zlib import crc32
 
 from pyps.core import rules
 from pyps.core.arrays import Floats
@@ -129,6 +130,8 @@ def make_content(
     now: float,
 ) -> ReadyContent:
     """Make this server's shards of the run, which own the arrays of `states` then."""
+    version = max((state.version for state in states.values()), default=0)
+    first_crcs = {shard_id: crc32(state.parameters.data) for shard_id, state in states.items()}
     config, recorder = rounds.config, rounds.recorder
     lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
     make = Shard if recorder is None else partial(LoggedShard, recorder=recorder)
@@ -164,4 +167,6 @@ def make_content(
         machine=VectorMachine(shards, bytes_max=config.max_vector_bytes, logged=recorder is not None),
         ready_at=now,
         initializer=run.claim if isinstance(run, Opening) else None,
+        origin=f"begun by {run.name}" if isinstance(run, Opening) else f"resumed from a checkpoint of update {version}",
+        first_crcs=first_crcs,
     )

@@ -153,8 +153,12 @@ class Run:
             self.rounds.carry_out(joined)
             if self.is_ready or greeting.server_index != 0:
                 return 0
-            is_over = self.membership.is_over
-            term = self.election.elect(greeting.name, greeting.incarnation, now=now, is_over=is_over)
+            term = self.election.elect(
+                *(greeting.name, greeting.incarnation),
+                now=now,
+                is_over=self.membership.is_over,
+                yields=greeting.yields,
+            )
             if term is None:
                 return 0
             log.info("worker elected to initialise the run", worker=greeting.name, term=term.number)

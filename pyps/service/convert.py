@@ -153,6 +153,7 @@ def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Gre
         parts=tuple(request.parts),
         replica=request.replica,
         secret=b"" if observer else request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN),
+        yields=request.yields,
     )
 
 
@@ -326,9 +327,16 @@ def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
 
 
 def shard_versions(run: Run) -> list[common.ShardVersion]:
+    content = run.content
     return [
-        common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.next_rate, examples=shard.examples)
-        for i, shard in run.content.shards.items()
+        common.ShardVersion(
+            shard_id=i,
+            version=shard.version,
+            next_rate=shard.next_rate,
+            examples=shard.examples,
+            first_crc=content.first_crcs.get(i),
+        )
+        for i, shard in content.shards.items()
     ]
 
 
@@ -362,6 +370,7 @@ def hello_reply(
         num_servers=run.content.num_servers,
         control_address=control_address,
         secret=secret,
+        origin=run.content.origin,
         **_changeable(run),
     )
     for offer in offers:

@@ -20,6 +20,7 @@ from client_support import (
     start_servers,
 )
 from pyps_client import (
+    Client,
     Launch,
     LimitExceeded,
     ModelMismatch,
@@ -39,7 +40,7 @@ from pyps_client.transport.connection import Connection
 from pyps_client.transport.grpc import GrpcChannel, open_channel
 from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.partition import partition
-from support import inspect, replace_file, server_port, wait_until
+from support import inspect, replace_file, server_port, wait_until, workers_of
 
 # How long an initialiser may be silent is bounded by the lease.
 SHORT_LEASE = ("--lease-seconds", "6", "--heartbeat-seconds", "0.3")
@@ -325,3 +326,37 @@ def test_a_model_beyond_the_message_limit_is_refused_first(start_server, shard_s
         status = inspect(server.control, "GetStatus")
         assert (status.run_id, status.num_shards) == ("", 0)
         assert status.tally.bytes_in < 10_000
+
+
+def test_worker_0_founds_the_run_though_others_came_before_who_are_told_what_replaced_their_own(start_server, caplog):
+    started = start_servers(start_server, 2)
+    servers = addresses(started)
+    caplog.set_level("INFO", "pyps.client")
+
+    def join(index: int) -> Client:
+        return make_client(
+            servers, tensors=small_model(seed=index % 2), worker_id=f"worker-{index}", worker_index=index
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(join, index) for index in (1, 2)]
+        wait_until(lambda: len(workers_of(started[0].control)) == 2, what="two workers that wait")
+        clients = [join(0), *(other.result(60) for other in others)]
+    for client in clients:
+        with client:
+            Reference(small_model(seed=0)).check(client.pull())
+    told = [record for record in caplog.records if "differ" in record.getMessage()]
+    assert [record.getMessage() for record in told] == [
+        f"this worker's own parameters differ from those of run {clients[0].session.run_id}, begun by worker-0, "
+        "which replace them"
+    ], "worker 2 has equal ones"
+
+
+def test_another_worker_founds_the_run_where_worker_0_does_not_come(start_server, caplog):
+    server = start_server()
+    with make_client(server.data, worker_id="worker-3", worker_index=3, start_wait_seconds=2) as client:
+        Reference(small_model()).check(client.pull())
+    assert "worker 0 sent no parameters (it has not come, or ended): the run begins with those of wo" in caplog.text
+    with make_client(server.data, tensors=small_model(seed=1), worker_id="worker-0", worker_index=0):
+        [told] = [record for record in caplog.records if "differ" in record.getMessage()]
+    assert (told.levelname, told.args) == ("WARNING", (client.session.run_id, "begun by worker-3"))

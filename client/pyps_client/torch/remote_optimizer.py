@@ -122,9 +122,10 @@ class RemoteOptimizer(OfRun):
         optimizer = RemoteOptimizer(model, torch.optim.Adam(model.parameters(), lr=0.001), servers="host:7610")
 
     The worker joins the run at its first `zero_grad`, forward pass or `step`, or where a property of the run is read;
-    `join` does so at once. Until then the model may be loaded or initialized: the first worker's parameters become
-    those of a new run. Then the model has the run's parameters, and only `step` may change them: the first step refuses
-    parameters that were written since, and later writes are overwritten, with a warning.
+    `join` does so at once. Until then the model may be loaded or initialized: worker 0's parameters, or the first
+    worker's where there are no numbers, become those of a new run. Then the model has the run's parameters, and only
+    `step` may change them: the first step refuses parameters that were written since, and later writes are overwritten,
+    with a warning.
 
     On the worker that owns the schedule, torch's schedulers or the script may change learning rate and momentum (Adam's
     betas[0]); no other setting may change. Parameters that are not the optimizer's stay each worker's own.
