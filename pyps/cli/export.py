@@ -80,9 +80,9 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
                 f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
                 f"{other.run_id!r} on {other.num_servers}, or their shards are others: name checkpoints of one run"
             )
-        for shard_id, values in checkpoint.parameters():
+        for shard_id, state, _ in checkpoint.read():
             shard = plan.shard(shard_id)
-            vectors[shard.group][shard.offset : shard.offset + shard.length] = values
+            vectors[shard.group][shard.offset : shard.offset + shard.length] = state.parameters
             missing.discard(shard_id)
     if missing:
         servers = ", ".join(map(str, sorted({plan.server_of(shard_id) for shard_id in missing})))
@@ -96,10 +96,10 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
 
 
 def _open(folder: Path) -> Checkpoint:
+    if folder.is_file():
+        return Checkpoint(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
-    if (folder / "manifest.json").exists():
-        return Checkpoint(folder)
     checkpoint = newest(folder)
     if checkpoint is None:
         raise CheckpointError(f"there is no whole checkpoint in {folder}")

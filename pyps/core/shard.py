@@ -96,6 +96,8 @@ class Shard:
         self.learning_rate = self.hyperparameters["learning_rate"] if learning_rate is None else learning_rate
         self.version = version
         self.examples = examples
+        # How often something changed that no version says: the ledger, gradients that wait, rates.
+        self.moves = 0
         self.finished = False
         self._parameters = take(parameters)
         self._readable = read_only(self._parameters)
@@ -206,6 +208,7 @@ class Shard:
             if learning_rate is not None:
                 self.learning_rate = learning_rate
                 self.rate_is_set = True
+                self.moves += 1
             reached = self._reached()
         wake_all(reached)
         return updates
@@ -415,6 +418,7 @@ class Shard:
         elif isinstance(decision, Acknowledge):
             self.examples += gradient.example_count
         self._ledger.record(gradient.worker_id, gradient.incarnation, receipt, roster=roster)
+        self.moves += 1
         brought = None
         if reply is not None:
             brought = self._bring(reply, held_version, receipt, gradient.worker_id, written=update is not None)

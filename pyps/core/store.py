@@ -65,6 +65,8 @@ class Store(Protocol):
     kind: PayloadKind
     # The number of updates so far.
     version: int
+    # With the version it says whether anything has changed that a checkpoint holds.
+    moves: int
     # The newest version that a checkpoint holds. Set by the checkpoint's writer.
     durable_version: int
     # The number of examples behind the applied gradients.

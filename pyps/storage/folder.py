@@ -1,37 +1,34 @@
-"""All checkpoints of one server: numbered folders in a folder that one server owns at a time.
+"""All checkpoints of one server: numbered manifests in a folder that one server owns at a time.
 
-checkpoint-00000006/   complete ones; the newest few are kept
-checkpoint-00000007/
-forgotten-00000005/    checkpoints of runs that `pyps reset` made the server forget; never read, never removed
-epoch                  the last epoch that a server with this folder served under
-.lock                  held by the running server
-.writing-…, .old-…     unfinished work of a server that was killed; removed by the next
+checkpoint-00000006.json    complete ones; the newest few are kept
+checkpoint-00000007.json
+forgotten-00000005.json     checkpoints of runs that `pyps reset` made the server forget; never read, never removed
+shards/                     the files that they name
+epoch                       the last epoch that a server with this folder served under
+.lock                       held by the running server
+.writing-…                  unfinished work of a server that was killed; removed by the next
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
 
 from pyps import logs
 from pyps.run_header import RestoredRun, Snapshot
-from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, write
-from pyps.storage.disk import FILE_MODE, FOLDER_MODE, Disk
+from pyps.storage.checkpoint import SHARDS, Checkpoint, CheckpointDamaged, CheckpointError, Writer, files_of
+from pyps.storage.disk import UNFINISHED, Disk, InUse
 
 log = logs.get("pyps.checkpoint")
 
-_NAME = re.compile(r"checkpoint-(\d+)")
-_USED_NAME = re.compile(r"(?:checkpoint|forgotten)-(\d+)")
+# Without the ending it is a folder of an earlier format.
+_NAME = re.compile(r"checkpoint-(\d+)(?:\.json)?")
+_USED_NAME = re.compile(r"(?:checkpoint|forgotten)-(\d+)(?:\.json)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,7 @@ class Saved:
     """A checkpoint just written."""
 
     path: Path
+    # Of the shards that had moved.
     num_bytes: int
     seconds: float
 
@@ -62,7 +60,7 @@ class CheckpointFolder:
         self._notify = notify
         self._keep = keep
         self._disk = disk or Disk()
-        self._lock_file = _take(path)
+        self._writer = Writer(path, self._disk)
         self._saving = threading.Lock()
         # The checkpoint that this server wrote or resumed from last; None before the first.
         self.newest: Path | None = None
@@ -71,14 +69,24 @@ class CheckpointFolder:
         # Why the last try to write one failed, empty where it did not, and how many failed.
         self.failure = ""
         self.failures = 0
-        for leftover in [*path.glob(".writing-*"), *path.glob(".old-*")]:
-            self._disk.remove_folder(leftover)
+        try:
+            self._ownership = self._disk.own(path)
+        except InUse as error:
+            raise CheckpointError(
+                f"the checkpoint folder {path} is in use by {error}: give each server a folder of its own"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint folder {path} cannot be used: {error.strerror}; name one with room that this server "
+                "may read and write"
+            ) from None
+        self._remove_unnamed()
 
     def require_empty(self) -> None:
         """Raise CheckpointError when there are checkpoints: a new run must not be mixed with an old one."""
-        if paths := checkpoint_paths(self.path):
+        if paths := checkpoint_paths(self.path, self._disk):
             raise CheckpointError(
-                f"the checkpoint folder {self.path} holds {_described(paths[0])}: "
+                f"the checkpoint folder {self.path} holds {_described(paths[0], self._disk)}: "
                 "go on from it with --resume, or name another folder"
             )
 
@@ -87,12 +95,12 @@ class CheckpointFolder:
 
         Damaged ones are skipped, with a log line each. Raises CheckpointError when all are damaged.
         """
-        paths = checkpoint_paths(self.path)
+        paths = checkpoint_paths(self.path, self._disk)
         if not paths:
             return None
         for path in paths:
             try:
-                checkpoint = Checkpoint(path)
+                checkpoint = Checkpoint(path, self._disk)
                 restored = checkpoint.load()
             except CheckpointDamaged as error:
                 log.error("checkpoint ignored", path=path, reason=error)
@@ -133,7 +141,7 @@ class CheckpointFolder:
         reset, when they cannot be listed. With `validate_only`, `reset` changes nothing either.
         """
         with self._saving:
-            paths = checkpoint_paths(self.path)
+            paths = checkpoint_paths(self.path, self._disk)
             reset(run_id)
             if validate_only:
                 return
@@ -151,138 +159,125 @@ class CheckpointFolder:
                     ) from None
                 log.info("checkpoint set aside", run=run_id, path=aside)
 
+    def prune(self, keep: int) -> int:
+        """Remove all but the newest `keep` checkpoints and the files that no other names; return how many went.
+
+        Raises OSError, and CheckpointError where they cannot be listed.
+        """
+        doomed = checkpoint_paths(self.path, self._disk)[keep:]
+        # The oldest first: a process that ends midway leaves the newest.
+        for path in reversed(doomed):
+            self._disk.remove(path)
+        if doomed:
+            # A name must not come back without its files.
+            self._disk.sync_folder(self.path)
+        self._remove_unnamed()
+        return len(doomed)
+
     def close(self) -> None:
-        self._lock_file.close()
+        self._ownership.close()
 
     def _write(self, snapshot: Snapshot) -> Saved:
         started = time.monotonic()
-        temporary: Path | None = None
         try:
-            self._retake_if_replaced()
-            number = max(_numbers(self.path, _USED_NAME), default=0) + 1
-            temporary = self.path / f".writing-{number:08d}"
-            final = self.path / f"checkpoint-{number:08d}"
-            self._disk.make_folder(temporary)
-            num_bytes, versions = write(temporary, snapshot, disk=self._disk)
-            self._disk.sync_folder(temporary)
-            self._disk.rename(temporary, final)
-            self._disk.sync_folder(self.path)
-        except (OSError, MemoryError) as error:
-            if temporary is not None:
-                self._disk.remove_folder(temporary)
-            reason = error.strerror if isinstance(error, OSError) else "the memory does not suffice"
-            kept = self.newest is not None and self.newest.exists()
-            survivor = f"{self.newest} stays the newest" if kept else "there is none before it"
+            if self._ownership.require():
+                self._writer.forget()
+            number = max(_numbers(self._disk.sizes(self.path), _USED_NAME), default=0) + 1
+            path = self.path / f"checkpoint-{number:08d}.json"
+            num_bytes, versions = self._writer.write(path, snapshot)
+        except (OSError, MemoryError, InUse) as error:
+            self._remove_unnamed()
+            reason = str(error) if isinstance(error, InUse) else "the memory does not suffice"
+            reason = str(error.strerror) if isinstance(error, OSError) else reason
+            survivor = f"{self.newest} stays the newest" if self._newest_is_there() else "there is none before it"
             raise CheckpointError(f"no checkpoint could be written in {self.path}: {reason}; {survivor}") from None
-        self.newest, self.saved_at = final, time.time()
+        self.newest, self.saved_at = path, time.time()
         for shard_id, version in versions.items():
             snapshot.shards[shard_id].durable_version = version
-        self._remove_old()
-        saved = Saved(final, num_bytes, time.monotonic() - started)
-        log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
-        return saved
-
-    def _retake_if_replaced(self) -> None:
-        """Take the folder again where it was removed and made again, as a volume that is mounted again."""
-        lock = self.path / ".lock"
-        if not self.path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the folder is gone, make it again")
-        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock_file.fileno())):
-            taken = _take(self.path)
-            self._lock_file.close()
-            self._lock_file = taken
-
-    def _remove_old(self) -> None:
         try:
-            for path in checkpoint_paths(self.path)[self._keep :]:
-                # Renamed first: a process that ends midway leaves no checkpoint without its files.
-                doomed = path.with_name(f".old-{path.name}")
-                self._disk.rename(path, doomed)
-                self._disk.remove_folder(doomed)
+            self.prune(self._keep)
         except (OSError, CheckpointError) as error:
             # The new one is written all the same.
             log.warning("an old checkpoint could not be removed", folder=self.path, reason=error)
+        saved = Saved(path, num_bytes, time.monotonic() - started)
+        log.info("checkpoint written", path=path, bytes=saved.num_bytes, seconds=saved.seconds)
+        return saved
+
+    def _newest_is_there(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.newest is not None and self.newest.name in self._disk.sizes(self.path)
+        return False
+
+    def _remove_unnamed(self) -> None:
+        """Remove what is unfinished, and the files of shards that no checkpoint names, as far as that is possible."""
+        try:
+            names = self._disk.sizes(self.path)
+            files = self._disk.sizes(self.path / SHARDS) if SHARDS in names else {}
+            unfinished = [self.path / name for name in names if name.startswith(UNFINISHED)]
+            unfinished += [self.path / SHARDS / name for name in files if name.startswith(UNFINISHED)]
+            for path in unfinished:
+                self._disk.remove(path)
+            manifests = [name for name in names if _USED_NAME.fullmatch(name) and name.endswith(".json")]
+            named = set().union(*(files_of(self.path / name, self._disk) for name in manifests))
+            for file in files.keys() - named:
+                self._disk.remove(self.path / SHARDS / file)
+        except FileNotFoundError:
+            # The folder is gone.
+            return
+        except (OSError, CheckpointDamaged) as error:
+            # What a damaged checkpoint names is not known.
+            log.warning("files that no checkpoint needs may be left", folder=self.path, reason=error)
 
     def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Note, durably, that the next epoch is taken: two lives of a server never serve under one epoch."""
         epochs = [restored.header.epoch]
         with contextlib.suppress(OSError, ValueError):
-            epochs.append(int((self.path / "epoch").read_text(encoding="utf-8")))
-        for path in checkpoint_paths(self.path):
+            epochs.append(int(self._disk.read(self.path / "epoch")))
+        for path in checkpoint_paths(self.path, self._disk):
             with contextlib.suppress(CheckpointDamaged):
-                epochs.append(Checkpoint(path).header.epoch)
-        temporary = self.path / ".writing-epoch"
-        temporary.unlink(missing_ok=True)
+                epochs.append(Checkpoint(path, self._disk).header.epoch)
         try:
-            with self._disk.create(temporary) as file:
-                self._disk.write(file, f"{max(epochs) + 1}\n".encode())
-                self._disk.sync(file)
-            self._disk.rename(temporary, self.path / "epoch")
+            self._disk.put(self.path / "epoch", [f"{max(epochs) + 1}\n".encode()])
             self._disk.sync_folder(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
         return replace(restored, header=replace(restored.header, epoch=max(epochs)))
 
 
-def newest(path: Path) -> Checkpoint | None:
-    """Return the newest checkpoint in a folder whose manifest is whole, or None. Takes no lock."""
-    for checkpoint_path in checkpoint_paths(path):
+def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint in a folder whose manifest and files are there, or None. Takes no lock."""
+    for checkpoint_path in checkpoint_paths(path, disk):
         try:
-            return Checkpoint(checkpoint_path)
+            checkpoint = Checkpoint(checkpoint_path, disk)
+            checkpoint.require_files()
         except CheckpointDamaged as error:
             log.warning("checkpoint ignored", path=checkpoint_path, reason=error)
+        else:
+            return checkpoint
     return None
 
 
-def checkpoint_paths(path: Path) -> list[Path]:
+def checkpoint_paths(path: Path, disk: Disk | None = None) -> list[Path]:
     """Return the checkpoints in a folder, whole or not, newest first. Raises CheckpointError."""
     try:
-        numbers = sorted(_numbers(path, _NAME), reverse=True)
+        names = [name for name in (disk or Disk()).sizes(path) if _NAME.fullmatch(name)]
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {path} cannot be listed: {error.strerror}; make it readable first"
         ) from None
-    return [path / f"checkpoint-{number:08d}" for number in numbers]
+    return [path / name for name in sorted(names, key=lambda name: _numbers([name], _NAME), reverse=True)]
 
 
-def _numbers(path: Path, name: re.Pattern[str]) -> list[int]:
-    matches = (name.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
-    return [int(match[1]) for match in matches if match]
+def _numbers(names: Iterable[str], pattern: re.Pattern[str]) -> list[int]:
+    return [int(match[1]) for match in map(pattern.fullmatch, names) if match]
 
 
-def _described(path: Path) -> str:
+def _described(path: Path, disk: Disk) -> str:
     try:
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(path, disk)
     except CheckpointDamaged:
         return f"{path.name}, which is damaged"
     return (
         f"{path.name} of run {checkpoint.header.run_id!r} at version {checkpoint.version_max}, "
         f"written {checkpoint.written}"
     )
-
-
-def _take(path: Path) -> FileIO:
-    """Make the folder where it is missing and lock it; the lock ends with the returned file."""
-    with contextlib.ExitStack() as undo:
-        try:
-            path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            # No link is followed: who may write in the folder must not make the server write elsewhere.
-            descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-            file = undo.enter_context(FileIO(descriptor, "r+"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            # Its entries must be readable, too.
-            next(path.iterdir(), None)
-        except BlockingIOError:
-            owner = file.read().decode(errors="replace").strip() or "another process"
-            raise CheckpointError(
-                f"the checkpoint folder {path} is in use by {owner}: give each server a folder of its own"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint folder {path} cannot be used: {error.strerror}; name one with room that this server "
-                "may read and write"
-            ) from None
-        undo.pop_all()
-    return file

@@ -132,7 +132,7 @@ def test_the_page_runs_as_it_stands(cluster, tmp_path):
             assert re.search(r"worker-1 pid=.* epoch 19, update", script.output())
         assert function.wait() == 0
         assert re.search(r"^\[\S+, \S+\]$", function.output(), re.M)
-    assert list(tmp_path.glob("checkpoints/server-1/*/manifest.json"))
+    assert list(tmp_path.glob("checkpoints/server-1/checkpoint-*.json"))
     with cluster.start(*shlex.split(replicas), cwd=tmp_path) as script:
         assert script.wait() == 0
         # The first process of each prints, and the whole model is trained by two workers.
@@ -158,7 +158,7 @@ def test_workers_of_a_dead_node_go_on_elsewhere_or_the_run_ends_without_them(clu
 def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(cluster, tmp_path):
     kept = tmp_path / "kept"
     with cluster.train(tmp_path, servers=2, workers=2, checkpoint_dir=str(kept), checkpoint_seconds=0.2) as job:
-        wait_until(lambda: len(lives(tmp_path)) == 2 and list(kept.glob("server-0/*/manifest.json")))
+        wait_until(lambda: len(lives(tmp_path)) == 2 and list(kept.glob("server-0/checkpoint-*.json")))
         # With its actor alone it still saves, and then makes room for the next.
         [server] = serving(str(kept / "server-0"))
         server.parent().kill()
@@ -253,7 +253,7 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how, enviro
         assert "pyps: server-0" not in job.output()
         assert "Traceback" not in job.output()
     wait_until(lambda: not living(tmp_path) and not serving(str(kept)))
-    assert list(kept.glob("server-0/*/manifest.json"))
+    assert list(kept.glob("server-0/checkpoint-*.json"))
 
 
 @pytest.mark.parametrize(

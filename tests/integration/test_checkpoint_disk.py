@@ -39,22 +39,24 @@ def test_a_disk_without_room_is_one_error_and_the_run_goes_on(start_server_proce
         worker.push(worker.push_request(1.0))
         first = inspect(server.control, "SaveCheckpoint").path
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        # What has not moved is not written again.
+        worker.push(worker.push_request(1.0, base_version=1))
         with pytest.raises(grpc.RpcError) as refused:
             inspect(server.control, "SaveCheckpoint")
         assert f"no checkpoint could be written in {folder}" in refused.value.details()
         assert f"{first} stays the newest" in refused.value.details()
         status = inspect(server.control, "GetStatus")
         assert status.checkpoint_failure == refused.value.details()
-        assert (status.durable_version, status.version_min) == (1, 1)
+        assert (status.durable_version, status.version_min) == (1, 2)
         # The run is none the worse, the older checkpoint whole, and nothing half-written lies about.
-        receipt = worker.push(worker.push_request(1.0, base_version=1))[0]
-        assert (receipt.version_after, receipt.durable_version) == (2, 1)
-        left = sorted(path for path in folder.iterdir() if path.is_dir())
-        assert str(left[-1]) == first and all(path.name.startswith("checkpoint-") for path in left)
+        receipt = worker.push(worker.push_request(1.0, base_version=2))[0]
+        assert (receipt.version_after, receipt.durable_version) == (3, 1)
+        assert str(max(folder.glob("checkpoint-*"))) == first
+        assert not [*folder.rglob(".writing*")]
         assert Checkpoint(Path(first)).load().shards[0].version == 1
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         second = inspect(server.control, "SaveCheckpoint").path
-        assert Checkpoint(Path(second)).load().shards[0].version == 2
+        assert Checkpoint(Path(second)).load().shards[0].version == 3
         assert inspect(server.control, "GetStatus").checkpoint_failure == ""
         told = events_of(server, "checkpoint")
         assert len(told) == 2 and "checkpoints can be written again" in told[1]

@@ -15,7 +15,7 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.vectors.machine import VectorMachine
 from pyps.core.vectors.program import Instruction, Operation
 from pyps.run_header import RestoredRun, Snapshot
-from pyps.storage.checkpoint import Checkpoint, CheckpointError
+from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import CheckpointFolder
 from sandblaster import BYTES_MAX, Driver, fill, make_machine, make_shards
 from shards import HEADER, run_together
@@ -96,9 +96,10 @@ def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder):
     assert (driver.parameters() == 77).all()
     assert all((shard.parameters == 1).all() for shard in folder.resume().shards.values())
     assert folder.resume().shards[0].version == driver.shards[0].version
-    assert (load_file(path / "parameters.safetensors")["shard-000002"] == 1).all()
-    vectors = load_file(path / "vectors.safetensors")
-    assert set(vectors) == {f"shard-00000{i}.{name}" for i in (0, 2) for name in ("g", "s1", "y1")}
+    for entry in Checkpoint(path).shards.values():
+        arrays = load_file(folder.path / "shards" / entry.file)
+        assert (arrays["parameters"] == 1).all()
+        assert {"vector.g", "vector.s1", "vector.y1"} < set(arrays)
 
 
 def test_checkpoints_written_amid_programs_each_hold_one_iteration(folder):
@@ -139,8 +140,7 @@ def test_a_machine_to_which_nobody_came_leaves_no_trace(folder):
 
     path = save(folder, driver)
 
-    assert not (path / "vectors.safetensors").exists()
-    assert "vector_machine" not in json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    assert "vector_machine" not in json.loads(path.read_text(encoding="utf-8"))
     assert folder.resume().machine is None and folder.resume().work is None
 
 
@@ -160,17 +160,3 @@ def test_the_queue_s_state_comes_back_as_it_was(folder):
     save(folder, make_machine(lengths=LENGTHS), work=work)
 
     assert folder.resume().work == {**work, "by_portion": {"4": "w1", "11": "w0"}}
-
-
-def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder):
-    driver = begun()
-    iterate(driver, 1)
-    path = save(folder, driver) / "vectors.safetensors"
-    content = path.read_bytes()
-    for damaged in (content[:-8], content[:-1] + bytes([content[-1] ^ 1]), None):
-        path.unlink()
-        if damaged is not None:
-            path.write_bytes(damaged)
-
-        with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-            folder.resume()

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 from pyps.config import resolve
 from pyps.run.run import Run
-from pyps.storage.checkpoint import Checkpoint, write
+from pyps.storage.checkpoint import Checkpoint, Writer
 from pyps.storage.disk import Disk
 from pyps_wire.partition import Model, Tensor
 from shards import serving as serve
@@ -39,11 +39,12 @@ def test_first_parameters_are_held_once_and_the_message_at_hand_beside_them():
 
 def test_a_restored_model_is_held_once(tmp_path):
     run = serving()
-    write(tmp_path, run.snapshot(), disk=Disk())
+    path = tmp_path / "checkpoint-00000001.json"
+    Writer(tmp_path, Disk()).write(path, run.snapshot())
 
     def restored() -> Run:
         fresh = Run(resolve({}, {}, warn=print))
-        fresh.restore(Checkpoint(tmp_path).load())
+        fresh.restore(Checkpoint(path).load())
         return fresh
 
     assert peak_bytes(restored) < 2 * MODEL_BYTES + 2 * SHARD_BYTES + MARGIN_BYTES
