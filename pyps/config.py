@@ -144,6 +144,9 @@ class ServerConfig:
     checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
     checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
     checkpoint_keep: int = setting(3, "Checkpoints to keep.", minimum=1)
+    init_from: Path | None = setting(
+        None, "File with the parameters that a new run begins with: .safetensors, or a state dict that torch saved."
+    )
     resume: bool = setting(False, "Start from the newest complete checkpoint in the folder.")
     log_format: str = setting("text", "How log lines look.", choices=("text", "json"))
     log_level: str = setting("info", "The least serious lines to log.", choices=("debug", "info", "warning", "error"))

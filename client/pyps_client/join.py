@@ -94,9 +94,8 @@ class Handshake:
         # The caller's parts of it.
         self.partition = partition and own_partition(partition, parts, peers)
         self._joined = False
-        # Whether it leaves the run's first parameters to worker 0, and whether it has sent them itself.
+        # Whether it leaves the run's first parameters to worker 0.
         self._yields = launch.worker_index not in (None, 0)
-        self._founded = False
         self._optimizer = optimizer
         self._device = device
         self._codecs = codecs
@@ -120,7 +119,7 @@ class Handshake:
             agreed(self._peers, partial(self._check_transport, connections, self.partition))
         first = self._await_parameters(connections, initial)
         replies = agreed(self._peers, partial(self._greet_all, connections, first))
-        if initial is not None and self._peers.index == 0 and not self._founded:
+        if initial is not None and self._peers.index == 0:
             self._tell_what_differs(replies, initial)
         return replies
 
@@ -262,7 +261,6 @@ class Handshake:
                         self._peers.name or self.sender.worker_id,
                     )
                 problem = self._initialize(connections, reply, initial)
-                self._founded = not problem
                 if not problem:
                     continue
             else:
@@ -328,17 +326,17 @@ class Handshake:
     def _tell_what_differs(self, replies: Sequence[HelloReply], initial: Callable[[], Values]) -> None:
         """Log that the run did not begin with this worker's own parameters, where that is so."""
         assert self.partition is not None
-        crcs = {
-            each.shard_id: each.first_crc for reply in replies for each in reply.shards if each.HasField("first_crc")
-        }
+        origin, by = replies[0].origin, "begun by "
+        shards = [each for reply in replies for each in reply.shards if each.HasField("first_crc")]
+        crcs = {each.shard_id: each.first_crc for each in shards}
+        if not crcs or origin == by + (self._peers.name or self.sender.worker_id):
+            return
         values = value_of(initial())
-        for shard in self.partition.shards if replies[0].origin else ():
-            if shard.shard_id in crcs and crc32(values(shard).data) != crcs[shard.shard_id]:
-                # Of worker 0, or of one without a number, somebody may have meant the parameters to be the run's.
-                level = logging.INFO if self.launch.worker_index else logging.WARNING
-                words = "this worker's own parameters differ from those of run %s, %s, which replace them"
-                logger.log(level, words, self.sender.run_id, replies[0].origin)
-                return
+        if any(crc32(values(shard).data) != crcs.get(shard.shard_id) for shard in self.partition.shards):
+            # Of worker 0, or of one without a number, somebody may have meant the parameters to be the run's.
+            level = logging.WARNING if origin.startswith(by) and not self.launch.worker_index else logging.INFO
+            words = "this worker's own parameters differ from those of run %s, %s, which replace them"
+            logger.log(level, words, self.sender.run_id, origin)
 
     def _greet_all(self, connections: Sequence[Connection], first: HelloReply | None) -> list[HelloReply]:
         """Take the run's tables over from server 0, and say Hello to the other contacts."""

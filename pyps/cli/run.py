@@ -50,7 +50,7 @@ Verbose = Annotated[
 ]
 
 
-@with_settings(*OF_A_JOB, *KEPT, "update_log", "log_gradients")
+@with_settings(*OF_A_JOB, *KEPT, "init_from", "update_log", "log_gradients")
 def run(
     command: WorkerCommand,
     servers: LocalServers = 1,

@@ -7,6 +7,8 @@ parts in calls of their own, in parallel; the server is ready when all are there
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 from zlib import crc32
 
 from pyps.core import rules
@@ -23,10 +25,25 @@ from pyps.run.rounds import RoundController
 from pyps.run_header import RunHeader
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
-from pyps_wire.partition import first_difference
+from pyps_wire.partition import Model, Partition, first_difference
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
 LIVES_PER_WORKER = 4
+
+
+class ParameterSource(Protocol):
+    """The first parameters of a run in a file."""
+
+    path: Path
+
+    def check(self, model: Model) -> None:
+        """Raise ModelMismatch where the file is not of the model."""
+
+    def values(self, partition: Partition, shard_id: int) -> Floats:
+        """Return a shard's values."""
+
+    def log_unused(self, model: Model) -> None:
+        """Log what of the file is none of the model's."""
 
 
 class Initialization:
@@ -128,9 +145,9 @@ def make_content(
     rounds: RoundController,
     epoch: int,
     now: float,
+    origin: str,
 ) -> ReadyContent:
     """Make this server's shards of the run, which own the arrays of `states` then."""
-    version = max((state.version for state in states.values()), default=0)
     first_crcs = {shard_id: crc32(state.parameters.data) for shard_id, state in states.items()}
     config, recorder = rounds.config, rounds.recorder
     lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
@@ -167,6 +184,6 @@ def make_content(
         machine=VectorMachine(shards, bytes_max=config.max_vector_bytes, logged=recorder is not None),
         ready_at=now,
         initializer=run.claim if isinstance(run, Opening) else None,
-        origin=f"begun by {run.name}" if isinstance(run, Opening) else f"resumed from a checkpoint of update {version}",
+        origin=origin,
         first_crcs=first_crcs,
     )

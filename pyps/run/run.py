@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,7 +21,7 @@ from pyps.core.store import Pushed, Store
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
 from pyps.run.handshake import MEASUREMENT, Greeting, Holding, Opening, RunState
-from pyps.run.initialization import Initialization, make_content
+from pyps.run.initialization import Initialization, ParameterSource, make_content
 from pyps.run.observers import Events, Waits
 from pyps.run.rounds import Changes, RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
@@ -58,6 +59,8 @@ class Run:
         self.started_at = clock()
         # Unix time at the start, or the newest life of a worker that a restored run knows, whichever is later.
         self._began_nanoseconds = time.time_ns()
+        # The file whose values take the place of those that a worker sends first, if there is one.
+        self.source: ParameterSource | None = None
         self.waits = Waits()
         self.events = Events(clock)
         self.on_ready: Callable[[], None] = lambda: None
@@ -252,7 +255,18 @@ class Run:
             return
         try:
             opening, settings, epoch = initialization.opening, initialization.settings, self.content.epoch
-            content = make_content(opening, settings, states, rounds=self.rounds, epoch=epoch, now=self.clock())
+            if (source := self.source) is not None:
+                # A model is never held twice.
+                for shard_id in states:
+                    states[shard_id] = replace(states[shard_id], parameters=source.values(opening.partition, shard_id))
+                source.log_unused(opening.partition.model)
+            content = make_content(
+                *(opening, settings, states),
+                rounds=self.rounds,
+                epoch=epoch,
+                now=self.clock(),
+                origin=f"begun with {source.path}" if source else f"begun by {opening.name}",
+            )
             with self._initializing:
                 with self._lock:
                     if self._already_initialized(opening):
@@ -294,7 +308,14 @@ class Run:
             lives = (life.incarnation for state in restored.shards.values() for life in state.ledger.entries)
             self._began_nanoseconds = max([self._began_nanoseconds, *lives])
             settings, states, epoch = header.optimizer, dict(restored.shards), header.epoch + 1
-            content = make_content(header, settings, states, rounds=self.rounds, epoch=epoch, now=self.clock())
+            version = max((state.version for state in states.values()), default=0)
+            content = make_content(
+                *(header, settings, states),
+                rounds=self.rounds,
+                epoch=epoch,
+                now=self.clock(),
+                origin=f"resumed from a checkpoint of update {version}",
+            )
             if restored.machine is not None:
                 content.machine.restore(restored.machine)
             if restored.work is not None:
@@ -555,6 +576,8 @@ class Run:
         )
 
     def _check_initialization(self, caller: Greeting | Opening, model: Model, num_servers: int) -> RuleSettings:
+        if self.source is not None:
+            self.source.check(model)
         return handshake.check_initialization(
             *(caller, model, num_servers), config=self.config, configured=self.configured, protocol=self._aggregation
         )

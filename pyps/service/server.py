@@ -46,6 +46,7 @@ from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.folder import CheckpointFolder
+from pyps.storage.parameter_file import ParameterFile
 from pyps.storage.update_log import UpdateLog
 from pyps.units import counted, in_bytes
 from pyps_wire.allocator import keep_large_blocks
@@ -201,16 +202,20 @@ class Server:
         add_reflection(control, [INSPECTOR, health.SERVICE_NAME, _CHANNELZ])
 
     def _resume(self) -> None:
-        if self._checkpoints is None:
-            return
-        if not self._config.resume:
+        """Restore the newest checkpoint where that is asked for; else take the first parameters from their file."""
+        restored, file = None, self._config.init_from
+        if self._checkpoints is not None and not self._config.resume:
             self._checkpoints.require_empty()
-            return
-        restored = self._checkpoints.resume()
-        if restored is None:
-            log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
-        else:
+        elif self._checkpoints is not None:
+            restored = self._checkpoints.resume()
+            if restored is None:
+                log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
+        if restored is not None:
             self._run.restore(restored)
+        if file is not None and restored is None:
+            self._run.source = ParameterFile(file)
+        elif file is not None:
+            log.info("--init-from is left out: the run is resumed", file=file)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

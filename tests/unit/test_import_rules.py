@@ -133,7 +133,9 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "grpc stays in service, cli and the client's transport": lambda i: (
         i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.cli", "pyps_client.transport.grpc")
     ),
-    "the server's distribution never imports torch": lambda i: i.is_of("torch") and i.is_by("pyps"),
+    "the server's distribution imports torch only to read what torch saved": lambda i: (
+        i.is_of("torch") and i.is_by("pyps") and not (i.importer == "pyps.storage.parameter_file" and i.lazy)
+    ),
     "pyps_wire imports neither torch nor the packages above it": lambda i: (
         i.is_by("pyps_wire") and i.is_of("torch", "pyps", "pyps_client")
     ),
@@ -142,7 +144,9 @@ RULES: dict[str, Callable[[Import], bool]] = {
     ),
     # The package itself asks for torch only to say in words that RemoteOptimizer lacks it.
     "torch is imported by name only where it is needed": lambda i: (
-        i.is_of("torch") and not i.is_by(*ON_TORCH) and not (i.importer == "pyps_client" and i.lazy)
+        i.is_of("torch")
+        and not i.is_by(*ON_TORCH)
+        and not (i.importer in ("pyps_client", "pyps.storage.parameter_file") and i.lazy)
     ),
     "nothing of the client's distribution imports the server's": lambda i: (
         i.is_by("pyps_wire", "pyps_client") and i.is_of("pyps")
