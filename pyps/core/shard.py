@@ -186,12 +186,10 @@ class Shard:
         """Replace the behaviour or the base rate from the next push on; return the updates made.
 
         If the protocol changes, pending gradients become one last update under the old one (its `settle`). Raise
-        InvalidArgument, and change nothing, for an impossible rate or a protocol that cannot work with the roster.
+        InvalidArgument, and change nothing, for an impossible rate.
         """
         if learning_rate is not None:
             require_rate(learning_rate)
-        if behaviour is not None:
-            behaviour.aggregation.check(roster.num_expected)
         updates: list[Update] = []
         with self._lock:
             if self._recorder is not None:

@@ -83,6 +83,17 @@ def test_examples_of_gradients_that_wait_count_with_the_update_that_takes_them(f
         assert (run.content.examples, run.state) == (examples, state), protocol
 
 
+def test_a_run_comes_back_under_backup_workers_where_one_gradient_waits(folder: CheckpointFolder) -> None:
+    for kept in ("backup:b=1", "hardsync"):
+        # How many workers will return is not known: one has pushed.
+        shards = {i: make_shard(np.zeros(16), shard_id=i, protocol=kept, epoch=3) for i in (0, 1)}
+        push(shards[0], np.ones(16), epoch=3, workers=roster("a", "b", "c"))
+        texts, sgd = make_behaviour(kept).texts, RuleSettings.make("sgd", ({"learning_rate": 1.0},))
+        write_checkpoint(folder, shards, header=replace(HEADER, optimizer=sgd, behaviour=texts, configured=texts))
+        run = restored_run(folder, resolve({"protocol": "backup:b=1"}, {}, warn=print))
+        assert run.rounds.behaviour.aggregation.text == "backup:b=1", kept
+
+
 def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:
     shards = {
         shard_id: make_shard(np.zeros(16), shard_id=shard_id, rule="adagrad", settings={}, pending=pending)
