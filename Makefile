@@ -16,7 +16,7 @@ TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose test-engines docs pictures clean
+.PHONY: help install demo test test-all test-everything check format proto fuzz bench experiments wheel test-compose test-engines docs pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ format: $(STAMP) ## Format all sources
 
 proto: ## Generate client/pyps_wire/*_pb2* from proto/
 	scripts/generate_proto.sh
+
+fuzz: $(STAMP) ## Fuzz the C++ that reads bytes of others, with clang's libFuzzer; SECONDS=600
+	$(BIN)/python scripts/fuzz.py --seconds $(if $(SECONDS),$(SECONDS),60)
 
 bench: $(STAMP) ## Measure everything, 30 minutes; BENCH=quick: a few, BENCH=rounds,link: some; PEERS=folder of the peers' scripts
 	@test -z "$(PEERS)" || $(BIN)/python -m pip install --quiet --constraint constraints.txt grpcio-tools

@@ -69,7 +69,9 @@ struct Chunk {
       least |= bit;
       count = found;
     }
-    std::size_t equal = count == wanted ? 0 : wanted - count_from(least + 1);
+    std::size_t equal = wanted;
+    // Nothing is above the NaN of all ones.
+    if (count != wanted && least != INT32_MAX) equal -= count_from(least + 1);
     constexpr std::size_t piece = 32;
     for (std::size_t start = 0; start < size; start += piece) {
       // Few pieces have any, and to see that is faster than to look at each number.

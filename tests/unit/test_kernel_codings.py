@@ -106,7 +106,8 @@ def test_the_workers_library_sends_the_same_numbers(text, instruction_set, monke
             return None
 
     random = np.random.default_rng(1)
-    for values in [*cases(), np.resize(F(-1.0), 9000)]:
+    largest = np.full(64, 0x7FFFFFFF, np.uint32).view(F)  # NaN too.
+    for values in [*cases(), np.resize(F(-1.0), 9000), largest]:
         with np.errstate(all="ignore"), monkeypatch.context() as patch:
             expected = results(values)
             patch.setattr(native, "functions", native.load(instruction_set))
