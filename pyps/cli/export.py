@@ -18,13 +18,12 @@ from safetensors.numpy import save_file
 
 from pyps import logs
 from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe
-from pyps.storage.checkpoint import Checkpoint, CheckpointError
-from pyps.storage.folder import newest
+from pyps.storage.checkpoint_set import newest_set
 from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
 from pyps_client.credentials import read_token
-from pyps_wire.errors import ModelMismatch, PypsError
+from pyps_wire.errors import PypsError
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -66,44 +65,13 @@ def export(
 
 def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     """Return the model from the newest checkpoints of all its servers."""
-    # A job's folder has server-0, server-1...
-    sources = [one for folder in folders for one in sorted(filter(Path.is_dir, folder.glob("server-*"))) or [folder]]
-    checkpoints = [_open(source) for source in sources]
-    first = checkpoints[0]
-    model, plan = first.header.model, first.header.partition
-    vectors = [np.zeros(size, np.float32) for size in model.group_sizes]
-    missing = {shard.shard_id for shard in plan.shards}
-    for checkpoint in checkpoints:
-        mine, other = checkpoint.header, first.header
-        if (mine.run_id, mine.partition) != (other.run_id, other.partition):
-            raise ModelMismatch(
-                f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
-                f"{other.run_id!r} on {other.num_servers}, or their shards are others: name checkpoints of one run"
-            )
-        for shard_id, state, _ in checkpoint.read():
-            shard = plan.shard(shard_id)
-            vectors[shard.group][shard.offset : shard.offset + shard.length] = state.parameters
-            missing.discard(shard_id)
-    if missing:
-        servers = ", ".join(map(str, sorted({plan.server_of(shard_id) for shard_id in missing})))
-        parts = ", ".join(map(str, sorted({plan.part_of(shard_id) for shard_id in missing})))
-        of_parts = f", with shards of part {parts}" if model.num_parts > 1 else ""
-        raise CheckpointError(
-            f"the model has shards on {plan.num_servers} servers; missing here: those of server {servers}{of_parts}. "
-            "Give --checkpoint once for each server"
-        )
-    return split_tensors(model, vectors)
-
-
-def _open(folder: Path) -> Checkpoint:
-    if folder.is_file():
-        return Checkpoint(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}")
-    checkpoint = newest(folder)
-    if checkpoint is None:
-        raise CheckpointError(f"there is no whole checkpoint in {folder}")
-    return checkpoint
+    own = newest_set(folders)
+    plan = own.partition
+    vectors = [np.zeros(size, np.float32) for size in plan.model.group_sizes]
+    for shard in plan.shards:
+        state, _ = own.read_shard(shard.shard_id)
+        vectors[shard.group][shard.offset : shard.offset + shard.length] = state.parameters
+    return split_tensors(plan.model, vectors)
 
 
 def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:

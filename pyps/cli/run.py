@@ -22,7 +22,8 @@ from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.launcher.process import COORDINATOR
 from pyps.storage.checkpoint import Checkpoint
-from pyps.storage.folder import newest
+from pyps.storage.checkpoint_set import convert
+from pyps.storage.folder import checkpoint_paths, newest
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
@@ -127,7 +128,7 @@ def run_locally(
     sizes = {"num_servers": settings.num_servers, "num_workers": settings.num_workers}
     resolved = check_job(server_settings, config, **sizes)
     kept = Kept(resolved.checkpoint_dir, settings.num_servers)
-    nothing_to_resume = resolved.resume and not kept.check_servers()
+    nothing_to_resume = resolved.resume and not kept.fit_servers()
     settings = replace(
         settings,
         config=resolved,
@@ -202,16 +203,16 @@ class Kept:
         """Return the newest checkpoint of each server that has one, by the server's name."""
         return {one.name: checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))}
 
-    def check_servers(self) -> bool:
-        """Refuse to resume a run with another number of servers; return whether there is a run."""
+    def fit_servers(self) -> bool:
+        """Return whether there is a run to resume, placed on this number of servers where it was on another."""
         found = self.newest()
-        for checkpoint in found.values():
-            num_servers = checkpoint.header.num_servers
-            if num_servers != self.num_servers:
-                raise ConfigError(
-                    f"--servers is {self.num_servers}, but the run in {self.folder} has {num_servers}, each with its "
-                    f"part of the model: resume it with --servers {num_servers}"
-                )
+        before = {checkpoint.header.num_servers for checkpoint in found.values()} - {self.num_servers}
+        if self.folder and before:
+            convert([self.folder], self.folder, num_servers=self.num_servers)
+            typer.echo(
+                f"The run in {self.folder} was on {counted(before.pop(), 'server')} and goes on on {self.num_servers}. "
+                "Its older checkpoints are kept as forgotten-*.json."
+            )
         return bool(found)
 
     def after_a_death(self, name: str, *, resumed: bool) -> str:
@@ -234,7 +235,7 @@ class Kept:
             none_yet = f"{without} held none of it" if found else "the servers held none yet"
             return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
         # The job's folder stands for all servers' folders, unless an earlier job left others in it.
-        in_one = {*self.folder.glob("server-*")} == {*self.folders}
+        in_one = all(one in self.folders or not checkpoint_paths(one) for one in self.folder.glob("server-*"))
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
         command = shlex.join(["pyps", "export", "model.safetensors", *flags])
         if ended_badly:

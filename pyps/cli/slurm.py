@@ -92,7 +92,7 @@ def slurm(
         raise ConfigError(f"--folder is {folder}, but {nearest} is a file: name another")
     kept = Kept(folder, servers)
     if resume:
-        if not kept.check_servers():
+        if not kept.fit_servers():
             # An earlier job may still write some.
             typer.echo(f"There is nothing to resume in {folder} yet: without a checkpoint a new run begins.", err=True)
     elif kept.newest():

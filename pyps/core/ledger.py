@@ -7,7 +7,7 @@ import struct
 import zlib
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -57,6 +57,34 @@ class LedgerState:
     # By name, the largest incarnation among its deleted lives, and the largest sequence of that life.
     forgotten: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     lives_max: int = LIVES_MAX
+
+    @classmethod
+    def of_shard(cls, shard_id: int, states: Sequence[LedgerState]) -> LedgerState:
+        """Return the ledger of a shard that is made of others, the newest first: a push that one has is none's again.
+
+        Of a push that several answered, the receipt with the newest version is kept.
+        """
+        lives: dict[tuple[str, int], _Life] = {}
+        names: dict[str, tuple[int, int]] = {}
+        for state in states:
+            # Lives that the newest has not are older.
+            lives = {entry[:2]: _Life() for entry in state.entries if entry[:2] not in lives} | lives
+            for name, latest in state.forgotten.items():
+                names[name] = max(latest, names.get(name, latest))
+            for worker_id, incarnation, forgotten_sequence, receipts in state.entries:
+                life = lives[worker_id, incarnation]
+                life.forgotten_sequence = max(life.forgotten_sequence, forgotten_sequence)
+                life.receipts += [packed(unpacked(receipt)._replace(shard_id=shard_id)) for receipt in receipts]
+        entries = []
+        for key, life in lives.items():
+            newest = {r[: _SEQUENCE.size]: r for r in sorted(life.receipts, key=lambda r: unpacked(r).version_after)}
+            kept = sorted(newest.values())[-RECEIPTS_PER_LIFE:]
+            if len(kept) < len(newest):
+                (largest,) = _SEQUENCE.unpack_from(sorted(newest)[-RECEIPTS_PER_LIFE - 1])
+                life.forgotten_sequence = max(life.forgotten_sequence, largest)
+            entries.append(LedgerEntry(*key, life.forgotten_sequence, tuple(kept)))
+        forgotten_incarnation = max(state.forgotten_incarnation for state in states)
+        return cls(tuple(entries), forgotten_incarnation, names, max(state.lives_max for state in states))
 
     def to_plain(self) -> tuple[dict[str, Any], bytes]:
         """Return the state in plain lists, dictionaries, numbers and strings, and the receipts end to end."""

@@ -69,9 +69,10 @@ class Checkpoint:
             self.header = RunHeader.from_json(manifest)
             self.written: str = manifest["written"]
             self.shards = {entry.shard_id: entry for entry in _entries(manifest)}
-            self._work: dict[str, Any] | None = manifest.get("work")
+            self.work: dict[str, Any] | None = manifest.get("work")
             machine = manifest.get("vector_machine")
-            self._machine = None if machine is None else _machine_state(machine)
+            # Without the vectors, which are with the shards.
+            self.machine = None if machine is None else _machine_state(machine)
         except (KeyError, TypeError, ValueError, PypsError) as error:
             raise CheckpointDamaged(f"{path} cannot be understood: {error!r}") from None
 
@@ -82,6 +83,11 @@ class Checkpoint:
     @property
     def version_max(self) -> int:
         return max(self.versions.values(), default=0)
+
+    @property
+    def iteration(self) -> int:
+        """The coordinator's iteration of which everything is; 0 without one."""
+        return 0 if self.machine is None else self.machine.iteration
 
     @property
     def num_bytes(self) -> int:
@@ -105,23 +111,27 @@ class Checkpoint:
 
     def read(self) -> Iterator[tuple[int, ShardState, dict[str, Floats]]]:
         """Yield each shard's number, state and a coordinator's vectors, verified. Raises CheckpointDamaged."""
-        for entry in self.shards.values():
-            path = self.path.parent / SHARDS / entry.file
-            try:
-                data = self._disk.read(path)
-            except OSError as error:
-                raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
-            if (len(data), zlib.crc32(data)) != (entry.num_bytes, entry.checksum):
-                raise CheckpointDamaged(f"{path} holds other bytes than were written")
-            yield entry.shard_id, *unpack(data)
+        return ((shard_id, *self.read_shard(shard_id)) for shard_id in self.shards)
+
+    def read_shard(self, shard_id: int) -> tuple[ShardState, dict[str, Floats]]:
+        """Return a shard's state and a coordinator's vectors, verified. Raises CheckpointDamaged."""
+        entry = self.shards[shard_id]
+        path = self.path.parent / SHARDS / entry.file
+        try:
+            data = self._disk.read(path)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
+        if (len(data), zlib.crc32(data)) != (entry.num_bytes, entry.checksum):
+            raise CheckpointDamaged(f"{path} holds other bytes than were written")
+        return unpack(data)
 
     def load(self) -> RestoredRun:
         """Read and verify everything. Raises CheckpointDamaged."""
         states, vectors = {}, {}
         for shard_id, state, of_shard in self.read():
             states[shard_id], vectors[shard_id] = state, of_shard
-        machine = None if self._machine is None else dataclasses.replace(self._machine, vectors=vectors)
-        return RestoredRun(self.header, states, self._work, machine)
+        machine = None if self.machine is None else dataclasses.replace(self.machine, vectors=vectors)
+        return RestoredRun(self.header, states, self.work, machine)
 
 
 def files_of(path: Path, disk: Disk) -> set[str]:
@@ -197,50 +207,72 @@ class Writer:
                 moves = (shard.epoch, shard.version, shard.moves)
                 before, entry = self._written.get(shard_id, (None, None))
                 if entry is None or before != moves or machine is not None or sizes.get(entry.file) != entry.num_bytes:
-                    name = f"shard-{shard_id:06d}.epoch-{shard.epoch}.version-{{}}.{path.stem.rpartition('-')[2]}"
-                    entry = self._write_shard(folder, name, shard_id, shard.state(), machine)
+                    kept = _kept(shard_id, shard.state(), machine)
+                    entry = put_shard(path, shard_id, shard.epoch, *kept, self._disk)
                     num_bytes += entry.num_bytes
                 entries.append(entry)
                 written[shard_id] = moves, entry
-        self._disk.sync_folder(folder)
-        # The folder of shards may be new.
-        self._disk.sync_folder(self._folder)
-        self._disk.put(path, [_manifest(snapshot, entries, state)])
-        self._disk.sync_folder(self._folder)
+        put_manifest(path, snapshot.header, entries, self._disk, machine=state, work=snapshot.work)
         self._written = written
         return num_bytes, {entry.shard_id: entry.version for entry in entries}
 
-    def _write_shard(
-        self, folder: Path, name: str, shard_id: int, state: ShardState, machine: VectorMachine | None
-    ) -> ShardEntry:
-        vectors: Mapping[str, Floats] = {}
-        if machine is not None:
-            vectors = machine.vectors_to_keep(shard_id)
-            # What the shard holds may be a trial: the accepted point is what a restored run goes on from.
-            point = machine.parameters_to_keep(shard_id)
-            state = state if point is None else dataclasses.replace(state, parameters=point)
-        buffers = pack(state, vectors)
-        name, checksum = name.format(state.version), 0
-        for buffer in buffers:
-            checksum = zlib.crc32(buffer, checksum)
-        self._disk.put(folder / name, buffers)
-        return ShardEntry(shard_id, state.version, name, sum(buffer.nbytes for buffer in buffers), checksum)
+
+def _kept(shard_id: int, state: ShardState, machine: VectorMachine | None) -> tuple[ShardState, Mapping[str, Floats]]:
+    """Return what a checkpoint keeps of a shard, and of a coordinator's vectors there."""
+    if machine is None:
+        return state, {}
+    # What the shard holds may be a trial: the accepted point is what a restored run goes on from.
+    point = machine.parameters_to_keep(shard_id)
+    state = state if point is None else dataclasses.replace(state, parameters=point)
+    return state, machine.vectors_to_keep(shard_id)
 
 
-def _manifest(snapshot: Snapshot, entries: Iterable[ShardEntry], machine: MachineState | None) -> bytes:
+def put_shard(
+    path: Path, shard_id: int, epoch: int, state: ShardState, vectors: Mapping[str, Floats], disk: Disk
+) -> ShardEntry:
+    """Write a shard's file for the checkpoint at `path`; return its entry. Raises OSError or MemoryError."""
+    number = path.stem.rpartition("-")[2]
+    name, checksum = f"shard-{shard_id:06d}.epoch-{epoch}.version-{state.version}.{number}", 0
+    buffers = pack(state, vectors)
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    disk.put(path.parent / SHARDS / name, buffers)
+    return ShardEntry(shard_id, state.version, name, sum(buffer.nbytes for buffer in buffers), checksum)
+
+
+def put_manifest(
+    path: Path,
+    header: RunHeader,
+    entries: Iterable[ShardEntry],
+    disk: Disk,
+    *,
+    machine: MachineState | None,
+    work: Mapping[str, Any] | None,
+) -> None:
+    """Write the manifest once all files that it names are on the disk. Raises OSError or MemoryError."""
+    disk.sync_folder(path.parent / SHARDS)
+    # The folder of shards may be new.
+    disk.sync_folder(path.parent)
+    disk.put(path, [_manifest(header, entries, machine, work)])
+    disk.sync_folder(path.parent)
+
+
+def _manifest(
+    header: RunHeader, entries: Iterable[ShardEntry], machine: MachineState | None, work: Mapping[str, Any] | None
+) -> bytes:
     manifest = {
         "format": "pyps checkpoint",
         "format_version": FORMAT_VERSION,
         "software": f"pyps {__version__}",
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        **snapshot.header.to_json(),
+        **header.to_json(),
         "shards": [entry._asdict() for entry in entries],
     }
     if machine is not None:
         manifest["vector_machine"] = _machine_entry(machine)
-    if snapshot.work is not None:
+    if work is not None:
         # As it will be read: the manifest's checksum is of that.
-        manifest["work"] = json.loads(json.dumps(snapshot.work))
+        manifest["work"] = json.loads(json.dumps(work))
     manifest["checksum"] = _checksum(manifest)
     return json.dumps(manifest, indent=1).encode()
 

@@ -146,18 +146,30 @@ class CheckpointFolder:
             if validate_only:
                 return
             self.newest = None
-            # The newest last: a process that ends midway has either forgotten the run or not.
-            for path in reversed(paths):
-                aside = path.with_name(path.name.replace("checkpoint", "forgotten"))
-                try:
-                    self._disk.rename(path, aside)
-                    self._disk.sync_folder(self.path)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"run {run_id!r} is forgotten, but its checkpoint {path} could not be renamed: "
-                        f"{error.strerror}; rename it before this server is started with --resume"
-                    ) from None
-                log.info("checkpoint set aside", run=run_id, path=aside)
+            try:
+                self.set_aside(paths)
+            except CheckpointError as error:
+                raise CheckpointError(f"run {run_id!r} is forgotten, but its {error}") from None
+
+    def next_path(self) -> Path:
+        """Return the path of the next checkpoint. Raises OSError."""
+        number = max(_numbers(self._disk.sizes(self.path), _USED_NAME), default=0) + 1
+        return self.path / f"checkpoint-{number:08d}.json"
+
+    def set_aside(self, paths: Iterable[Path]) -> None:
+        """Rename checkpoints, so that no later start resumes them; none is removed. Raises CheckpointError."""
+        # The newest last: a process that ends midway has either forgotten the run or not.
+        for path in sorted(paths):
+            aside = path.with_name(path.name.replace("checkpoint", "forgotten"))
+            try:
+                self._disk.rename(path, aside)
+                self._disk.sync_folder(self.path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {path} could not be renamed: {error.strerror}; rename it before this server is "
+                    "started with --resume"
+                ) from None
+            log.info("checkpoint set aside", path=aside)
 
     def prune(self, keep: int) -> int:
         """Remove all but the newest `keep` checkpoints and the files that no other names; return how many went.
@@ -182,8 +194,7 @@ class CheckpointFolder:
         try:
             if self._ownership.require():
                 self._writer.forget()
-            number = max(_numbers(self._disk.sizes(self.path), _USED_NAME), default=0) + 1
-            path = self.path / f"checkpoint-{number:08d}.json"
+            path = self.next_path()
             num_bytes, versions = self._writer.write(path, snapshot)
         except (OSError, MemoryError, InUse) as error:
             self._remove_unnamed()
@@ -230,18 +241,13 @@ class CheckpointFolder:
 
     def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Note, durably, that the next epoch is taken: two lives of a server never serve under one epoch."""
-        epochs = [restored.header.epoch]
-        with contextlib.suppress(OSError, ValueError):
-            epochs.append(int(self._disk.read(self.path / "epoch")))
-        for path in checkpoint_paths(self.path, self._disk):
-            with contextlib.suppress(CheckpointDamaged):
-                epochs.append(Checkpoint(path, self._disk).header.epoch)
+        epoch = max(restored.header.epoch, epoch_of(self.path, self._disk))
         try:
-            self._disk.put(self.path / "epoch", [f"{max(epochs) + 1}\n".encode()])
+            self._disk.put(self.path / "epoch", [f"{epoch + 1}\n".encode()])
             self._disk.sync_folder(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
-        return replace(restored, header=replace(restored.header, epoch=max(epochs)))
+        return replace(restored, header=replace(restored.header, epoch=epoch))
 
 
 def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:
@@ -255,6 +261,17 @@ def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:
         else:
             return checkpoint
     return None
+
+
+def epoch_of(path: Path, disk: Disk) -> int:
+    """Return the largest epoch that a server with this folder may have served under."""
+    epochs = [0]
+    with contextlib.suppress(OSError, ValueError):
+        epochs.append(int(disk.read(path / "epoch")))
+    for checkpoint_path in checkpoint_paths(path, disk):
+        with contextlib.suppress(CheckpointDamaged):
+            epochs.append(Checkpoint(checkpoint_path, disk).header.epoch)
+    return max(epochs)
 
 
 def checkpoint_paths(path: Path, disk: Disk | None = None) -> list[Path]:

@@ -91,14 +91,18 @@ def test_a_job_says_how_to_export_and_is_resumed_under_its_run(start_python, tmp
     assert exported.shape == (4,) and (exported == exported[0]).all() and exported[0] < 0
 
     other = run(start_python, "--checkpoint-dir", str(folder), "--resume", code=code)
-    assert other.wait() == 2
-    assert "has 2, each with its part of the model: resume it with --servers 2" in other.output()
+    assert other.wait() == 0, other.output()
+    assert f"The run in {folder} was on 2 servers and goes on on 1." in other.output()
+    assert f"run mine w {exported[0]!s}\n" in other.output()
+    assert f"pyps export model.safetensors --checkpoint '{folder}'\n" in other.output()
 
+    # Once more, onto two.
     second = run(start_python, *flags, "--resume", code=code)
 
-    assert second.wait() == 0
+    assert second.wait() == 0, second.output()
     assert "nothing to resume" not in second.output()
-    assert f"run mine w {exported[0]!s}\n" in second.output()
+    [twice] = re.findall(r"run mine w (\S+)\n", second.output())
+    assert float(twice) < exported[0]
 
 
 def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python):
