@@ -148,6 +148,12 @@ class ServerConfig:
         None, "File with the parameters that a new run begins with: .safetensors, or a state dict that torch saved."
     )
     resume: bool = setting(False, "Start from the newest complete checkpoint in the folder.")
+    standby_of: str = setting(
+        "", "Follow the server whose data port is there, as host:port, and take over when it ends."
+    )
+    standby_lease_seconds: float = setting(
+        10.0, "Silence of that server after which this standby takes over.", minimum=0.1
+    )
     log_format: str = setting("text", "How log lines look.", choices=("text", "json"))
     log_level: str = setting("info", "The least serious lines to log.", choices=("debug", "info", "warning", "error"))
     update_log: Path | None = setting(None, "Folder for a log of every push and update.")
@@ -408,8 +414,15 @@ def _check_protocol(config: ServerConfig) -> None:
 
 
 # Parsers of texts with their own grammar, which raise InvalidArgument or ValueError.
+def _check_standby_of(config: ServerConfig) -> None:
+    host, _, port = config.standby_of.rpartition(":")
+    if config.standby_of and not (host and port.isdecimal()):
+        raise ValueError(f"{config.standby_of!r} is no address: expected host:port of a server's data port")
+
+
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "lane_port": _check_lane_port,
+    "standby_of": _check_standby_of,
     "stop_after": lambda config: config.stop_condition,
     "exit_when": lambda config: config.exit_condition,
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),

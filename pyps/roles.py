@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from enum import IntEnum
 
-from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, STANDBY, VECTOR_MACHINE, WORK_QUEUE
 
 
 class Role(IntEnum):
@@ -51,12 +51,13 @@ PORTS: Mapping[str, Mapping[str, Role]] = {
         **_calls(WORK_QUEUE, Role.WORKER, "Open", "Lease", "Claim", "Deliver"),
         **_calls(WORK_QUEUE, Role.WORKER, "BeginPass", "AwaitPass", "EndWork"),
         **_calls(VECTOR_MACHINE, Role.WORKER, "Attach", "Execute", "Stage"),
+        **_calls(STANDBY, Role.WORKER, "Follow", "Meet"),
     },
     "control": {
         **_OF_ALL_PORTS,
         **_calls(INSPECTOR, Role.OBSERVER, "GetStatus", "GetStaleness", "GetWork", "GetMemory"),
         **_calls(INSPECTOR, Role.OBSERVER, "ListShards", "ListWorkers", "ListTensors", "ListReceipts", "ListEvents"),
-        **_calls(INSPECTOR, Role.OPERATOR, "Configure", "SaveCheckpoint", "Reset", "Stop"),
+        **_calls(INSPECTOR, Role.OPERATOR, "Configure", "SaveCheckpoint", "Reset", "Stop", "Promote", "Drain"),
         **_calls("grpc.channelz.v1.Channelz", Role.OBSERVER, *_SOCKETS),
     },
     "metrics": {METRICS: Role.OBSERVER},

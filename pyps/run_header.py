@@ -98,6 +98,8 @@ class RestoredRun:
     # The queue of portions, and the machine of a coordinator; None where the checkpoint holds none.
     work: Mapping[str, Any] | None = None
     machine: MachineState | None = None
+    # How many workers were active, or expected, when it ended; 0 where that is not known.
+    num_workers: int = 0
 
 
 def _tensor_from(plain: Mapping[str, Any]) -> Tensor:

@@ -155,6 +155,7 @@ class Handshake:
             connection.greeted(self.sender, reply)
         if reply.state == RUN_STATE_DRAINING:
             raise LinkLost("the server is shutting down")
+        connection.answered(reply)
         if request.role == ROLE_WORKER:
             self._on_hello(connection, reply)
         if self._is_worker and self.partition is not None:
@@ -166,7 +167,6 @@ class Handshake:
                     f"{connection.name} slices the model of run {self.sender.run_id!r} otherwise than when this worker "
                     "joined, or has placed its shards otherwise: start the worker again."
                 )
-        connection.epoch = reply.epoch
         return reply
 
     def hello_patiently(self, connection: Connection, *, as_observer: bool = False) -> HelloReply:

@@ -78,7 +78,7 @@ class Lease:
         with self._lock:
             if self._ended.is_set() or connection.index in self._met:
                 return
-            own = Connection(connection.index, launch=self._launch)
+            own = Connection(connection.index, launch=self._launch, beside=connection)
             self._met[connection.index] = connection, own
         arguments = (connection, own, reply.heartbeat_seconds or INTERVAL_SECONDS)
         threading.Thread(target=self._keep, args=arguments, name="pyps-heartbeat", daemon=True).start()
@@ -151,7 +151,8 @@ class Lease:
         while not self._ended.wait(HURRIED_SECONDS if self._hurried.wait(interval_seconds) else 0):
             began = time.monotonic()
             # A slow answer delays the next by a call's deadline at most.
-            seconds = self._end_seconds or max(2 * interval_seconds, 5.0)
+            least_seconds = 0.5 if connection.has_standby else 5.0
+            seconds = self._end_seconds or max(2 * interval_seconds, least_seconds)
             try:
                 channel = own.channel
                 try:
@@ -160,6 +161,9 @@ class Lease:
                     # Else it was closed here: by the thread that ends the worker, or by `hurry`.
                     if own.renew(channel):
                         self._report_silence(connection, str(lost), began)
+                    continue
+                if connection.moved(own, reply.epoch):
+                    own.renew(channel)
                     continue
                 connection.outage.note_answer(connection.name)
                 is_shut_out = False

@@ -495,6 +495,7 @@ class Worker:
 
     def _note_heartbeat(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
         connection.epoch = max(connection.epoch, reply.epoch)
+        connection.note_standby(reply.standby)
         self.view.note_heartbeat(connection.index, reply, asked_at=asked_at)
         if not reply.known:
             again = self._rejoin if self._joined else self._handshake.hello

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message_factory import GetMessageClass
 
-from pyps_wire import inspector_pb2, parameter_server_pb2, vector_machine_pb2, work_pb2
+from pyps_wire import inspector_pb2, parameter_server_pb2, standby_pb2, vector_machine_pb2, work_pb2
 
 # Grows when an old client and a new server can no longer understand each other.
 PROTOCOL_VERSION = 1
@@ -33,6 +33,7 @@ PARAMETER_SERVER = "pyps.v1.ParameterServer"
 INSPECTOR = "pyps.v1.Inspector"
 WORK_QUEUE = "pyps.v1.WorkQueue"
 VECTOR_MACHINE = "pyps.v1.VectorMachine"
+STANDBY = "pyps.v1.Standby"
 
 # Full gRPC path of every method, by its name: METHODS["Push"] is "/pyps.v1.ParameterServer/Push".
 _SERVICES = {
@@ -40,6 +41,7 @@ _SERVICES = {
     INSPECTOR: inspector_pb2.DESCRIPTOR.services_by_name["Inspector"],
     WORK_QUEUE: work_pb2.DESCRIPTOR.services_by_name["WorkQueue"],
     VECTOR_MACHINE: vector_machine_pb2.DESCRIPTOR.services_by_name["VectorMachine"],
+    STANDBY: standby_pb2.DESCRIPTOR.services_by_name["Standby"],
 }
 METHODS: dict[str, str] = {
     method.name: f"/{service.full_name}/{method.name}" for service in _SERVICES.values() for method in service.methods

@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "tally", "examples", "uptime_seconds", "last_update_seconds", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "roster", "workers_missing", "warnings", "schedule_owner", "durable_version", "checkpoint_failure")
+    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "tally", "examples", "uptime_seconds", "last_update_seconds", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "roster", "workers_missing", "warnings", "schedule_owner", "durable_version", "checkpoint_failure", "standby")
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_SET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Status(_message.Message):
     SCHEDULE_OWNER_FIELD_NUMBER: _ClassVar[int]
     DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     software: str
     instruction_set: str
     state: _common_pb2.RunState
@@ -93,7 +94,8 @@ class Status(_message.Message):
     schedule_owner: str
     durable_version: int
     checkpoint_failure: str
-    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., examples: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ...) -> None: ...
+    standby: str
+    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., examples: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class Tally(_message.Message):
     __slots__ = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "pushes_dropped", "rejected_by_reason", "updates", "staleness_mean", "staleness_max", "rate_scale_mean", "step_lost", "blocked_seconds", "bytes_in", "bytes_out")
@@ -151,7 +153,7 @@ class ListShardsRequest(_message.Message):
     def __init__(self, without_checksums: bool = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "tally", "pending_gradients", "pending_bytes", "waiting_for", "learning_rate", "examples", "part", "num_workers")
+    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "tally", "pending_gradients", "pending_bytes", "waiting_for", "learning_rate", "examples", "part", "num_workers", "standby")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +169,7 @@ class ShardInfo(_message.Message):
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     group: int
     offset: int
@@ -182,7 +185,8 @@ class ShardInfo(_message.Message):
     examples: int
     part: int
     num_workers: int
-    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
+    standby: str
+    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class ListShardsReply(_message.Message):
     __slots__ = ("shards",)
@@ -195,7 +199,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "tally", "silent_seconds", "scalars", "message", "counts", "waits_for", "transport", "replica", "parts", "shards_pushed", "shards_pulled", "gradient_codec", "parameter_codec")
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "tally", "silent_seconds", "scalars", "message", "counts", "waits_for", "transport", "replica", "parts", "shards_pushed", "shards_pulled", "gradient_codec", "parameter_codec", "standby")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +228,7 @@ class WorkerInfo(_message.Message):
     SHARDS_PULLED_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_CODEC_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_CODEC_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     incarnation: int
@@ -245,7 +250,8 @@ class WorkerInfo(_message.Message):
     shards_pulled: _containers.RepeatedScalarFieldContainer[int]
     gradient_codec: str
     parameter_codec: str
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ..., gradient_codec: _Optional[str] = ..., parameter_codec: _Optional[str] = ...) -> None: ...
+    standby: str
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ..., gradient_codec: _Optional[str] = ..., parameter_codec: _Optional[str] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class ListWorkersReply(_message.Message):
     __slots__ = ("workers",)
@@ -310,7 +316,7 @@ class GetStalenessRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., shard_id: _Optional[int] = ...) -> None: ...
 
 class StalenessHistogram(_message.Message):
-    __slots__ = ("buckets", "tally")
+    __slots__ = ("buckets", "tally", "standby")
     class Bucket(_message.Message):
         __slots__ = ("staleness", "count")
         STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -320,9 +326,11 @@ class StalenessHistogram(_message.Message):
         def __init__(self, staleness: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     TALLY_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     buckets: _containers.RepeatedCompositeFieldContainer[StalenessHistogram.Bucket]
     tally: Tally
-    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ...) -> None: ...
+    standby: str
+    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class ListReceiptsRequest(_message.Message):
     __slots__ = ("limit", "worker_id")
@@ -483,3 +491,25 @@ class StopRequest(_message.Message):
 class StopReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PromoteRequest(_message.Message):
+    __slots__ = ("validate_only",)
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    validate_only: bool
+    def __init__(self, validate_only: bool = ...) -> None: ...
+
+class PromoteReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("validate_only",)
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    validate_only: bool
+    def __init__(self, validate_only: bool = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("standby",)
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
+    standby: str
+    def __init__(self, standby: _Optional[str] = ...) -> None: ...

@@ -51,7 +51,7 @@ class HelloRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., gradient_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., parameter_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ..., yields: bool = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret", "shard_lengths", "placement", "updates_per_round", "origin")
+    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret", "shard_lengths", "placement", "updates_per_round", "standby", "origin")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class HelloReply(_message.Message):
     SHARD_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     UPDATES_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -119,8 +120,9 @@ class HelloReply(_message.Message):
     shard_lengths: _containers.RepeatedScalarFieldContainer[int]
     placement: _containers.RepeatedScalarFieldContainer[int]
     updates_per_round: int
+    standby: str
     origin: str
-    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ..., shard_lengths: _Optional[_Iterable[int]] = ..., placement: _Optional[_Iterable[int]] = ..., updates_per_round: _Optional[int] = ..., origin: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ..., shard_lengths: _Optional[_Iterable[int]] = ..., placement: _Optional[_Iterable[int]] = ..., updates_per_round: _Optional[int] = ..., standby: _Optional[str] = ..., origin: _Optional[str] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
     __slots__ = ("port", "ticket")
@@ -329,7 +331,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., clock: _Optional[int] = ..., scalars: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("known", "epoch", "state", "command", "version", "protocol", "staleness", "accumulate", "current_version_only", "ask_to_proceed", "batch_size", "updates_per_round")
+    __slots__ = ("known", "epoch", "state", "command", "version", "protocol", "staleness", "accumulate", "current_version_only", "ask_to_proceed", "batch_size", "updates_per_round", "standby")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         COMMAND_UNSPECIFIED: _ClassVar[HeartbeatReply.Command]
@@ -348,6 +350,7 @@ class HeartbeatReply(_message.Message):
     ASK_TO_PROCEED_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     UPDATES_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     known: bool
     epoch: int
     state: _common_pb2.RunState
@@ -360,7 +363,8 @@ class HeartbeatReply(_message.Message):
     ask_to_proceed: bool
     batch_size: int
     updates_per_round: int
-    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., accumulate: _Optional[int] = ..., current_version_only: bool = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., updates_per_round: _Optional[int] = ...) -> None: ...
+    standby: str
+    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., accumulate: _Optional[int] = ..., current_version_only: bool = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., updates_per_round: _Optional[int] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("sender", "cause", "message")

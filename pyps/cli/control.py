@@ -303,6 +303,31 @@ def stop(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = No
         typer.echo(f"{address} has finished its run.")
 
 
+def promote(
+    server: Annotated[str, typer.Argument(help="Address of one server: its data or its control port.")],
+    token_file: OperatorTokenFile = None,
+) -> None:
+    """Make this server the one that serves, of it and its standby.
+
+    A standby takes over; a server that waits to hear of its silent standby goes on without it. Works on the server's
+    own machine, or with an operator's token.
+    """
+    for address, _ in change_each(server, token_file, "Promote", pb.PromoteRequest()):
+        typer.echo(f"{address} serves.")
+
+
+def drain(
+    server: Annotated[str, typer.Argument(help="Address of one server: its data or its control port.")],
+    token_file: OperatorTokenFile = None,
+) -> None:
+    """Let a server hand over to its standby and end, while training goes on.
+
+    Works on the server's own machine, or with an operator's token.
+    """
+    for address, reply in change_each(server, token_file, "Drain", pb.DrainRequest()):
+        typer.echo(f"{address} ends; {reply.standby} serves in its place.")
+
+
 def reset(
     run_id: Annotated[str, typer.Argument(help="The run to forget: its name, as `pyps status` gives it.")],
     servers: Servers = "127.0.0.1:7611",

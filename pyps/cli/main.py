@@ -28,6 +28,8 @@ COMMANDS = {
     "replay": ("Make logged updates again, and compare the bits.", "export:replay"),
     "save": ("Make servers write a checkpoint now.", "control:save"),
     "stop": ("Finish a run.", "control:stop"),
+    "drain": ("Let a server hand over to its standby, and end.", "control:drain"),
+    "promote": ("Make a standby take over.", "control:promote"),
     "eval": ("Score a running model with a script of your own.", "evaluate:evaluate"),
     "bench": ("Measure rounds between this machine and running servers.", "bench:bench"),
     "certs": ("Make, show and check certificates for TLS.", "certs:certs"),

@@ -211,6 +211,7 @@ def facts(status: pb.Status) -> dict[str, object]:
         "up for": in_seconds(status.uptime_seconds),
         "checkpoint": f"{status.checkpoint}, version {status.durable_version}" if status.checkpoint else "none",
         "not written": status.checkpoint_failure,
+        "standby": status.standby,
     }
 
 

@@ -66,7 +66,15 @@ class Pulled(NamedTuple):
 Event = Pushed | Completed | Configured | Updated | Pulled
 
 
-class Recorder(Protocol):
+class Listener(Protocol):
+    """Is told what happens to a shard."""
+
+    def record(self, event: Event) -> None:
+        """Note an event; see `Recorder`."""
+        ...
+
+
+class Recorder(Listener, Protocol):
     """Records what happens to a shard, in the order in which it happens.
 
     The same calls in the same order and with the same arguments (`push(gradient, roster=)`, `complete(roster)`,
@@ -84,3 +92,14 @@ class Recorder(Protocol):
     def write(self, shard_id: int) -> None:
         """Write a shard's events; see `LoggedShard`. It must not raise, nor keep a gradient's payload afterwards."""
         ...
+
+
+class Both(NamedTuple):
+    """A recorder, which may prevent what is about to happen, and a listener that does not."""
+
+    recorder: Listener
+    follower: Listener
+
+    def record(self, event: Event) -> None:
+        self.recorder.record(event)
+        self.follower.record(event)

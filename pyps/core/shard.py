@@ -32,10 +32,10 @@ from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
 from pyps.core.protocols.base import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Pending, Refuse
 from pyps.core.published import Published
 from pyps.core.receipt import Receipt
-from pyps.core.recorder import Recorder
+from pyps.core.recorder import Both, Listener, Recorder
 from pyps.core.roster import Roster
 from pyps.core.rules import Slots, UpdateRule, validate
-from pyps.core.store import PendingBudget, Pushed, ShardState
+from pyps.core.store import Follower, PendingBudget, Pushed, ShardState
 from pyps.core.update import Update, apply_update, clipped
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, WrongSize
@@ -87,7 +87,8 @@ class Shard:
         # Whether the schedule's owner or an operator set the rate: provisional rates are then ignored. Each shard has
         # its own, as the owner's first push does not reach all shards at once.
         self.rate_is_set = learning_rate is not None
-        self._recorder = recorder
+        self._recorder: Listener | None = recorder
+        self._own_recorder = recorder
         self._lock = Lock()
         # Guarded by _lock.
         self.behaviour = behaviour
@@ -325,18 +326,33 @@ class Shard:
     def state(self) -> ShardState:
         """Return a copy of everything that a restored shard needs."""
         with self._lock:
-            return ShardState(
-                version=self.version,
-                parameters=aligned_copy(self._parameters),
-                slots={name: aligned_copy(slot) for name, slot in self._slots.items()},
-                ledger=self._ledger.entries(),
-                pending=tuple(self._pending),
-                examples=self.examples,
-                learning_rate=self.learning_rate,
-                momentum=self.hyperparameters.get(self.rule.momentum_name),
-            )
+            return self._state(aligned_copy)
+
+    def given_up(self) -> ShardState:
+        """Return the same without a copy, for another shard that takes the arrays over: this one ends with it."""
+        return self._state(lambda values: values)
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tell a follower, in place of any before it, of the present state, and of all that happens from then on."""
+        with self._lock:
+            if follower is not None:
+                follower.begin(self, self._state(aligned_copy))
+            own = self._own_recorder
+            self._recorder = Both(own, follower) if own is not None and follower is not None else follower or own
 
     # What follows is called under the lock.
+
+    def _state(self, take: Callable[[Floats], Floats]) -> ShardState:
+        return ShardState(
+            version=self.version,
+            parameters=take(self._parameters),
+            slots={name: take(slot) for name, slot in self._slots.items()},
+            ledger=self._ledger.entries(),
+            pending=tuple(self._pending),
+            examples=self.examples,
+            learning_rate=self.learning_rate,
+            momentum=self.hyperparameters.get(self.rule.momentum_name),
+        )
 
     def _reached(self) -> list[Wake]:
         return self._parked.take([version for version in self._parked.calls if version <= self.version])

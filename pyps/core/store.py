@@ -15,6 +15,7 @@ from pyps.core.gradient import Finding, Gradient, PayloadKind, PublishedReply, R
 from pyps.core.ledger import LedgerState
 from pyps.core.protocols.base import Contribution
 from pyps.core.receipt import Receipt
+from pyps.core.recorder import Listener
 from pyps.core.roster import Roster
 from pyps.core.rules import Slots
 from pyps.core.update import Update
@@ -49,6 +50,14 @@ class ShardState:
     learning_rate: float | None = None
     # The momentum; None where the rule has none.
     momentum: float | None = None
+
+
+class Follower(Listener, Protocol):
+    """Follows shards from some state on, under the lock of each. It must not raise."""
+
+    def begin(self, shard: Store, state: ShardState) -> None:
+        """Note the state that the next events change."""
+        ...
 
 
 class Store(Protocol):
@@ -124,6 +133,8 @@ class Store(Protocol):
     def configure(
         self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
     ) -> list[Update]: ...
+
+    def follow(self, follower: Follower | None) -> None: ...
 
     def contributors(self) -> set[str]: ...
 

@@ -6,6 +6,7 @@ parts in calls of their own, in parallel; the server is ready when all are there
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +26,7 @@ from pyps.run.rounds import RoundController
 from pyps.run_header import RunHeader
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
-from pyps_wire.partition import Model, Partition, first_difference
+from pyps_wire.partition import Model, Partition, ShardRange, first_difference
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
 LIVES_PER_WORKER = 4
@@ -151,29 +152,13 @@ def make_content(
     first_crcs = {shard_id: crc32(state.parameters.data) for shard_id, state in states.items()}
     config, recorder = rounds.config, rounds.recorder
     lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
-    make = Shard if recorder is None else partial(LoggedShard, recorder=recorder)
+    of_kind = Shard if recorder is None else partial(LoggedShard, recorder=recorder)
+    make = partial(of_kind, budget=rounds.pending, behaviour=rounds.behaviour, epoch=epoch)
     shards = {}
     for place in run.partition.of_server(run.server_index):
         # A model is never held twice.
         state = states.pop(place.shard_id)
-        shards[place.shard_id] = make(
-            place.shard_id,
-            state.parameters,
-            rule=rules.find(settings.rule),
-            hyperparameters=settings.groups[place.group],
-            kind=settings.kind(place.group),
-            behaviour=rounds.behaviour,
-            epoch=epoch,
-            version=state.version,
-            slots=state.slots or None,
-            ledger=Ledger(state.ledger, lives_max=lives_max),
-            pending=state.pending,
-            examples=state.examples,
-            learning_rate=state.learning_rate,
-            momentum=state.momentum,
-            budget=rounds.pending,
-            take_over=True,
-        )
+        shards[place.shard_id] = make_shard(place, state, settings, lives_max=lives_max, make=make)
     return ReadyContent(
         run_id=run.run_id,
         epoch=epoch,
@@ -186,4 +171,30 @@ def make_content(
         initializer=run.claim if isinstance(run, Opening) else None,
         origin=origin,
         first_crcs=first_crcs,
+    )
+
+
+def make_shard(
+    place: ShardRange,
+    state: ShardState,
+    settings: RuleSettings,
+    *,
+    make: Callable[..., Shard],
+    lives_max: int | None = None,
+) -> Shard:
+    """Make the shard of that place, which owns the state's arrays then."""
+    return make(
+        place.shard_id,
+        state.parameters,
+        rule=rules.find(settings.rule),
+        hyperparameters=settings.groups[place.group],
+        kind=settings.kind(place.group),
+        version=state.version,
+        slots=state.slots or None,
+        ledger=Ledger(state.ledger, lives_max=lives_max),
+        pending=state.pending,
+        examples=state.examples,
+        learning_rate=state.learning_rate,
+        momentum=state.momentum,
+        take_over=True,
     )

@@ -82,6 +82,8 @@ class RoundController:
         self.config = config
         # None where no push is written to a log.
         self.recorder = recorder
+        # Whether a standby follows the shards.
+        self.followed = False
         self._membership = membership
         self._statistics = statistics
         self._events = events
@@ -112,8 +114,8 @@ class RoundController:
         # The warnings that were logged last.
         self._warned: tuple[str, ...] = ()
 
-    def begin(self, content: ReadyContent) -> None:
-        """Serve these shards from now on."""
+    def begin(self, content: ReadyContent, *, former_workers: int = 0) -> None:
+        """Serve these shards from now on; of a restored run so many workers are known to have been active."""
         with self._lock:
             self._content = content
             if content.initializer is None and not self._membership.expected_workers:
@@ -122,7 +124,7 @@ class RoundController:
                 for shard_id, shard in content.shards.items():
                     former.setdefault(content.parts[shard_id], set()).update(shard.contributors())
                 # A replica pushes to each part of the model by one of its processes.
-                self._membership.expect(max(map(len, former.values()), default=0), said=False)
+                self._membership.expect(max([former_workers, *map(len, former.values())]), said=False)
             self._renew_pacer(content)
 
     @property
@@ -233,8 +235,9 @@ class RoundController:
         waits = gradient.codec.sparse and self.behaviour.aggregation.at(shard.version).merge
         if not waits and (gradient.codec not in NATIVE or gradient.extents):
             gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
-        if gradient.volatile and self.recorder is not None:
-            # The log must hold exactly the bits applied, so the copy is scanned, unless the push is refused anyway.
+        if gradient.volatile and (self.recorder is not None or self.followed):
+            # Log and standby must have exactly the bits applied, so the copy is scanned, unless the push is refused
+            # anyway.
             gradient = gradient.private()
             finding = None if finding is None or finding.finite else finding
         if finding is None:

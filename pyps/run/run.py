@@ -64,11 +64,15 @@ class Run:
         self.waits = Waits()
         self.events = Events(clock)
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_finished: Callable[[], None] = lambda: None
+        # Where workers find the standby, once it can take over; "" without one. And what it is, in words.
+        self.standby = ""
+        self.about_standby: Callable[[], str] = lambda: ""
         self._lock = RLock()
         # Held while one content is made the run's; taken before _lock.
         self._initializing = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
-        self._draining = False
+        self._unavailable = ""
         self._clear(epoch=0)
 
     def _clear(self, *, epoch: int) -> None:
@@ -132,7 +136,7 @@ class Run:
             self._check_initialization(greeting, greeting.model, greeting.num_servers)
         now = self.clock()
         with self._lock:
-            self._refuse_when_draining()
+            self._refuse_when_unavailable()
             content = self.content
             if isinstance(content, ReadyContent):
                 handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
@@ -321,7 +325,7 @@ class Run:
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._begin_log(content)
-            self._set_content(content)
+            self._set_content(content, former_workers=restored.num_workers)
         self.rounds.resume(in_force, kept=kept, configured=configured)
         self.on_ready()
 
@@ -343,7 +347,11 @@ class Run:
         """
         content = self.content
         # The usual case first: a small push takes microseconds.
-        if not isinstance(content, ReadyContent) or self._draining or (run_id is not None and run_id != content.run_id):
+        if (
+            not isinstance(content, ReadyContent)
+            or self._unavailable
+            or (run_id is not None and run_id != content.run_id)
+        ):
             content = self._serving(run_id)
         return self.rounds.push(content, plan, finding=finding)
 
@@ -434,10 +442,10 @@ class Run:
         if self.is_ready:
             self._ending.finish(reason)
 
-    def drain(self) -> None:
-        """Refuse all calls from now on, before the server ends; end waiting calls."""
+    def refuse(self, reason: str) -> None:
+        """Refuse all calls from now on, for this reason, and end waiting calls; "" ends that."""
         with self._lock:
-            self._draining = True
+            self._unavailable = reason
         self.waits.wake_all()
 
     def reset(self, run_id: str, *, validate_only: bool = False) -> None:
@@ -462,7 +470,7 @@ class Run:
     @property
     def state(self) -> RunState:
         """The state of the server and its run."""
-        if self._draining:
+        if self._unavailable:
             return RunState.DRAINING
         if self._ending.over:
             return RunState.FINISHED
@@ -505,9 +513,9 @@ class Run:
         # The queue before the shards: an example is trained twice rather than lost.
         work = None if self.work.spec is None else self.work.state()
         content = self._require_content()
-        return Snapshot(self._header(content), dict(content.shards), content.machine, work)
+        return Snapshot(self.header_of(content), dict(content.shards), content.machine, work)
 
-    def _header(self, content: ReadyContent) -> RunHeader:
+    def header_of(self, content: ReadyContent) -> RunHeader:
         return RunHeader(
             run_id=content.run_id,
             epoch=content.epoch,
@@ -545,7 +553,7 @@ class Run:
     def _serving(self, run_id: str | None) -> ReadyContent:
         """Return the content, where the server serves the caller's run; None trusts the caller to mean this one."""
         content = self._require_content()
-        self._refuse_when_draining()
+        self._refuse_when_unavailable()
         self._require_run(content, run_id)
         return content
 
@@ -553,9 +561,9 @@ class Run:
         if run_id is not None and run_id != content.run_id:
             handshake.check_run(run_id or "(none)", self.holding(), observer=False)
 
-    def _refuse_when_draining(self) -> None:
-        if self._draining:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
+    def _refuse_when_unavailable(self) -> None:
+        if self._unavailable:
+            raise ServerUnavailable(self._unavailable)
 
     def _is_configured(self, name: str) -> bool:
         """Return whether a flag of this server sets that value, or a protocol's name implies it."""
@@ -565,7 +573,7 @@ class Run:
 
     def _already_initialized(self, opening: Opening) -> bool:
         """Return whether the initialisation is complete; refuse a worker without the turn."""
-        self._refuse_when_draining()
+        self._refuse_when_unavailable()
         self.membership.require_replica(opening.replica, opening.incarnation)
         return not self.election.open(
             opening.claim,
@@ -584,10 +592,10 @@ class Run:
 
     def _begin_log(self, content: ReadyContent) -> None:
         if self.recorder is not None:
-            self.recorder.begin(self._header(content), content.shards)
+            self.recorder.begin(self.header_of(content), content.shards)
 
-    def _set_content(self, content: ReadyContent) -> None:
-        self.rounds.begin(content)
+    def _set_content(self, content: ReadyContent, *, former_workers: int = 0) -> None:
+        self.rounds.begin(content, former_workers=former_workers)
         self.content = content
         self.election.done(content.run_id, content.initializer)
         self.incoming = None
@@ -597,6 +605,7 @@ class Run:
 
     def _ended(self, reason: str) -> None:
         self.waits.wake_all()
+        self.on_finished()
         self.events.add(
             "finished", "run finished", run=self.content.run_id, version=self.content.version_max, reason=reason
         )

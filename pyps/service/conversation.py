@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyps.service.executor import Job, KernelExecutor
 from pyps.service.limits import Account
+from pyps.service.standby.feed import Feed
 from pyps.service.waiting import VersionWait
 
 if TYPE_CHECKING:
@@ -77,14 +78,17 @@ class Conversation:
     request that fails ends the block with its error, after the answers to earlier requests.
     """
 
-    def __init__(self, executor: KernelExecutor, account: Account, write: Write, *, ahead_max: int):
-        """At most `ahead_max` requests are under way at once."""
+    def __init__(
+        self, executor: KernelExecutor, account: Account, write: Write, *, ahead_max: int, feed: Feed | None = None
+    ):
+        """At most `ahead_max` requests are under way at once. Answers wait until the standby of the `feed` has it."""
         self.account = account
         # Requests under way, in order.
         self.under_way: deque[_Begun] = deque()
         self._executor = executor
         self._write = write
         self._ahead_max = ahead_max
+        self._feed = feed or Feed()
         self._group = asyncio.TaskGroup()
         # Sends the answers of what is under way: one task for all, since a task costs as much as a message's copy.
         self._delivery: asyncio.Task[None] | None = None
@@ -141,8 +145,10 @@ class Conversation:
         more_bytes = request.held_bytes - request.bytes_held
         self.account.hold(more_bytes)
         try:
-            # As in `_release`: the place to wait until something is durable.
-            for answer in request.work():
+            answers = request.work()
+            if self._feed.guards:
+                self._feed.wait_here()
+            for answer in answers:
                 send(answer)
         finally:
             self.account.release(more_bytes)
@@ -210,12 +216,17 @@ class Conversation:
     def _release(self, answers: list[Any]) -> Awaitable[object] | None:
         """Send the answers to a request whose work is done; await what this returns.
 
-        Every answer passes here or through `answer`, between its push and its reply. This is the place to wait until
-        something is durable; nothing waits yet.
+        Every answer passes here or through `answer`, between its push and its reply: there it waits for the standby.
         """
+        if self._feed.guards and (received := self._feed.wait()) is not None:
+            return self._release_when(received, answers)
         if len(answers) == 1:
             return self._write(answers[0])
         return self._release_each(answers)
+
+    async def _release_when(self, received: asyncio.Future[None], answers: list[Any]) -> None:
+        await received
+        await self._release_each(answers)
 
     async def _release_each(self, answers: list[Any]) -> None:
         answers.reverse()

@@ -406,6 +406,7 @@ def _changeable(run: Run) -> dict[str, Any]:
         "updates_per_round": aggregation.at(run.content.version_max).updates_per_round,
         "ask_to_proceed": run.rounds.steps.asks,
         "batch_size": run.rounds.batch_size,
+        "standby": run.standby,
     }
 
 

@@ -23,6 +23,8 @@ from pyps.service.report import (
     tensor_info,
     worker_info,
 )
+from pyps.service.standby.follower import Follower
+from pyps.service.standby.primary import Primary
 from pyps.service.transport import Host, Transport, name_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
@@ -57,8 +59,21 @@ _saving = functools.partial(_answering, kind="save")
 class Inspector:
     """Answers on threads of its own; it holds one shard's lock at a time."""
 
-    def __init__(self, host: Host, *, addresses: Addresses, transports: Sequence[Transport]):
+    def __init__(
+        self,
+        host: Host,
+        *,
+        addresses: Addresses,
+        transports: Sequence[Transport],
+        primary: Primary,
+        follower: Follower | None,
+        stop: Callable[[str], None],
+    ):
+        """`stop` ends the server, with the reason; `follower`: of one that was started as a standby."""
         self._host = host
+        self._primary = primary
+        self._follower = follower
+        self._stop = stop
         self._run = host.run
         self._addresses = addresses
         self._checkpoints = host.checkpoints
@@ -233,6 +248,21 @@ class Inspector:
         if not request.validate_only:
             self._run.finish()
         return pb.StopReply()
+
+    async def Promote(self, request: pb.PromoteRequest, context: Context) -> pb.PromoteReply:
+        """Make a standby take over, or a server that waits for its standby do without."""
+        is_standby = self._follower is not None and not self._follower.has_taken_over
+        promote = self._follower.promote if is_standby and self._follower is not None else self._primary.promote
+        promote(validate_only=request.validate_only)
+        return pb.PromoteReply()
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
+        """Hand over to the standby, and end."""
+        if not self._run.standby:
+            raise NotAllowed("this server has no standby that could take over: start one with --standby-of")
+        if not request.validate_only:
+            self._stop("drained: its standby takes over")
+        return pb.DrainReply(standby=self._run.standby)
 
 
 def _page_start(page_token: str) -> int:

@@ -156,6 +156,9 @@ class RunCollector(Collector):
         yield gauge("in_flight_bytes_max", "Most bytes of pushes and pulls held at once.", memory.in_flight_bytes_max)
         pending = sum(shard.num_pending for shard in shards)
         yield gauge("pending_gradients", "Gradients that wait for an update.", pending)
+        feed = self._host.feed
+        behind = feed.recorded - feed.received if feed.guards else -1
+        yield gauge("standby_events_behind", "Events that the standby has yet to receive; -1 without one.", behind)
         meaning = "Messages that have not come for 5 s; gRPC may hold most of each."
         yield gauge("late_messages", meaning, memory.late_messages)
 

@@ -275,7 +275,7 @@ async def serve_stream(host: Host, call: Call, *, exchanges: bool) -> None:
     """Answer the messages of gRPC's Push or Exchange until the sender has no more."""
     run, account = host.run, host.budget.account()
     bytes_max, is_first = run.config.max_message_bytes, True
-    conversation = Conversation(host.work, account, call.write, ahead_max=READ_AHEAD_MAX)
+    conversation = Conversation(host.work, account, call.write, ahead_max=READ_AHEAD_MAX, feed=host.feed)
     pushes = Pushes(run, conversation)
     try:
         async with conversation:

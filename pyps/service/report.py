@@ -74,6 +74,7 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         metrics_address=addresses.metrics,
         checkpoint="" if checkpoints is None else str(checkpoints.newest or ""),
         checkpoint_failure="" if checkpoints is None else checkpoints.failure,
+        standby=run.about_standby(),
         durable_version=content.durable_version,
         workers_alive=run.membership.num_alive,
         roster=roster.workers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -40,6 +41,9 @@ from pyps.service.report import Addresses
 from pyps.service.security import Access
 from pyps.service.serializations import Serializations
 from pyps.service.shm.listener import SharedMemory
+from pyps.service.standby.follower import Follower
+from pyps.service.standby.link import Link
+from pyps.service.standby.primary import Primary, StandbyService
 from pyps.service.tls import Tls
 from pyps.service.transport import Host, Transport
 from pyps.service.vector_machine import VectorMachineService
@@ -50,7 +54,7 @@ from pyps.storage.parameter_file import ParameterFile
 from pyps.storage.update_log import UpdateLog
 from pyps.units import counted, in_bytes
 from pyps_wire.allocator import keep_large_blocks
-from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, STANDBY, VECTOR_MACHINE, WORK_QUEUE
 from pyps_wire.errors import NotInitialized
 
 # How often leases, checkpoints and the end of the job are checked.
@@ -59,6 +63,8 @@ TICK_SECONDS = 0.2
 RETRY_SECONDS = 10.0
 # A signal that comes sooner after another ends no server: the system sends two where a launcher is killed.
 SIGNALS_APART_SECONDS = 1.0
+# How long a standby that ends may take to say so.
+LEAVE_SECONDS = 1.0
 # The share of drain_seconds for calls under way; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
 
@@ -140,6 +146,13 @@ class Server:
             serializations=Serializations(),
             checkpoints=self._checkpoints,
         )
+        self._primary = Primary(self._run, self._host.feed, partial(Link, config))
+        self._primary.on_fenced = self.stop
+        self._primary.on_request = partial(self.stop, "its standby takes over by an operator's word")
+        # Of a server that was started as a standby.
+        self._follower: Follower | None = None
+        # Whether the server ends since the work is done, so that nobody is to go on with it.
+        self._is_done = False
         self._transports = [transport(self._host) for transport in TRANSPORTS]
         self._stop = asyncio.Event()
         self._stop_reason = ""
@@ -156,6 +169,7 @@ class Server:
         collector = RunCollector(self._host, transports=self._transports)
         metrics = MetricsServer(collector, self._host)
         addresses = self._bind(control, metrics)
+        self._stand_by(addresses)
         self._resume()
         self._add_inspector(control.server, addresses)
         services = self._services(addresses)
@@ -192,21 +206,44 @@ class Server:
             ),
             WORK_QUEUE: WorkQueueService(self._host),
             VECTOR_MACHINE: VectorMachineService(self._host),
+            STANDBY: StandbyService(self._run, self._primary, self._follower),
         }
 
     def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
-        inspector = Inspector(self._host, addresses=addresses, transports=self._transports)
+        inspector = Inspector(
+            self._host,
+            addresses=addresses,
+            transports=self._transports,
+            primary=self._primary,
+            follower=self._follower,
+            stop=self.stop,
+        )
         control.add_generic_rpc_handlers((hosting.handlers_of(INSPECTOR, inspector),))
         health_pb2_grpc.add_HealthServicer_to_server(self._host.health, control)
         channelz.add_channelz_servicer(control)
         add_reflection(control, [INSPECTOR, health.SERVICE_NAME, _CHANNELZ])
+
+    def _stand_by(self, addresses: Addresses) -> None:
+        """Follow another server, where that is asked for."""
+        config, checkpoints = self._config, self._checkpoints
+        if config.standby_of:
+            self._follower = Follower(
+                self._run,
+                Link(config, config.standby_of),
+                own_address=addresses.data,
+                lease_seconds=config.standby_lease_seconds,
+                threads=self._threads,
+                on_end=self._end_with_primary,
+                claim=checkpoints.claim_epoch if checkpoints is not None else lambda restored: restored,
+            )
 
     def _resume(self) -> None:
         """Restore the newest checkpoint where that is asked for; else take the first parameters from their file."""
         restored, file = None, self._config.init_from
         if self._checkpoints is not None and not self._config.resume:
             self._checkpoints.require_empty()
-        elif self._checkpoints is not None:
+        elif self._checkpoints is not None and self._follower is None:
+            # What a standby follows is newer than what it wrote before.
             restored = self._checkpoints.resume()
             if restored is None:
                 log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
@@ -216,6 +253,10 @@ class Server:
             self._run.source = ParameterFile(file)
         elif file is not None:
             log.info("--init-from is left out: the run is resumed", file=file)
+
+    def _end_with_primary(self, reason: str, status: int) -> None:
+        self._status = status
+        self.stop(reason)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -288,13 +329,16 @@ class Server:
         )
 
     async def _keep_serving(self) -> None:
-        tickers = [
-            asyncio.create_task(keep)
-            for keep in (self._keep_time(), self._keep_checkpoints(), self._keep_noting_standstills())
-        ]
+        keeps = [self._keep_time(), self._keep_checkpoints(), self._keep_noting_standstills()]
+        if self._follower is not None:
+            keeps.append(self._follower.keep())
+        tickers = [asyncio.create_task(keep) for keep in keeps]
         for ticker in tickers:
             ticker.add_done_callback(self._report_ticker)
         await self._stop.wait()
+        if self._follower is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._follower.leave(), LEAVE_SECONDS)
         for ticker in tickers:
             ticker.cancel()
 
@@ -310,11 +354,13 @@ class Server:
             if all_done(self._run):
                 # On a thread too: a shard may still be busy with an update that the last worker's leave completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
+                self._is_done = True
                 self.stop("all workers are done")
                 return
-            if self._run.membership.num_alive:
+            if self._run.membership.num_alive or (self._follower and not self._follower.has_taken_over):
                 seen_at = self._clock()
             elif self._clock() - seen_at >= exit_when.idle_seconds:
+                self._is_done = True
                 self.stop(f"no worker was there for {exit_when.idle_seconds:g} s")
                 return
 
@@ -389,13 +435,15 @@ class Server:
         late.daemon = True
         late.start()
         self._set_health(_Health.NOT_SERVING)
-        self._run.drain()
+        self._run.refuse("this server is shutting down: try again once it is back")
         calls_end_at = began + _CALLS_SHARE * self._config.drain_seconds
         await self._calls_end(calls_end_at)
+        gave_way = await self._give_way(calls_end_at - self._clock())
         for transport in self._transports:
             await transport.stop(calls_end_at - self._clock())
         await asyncio.to_thread(self._work.shutdown)
-        saved = await asyncio.to_thread(self._save)
+        # Else the run goes on elsewhere, and a checkpoint of it here would only be mistaken for it.
+        saved = gave_way or await asyncio.to_thread(self._save)
         if not saved and self._checkpoints is not None:
             log.error("the server ends without its last checkpoint", reason=self._checkpoints.failure)
         if self._update_log is not None:
@@ -418,6 +466,15 @@ class Server:
         )
         sys.stderr.flush()
         os._exit(1)
+
+    async def _give_way(self, seconds: float) -> bool:
+        """Hand over to the standby, if there is one; return whether the run goes on elsewhere."""
+        if self._primary.fenced:
+            return True
+        with contextlib.suppress(TimeoutError):
+            handed_over = self._primary.hand_over(ends=self._is_done, reason=self._stop_reason)
+            return await asyncio.wait_for(handed_over, seconds) and not self._is_done
+        return False
 
     async def _calls_end(self, deadline: float) -> None:
         while self._budget.bytes_held and self._clock() < deadline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pyps.config import ServerConfig
@@ -16,6 +16,7 @@ from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
 from pyps.service.security import Access
 from pyps.service.serializations import Serializations
+from pyps.service.standby.feed import Feed
 from pyps.service.tls import Tls
 from pyps.storage.folder import CheckpointFolder
 from pyps_wire import parameter_server_pb2 as wire
@@ -35,6 +36,7 @@ class Host:
     health: Health
     serializations: Serializations
     checkpoints: CheckpointFolder | None
+    feed: Feed = field(default_factory=Feed)
 
 
 class Transport(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, fields
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 from pyps.run.handshake import RunState, check_name, check_run
@@ -26,6 +26,22 @@ LEASES_BYTES_MAX = convert.SMALL_BYTES_MAX + convert.LEASE_BYTES_MAX * LEASES_MA
 SCALARS_MAX = 256
 
 Ask: TypeAlias = Callable[[], wire.LeaseReply]
+Method: TypeAlias = Callable[[Any, bytes, Call], Awaitable[bytes]]
+
+
+def _followed(method: Method) -> Method:
+    """Answer once the standby has received what the call has changed."""
+
+    @wraps(method)
+    async def call(self: WorkQueueService, message: bytes, context: Call) -> bytes:
+        reply = await method(self, message, context)
+        if self._feed.guards:
+            self._feed.add_work(self._run.work)
+            if (received := self._feed.wait()) is not None:
+                await received
+        return reply
+
+    return call
 
 
 class WorkQueueService:
@@ -34,7 +50,9 @@ class WorkQueueService:
     def __init__(self, host: Host):
         self._run = host.run
         self._work = host.work
+        self._feed = host.feed
 
+    @_followed
     async def Open(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.OpenWorkRequest, message)
         queue = _queue_of(self._run, request.sender)
@@ -42,11 +60,13 @@ class WorkQueueService:
         assert queue.spec is not None
         return wire.OpenWorkReply(data=wire.DataSpec(**asdict(queue.spec)), **{"pass": queue.pass_}).SerializeToString()
 
+    @_followed
     async def Lease(self, message: bytes, context: Call) -> bytes:
         """Answer with a portion once there is one, or with the reason why there will be none."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         return (await lease_portion(self._run, self._work, request)).SerializeToString()
 
+    @_followed
     async def Claim(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse a portion's result."""
         request = convert.parse(wire.ClaimRequest, message)
@@ -54,6 +74,7 @@ class WorkQueueService:
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
         return wire.ClaimReply(granted=claim.accepted, message=claim.message).SerializeToString()
 
+    @_followed
     async def Deliver(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse portions whose gradients are pushed or staged."""
         request = convert.parse(wire.DeliverRequest, message, bytes_max=LEASES_BYTES_MAX)
@@ -75,6 +96,7 @@ class WorkQueueService:
         )
         return wire.DeliverReply(accepted=delivery.accepted, message=delivery.message).SerializeToString()
 
+    @_followed
     async def BeginPass(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
@@ -105,6 +127,7 @@ class WorkQueueService:
         reply.progress.CopyFrom(queue.progress())
         return reply.SerializeToString()
 
+    @_followed
     async def EndWork(self, message: bytes, context: Call) -> bytes:
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)

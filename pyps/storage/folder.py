@@ -107,7 +107,7 @@ class CheckpointFolder:
                 continue
             self.newest = path
             log.info("checkpoint read", path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max)
-            return self._claim_epoch(restored)
+            return self.claim_epoch(restored)
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {self.path} can be used (the log says why for each): "
             "restore the files, or name another folder"
@@ -239,7 +239,7 @@ class CheckpointFolder:
             # What a damaged checkpoint names is not known.
             log.warning("files that no checkpoint needs may be left", folder=self.path, reason=error)
 
-    def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
+    def claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Note, durably, that the next epoch is taken: two lives of a server never serve under one epoch."""
         epoch = max(restored.header.epoch, epoch_of(self.path, self._disk))
         try:

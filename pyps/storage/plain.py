@@ -33,7 +33,7 @@ def push_to_plain(gradient: Gradient, receipt: Receipt) -> dict[str, Any]:
     }
 
 
-def push_from_plain(plain: Mapping[str, Any], payload: bytes) -> tuple[Gradient, Receipt]:
+def push_from_plain(plain: Mapping[str, Any], payload: bytes | memoryview) -> tuple[Gradient, Receipt]:
     """Read what `push_to_plain` wrote, with the gradient's payload."""
     fields = {name: value for name, value in plain.items() if name in Receipt._fields}
     fields["outcome"] = Outcome[plain["outcome"].upper()]
@@ -64,7 +64,7 @@ def gradient_to_plain(gradient: Gradient) -> dict[str, Any]:
     return {name: value for name, value in _fields(gradient).items() if name != "payload"}
 
 
-def gradient_from_plain(plain: Mapping[str, Any], payload: bytes) -> Gradient:
+def gradient_from_plain(plain: Mapping[str, Any], payload: bytes | memoryview) -> Gradient:
     fields = {name: value for name, value in plain.items() if name in Gradient._fields}
     extents = tuple(Extent(*extent) for extent in plain.get("extents", ()))
     return Gradient(**{**fields, "codec": codec_numbered(plain["codec"]), "extents": extents, "payload": payload})
@@ -89,7 +89,7 @@ def contribution_to_plain(contribution: Contribution) -> dict[str, Any]:
     }
 
 
-def contribution_from_plain(plain: Mapping[str, Any], payload: bytes) -> Contribution:
+def contribution_from_plain(plain: Mapping[str, Any], payload: bytes | memoryview) -> Contribution:
     gradient = gradient_from_plain(plain["gradient"], payload)
     return Contribution(gradient, plain["staleness"], Weighing(**plain["weighing"]))
 

@@ -27,6 +27,7 @@ KINDS = {
         pyps_workers_by_transport pyps_workers_counted pyps_workers_missing pyps_batch_size pyps_learning_rate
         pyps_worker_report pyps_pending_gradients pyps_last_update_timestamp_seconds pyps_shards pyps_version_min
         pyps_version_max pyps_shard_version pyps_memory_bytes pyps_in_flight_bytes_max pyps_late_messages
+        pyps_standby_events_behind
         process_resident_memory_bytes python_info
     """,
     "counter": """

@@ -53,6 +53,7 @@ def test_every_field_can_be_set_by_flag_by_environment_and_by_toml(toml):
         "optimizer": "sgd:learning_rate=0.5",
         "staleness": "none",
         "log_format": "json",
+        "standby_of": "host:7610",
         "log_level": "debug",
         "lane_port": "7777",
     }

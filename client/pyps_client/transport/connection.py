@@ -45,9 +45,19 @@ ADVICE = "Check that `pyps serve` runs there, that this is its data port, and th
 class Connection:
     """One server, and the open transports to it. `persist` carries an operation through losses and restarts."""
 
-    def __init__(self, index: int, *, launch: Launch, outage: Outage | None = None) -> None:
-        """`outage`: shared by the connections whose losses are logged together."""
+    def __init__(
+        self, index: int, *, launch: Launch, outage: Outage | None = None, beside: Connection | None = None
+    ) -> None:
+        """`outage`: shared by the connections whose losses are logged together.
+
+        `beside`: the connection to the same server that finds it, where this is another one.
+        """
         self.index = index
+        self._beside = beside
+        # Where the server may be besides its place, the likeliest first: its standby, then where it was last.
+        self._elsewhere: list[str] = []
+        # How often it was looked for since it last answered a Hello.
+        self._tries = 0
         self.place = self.address = launch.servers[index]
         self.name = f"server {index} ({self.place})"
         self.route = Route(self.name)
@@ -107,6 +117,15 @@ class Connection:
     def _find(self) -> None:
         """Look the address up again."""
         local_server.check(self.place)
+        tries, self._tries = self._tries, self._tries + self._had_channel
+        if self._beside is not None:
+            addresses = dict.fromkeys([self._beside.address, *self._beside._elsewhere])
+            self.address = list(addresses)[tries % len(addresses)]
+            return
+        # After a loss its standby first, since a server that began again in the old place knows nothing of that.
+        if self._had_channel and (place := tries % (len(self._elsewhere) + 1)) < len(self._elsewhere):
+            self.address = self._elsewhere[place]
+            return
         try:
             address = address_of(self.place, index_at=self._index_at)
         except (InvalidArgument, ServerUnavailable) as error:
@@ -128,6 +147,33 @@ class Connection:
         if reply.state == RUN_STATE_DRAINING:
             raise ServerUnavailable("the server is shutting down")
         return reply.server_index if reply.num_servers else None
+
+    def note_standby(self, address: str) -> None:
+        """Note where the server's standby is; "" for none that could take over."""
+        if address and self._elsewhere[:1] != [address]:
+            self._elsewhere = list(dict.fromkeys([address, self.address]))
+
+    @property
+    def has_standby(self) -> bool:
+        return bool(self._elsewhere)
+
+    def moved(self, beside: Connection, epoch: int) -> bool:
+        """Return whether the answer on the connection beside is another server's, and end calls to one that is silent.
+
+        `epoch`: of the answer. One that is larger is of the standby, which has taken over.
+        """
+        if beside.address == self.address:
+            return False
+        if epoch > self.epoch:
+            self.cancel(f"{beside.address} has taken over")
+        return True
+
+    def answered(self, reply: HelloReply) -> None:
+        """Note the answer to a Hello. Raises LinkLost where another server has gone on with the run since."""
+        if self._elsewhere and reply.epoch < self.epoch:
+            raise LinkLost(f"{self.address} serves an earlier life of the run, which goes on elsewhere")
+        self.epoch, self._tries = reply.epoch, 0
+        self.note_standby(reply.standby)
 
     def greeted(self, sender: Sender, reply: HelloReply) -> None:
         """Make the lane that the answer to a worker's Hello offers; its first round connects it."""

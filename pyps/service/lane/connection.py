@@ -81,7 +81,9 @@ class Connection(Caller):
         self._warnings = warnings
         self._loop = asyncio.get_running_loop()
         self._account = host.budget.account()
-        self._conversation = Conversation(host.work, self._account, self._write, ahead_max=READ_AHEAD_MAX)
+        self._conversation = Conversation(
+            host.work, self._account, self._write, ahead_max=READ_AHEAD_MAX, feed=host.feed
+        )
         self._pushes = Pushes(host.run, self._conversation)
         # The worker, once the lane is open.
         self._sender: Sender | None = None

@@ -254,7 +254,7 @@ class Connection(Caller):
         self._take_memory = attach
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
-        self._conversation = Conversation(host.work, host.budget.account(), self._reply, ahead_max=1)
+        self._conversation = Conversation(host.work, host.budget.account(), self._reply, ahead_max=1, feed=host.feed)
         self.attachment: Attachment | None = None
         # Completes the present request, where that takes longer.
         self._task: asyncio.Task[None] | None = None

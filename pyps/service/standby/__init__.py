@@ -1,0 +1,1 @@
+"""A server and its standby: what goes from one to the other, who takes over when, and who gives way."""

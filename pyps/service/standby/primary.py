@@ -1,0 +1,300 @@
+"""A server's side of its standby: it sends the events, waits for what was received, and gives way where it must."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import urllib.parse
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+
+from pyps.run.content import ReadyContent
+from pyps.run.run import Run
+from pyps.service import convert
+from pyps.service.calls import Call
+from pyps.service.standby.feed import Feed, Line
+from pyps.service.standby.follower import Follower
+from pyps.service.standby.link import Found, Link, is_unspecified, look
+from pyps_wire import standby_pb2 as wire
+from pyps_wire.errors import InvalidArgument, NotAllowed, PypsError, ServerUnavailable, WaitTimedOut
+
+# A standby hears from its server so often in its lease.
+BEATS_A_LEASE = 4
+POLL_SECONDS = 0.1
+WAIT_SECONDS = 0.001
+# How often a server whose standby is silent asks it, and says so in the log.
+ASK_SECONDS = 1.0
+SAY_SECONDS = 10.0
+
+
+class Primary:
+    """The standby of this server, if it has one. For the event loop."""
+
+    def __init__(self, run: Run, feed: Feed, link: Callable[[str], Link]):
+        self._run = run
+        self._feed = feed
+        self._link = link
+        run.on_finished = self.note_finished
+        run.about_standby = lambda: self.words
+        # Ends this server, with the reason.
+        self.on_fenced: Callable[[str], None] = lambda reason: None
+        # The standby asks for its turn.
+        self.on_request: Callable[[], None] = lambda: None
+        # A random name of this life.
+        self._life = secrets.token_hex(8)
+        # Where the standby is found; "" for none.
+        self.address = ""
+        self._lease_seconds = 0.0
+        # The call by which it follows.
+        self._following: asyncio.Task[None] | None = None
+        # Ends what belonged to the call before.
+        self._ending: asyncio.Task[None] | None = None
+        # Finds out what became of a standby that was lost while answers waited for it.
+        self._finding: asyncio.Task[None] | None = None
+        # Whether the standby has taken over, or is about to by this server's own word.
+        self.handed_over = False
+        self.fenced = ""
+
+    @property
+    def words(self) -> str:
+        """What the standby is to this server, for people; "" without one. From any thread."""
+        feed = self._feed
+        if self.fenced or not self.address:
+            return self.fenced
+        if not feed.guards:
+            return f"{self.address} is receiving the shards"
+        if self._following is None:
+            return f"no word from {self.address}: nothing is answered until it says whether it has taken over"
+        return f"{self.address} follows, {feed.recorded - feed.received} events behind"
+
+    async def follow(self, call: Call) -> None:
+        """Serve a standby's call until it ends."""
+        first = wire.FollowRequest.FromString(await call.receive(under_way=True) or b"")
+        host, _, port = first.address.rpartition(":")
+        if is_unspecified(host):
+            # "ipv4:127.0.0.1:51234"
+            host = urllib.parse.unquote(call.peer()).partition(":")[2].rpartition(":")[0]
+        address = f"{host}:{port}"
+        if not port or not first.lease_seconds > 0:
+            raise InvalidArgument(f"a standby at {first.address!r} with a lease of {first.lease_seconds:g} s")
+        if self._following is not None and self.address != address:
+            raise NotAllowed(f"this server has a standby, {self.address}: it takes one")
+        await call.write(wire.FollowReply(life=self._life).SerializeToString())
+        if self.fenced or self.handed_over:
+            raise ServerUnavailable(self.fenced or "this server hands over to its standby")
+        begin = wire.FollowRequest.FromString(await call.receive(under_way=True) or b"")
+        if not begin.begin:
+            return
+        if self._following is not None:
+            # It has lost this connection, and begins again.
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        if self._ending is not None:
+            await self._ending
+        self._stop_finding()
+        # The standby has said that it does not take over with what it had.
+        self._feed.guard(False)
+        self.address, self._run.standby, self._lease_seconds = address, "", first.lease_seconds
+        self._following = asyncio.current_task()
+        left = ""
+        try:
+            await self._serve(call)
+        except BaseExceptionGroup as group:
+            error = group.exceptions[0]
+            if isinstance(error, _Left):
+                left = str(error)
+            elif isinstance(error, PypsError) and not isinstance(error, WaitTimedOut):
+                left = "it does not follow this run"
+                raise error from None
+            elif not isinstance(error, TimeoutError | grpc.aio.BaseError):
+                raise error from None
+        finally:
+            self._following = None
+            self._feed.close()
+            # A task of its own, since gRPC cancels the call's whenever it likes.
+            self._ending = asyncio.create_task(self._after(left))
+
+    async def _after(self, left: str) -> None:
+        """Go on after a standby has gone; `left`: the reason, where it is known not to take over."""
+        await asyncio.to_thread(self._unfollow)
+        if left or not self._feed.guards:
+            self._go_on(left or "its standby was lost before it had all shards")
+        elif not (self.handed_over or self.fenced):
+            self._finding = asyncio.create_task(self._find())
+
+    def _unfollow(self) -> None:
+        for shard in self._run.content.shards.values():
+            shard.follow(None)
+
+    async def _serve(self, call: Call) -> None:
+        feed, run = self._feed, self._run
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send(call))
+            while not isinstance(content := run.content, ReadyContent):
+                await asyncio.sleep(POLL_SECONDS)
+            if run.rounds.behaviour.aggregation.coordinated:
+                raise NotAllowed(
+                    "this server's run is coordinated by Sandblaster, whose vectors a standby does not follow: "
+                    "use checkpoints for it (--checkpoint-dir)"
+                )
+            feed.open()
+            run.rounds.followed = True
+            base = feed.received
+            tasks.create_task(self._receive(call, base))
+            feed.add(Line({"event": "run", "header": run.header_of(content).to_json()}))
+            for shard in content.shards.values():
+                # One at a time: memory grows by one shard.
+                await asyncio.to_thread(shard.follow, feed)
+                number = feed.recorded
+                while feed.received < number:
+                    await asyncio.sleep(WAIT_SECONDS)
+            feed.add_work(run.work)
+            feed.guard(True)
+            feed.add(Line({"event": "synced"}))
+            run.standby = self.address
+            run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
+            while run.content is content:
+                await asyncio.sleep(POLL_SECONDS)
+            raise _Left("the run was reset")
+
+    async def _send(self, call: Call) -> None:
+        beat, feed = wire.FollowReply().SerializeToString(), self._feed
+        while True:
+            try:
+                async with asyncio.timeout(self._lease_seconds / BEATS_A_LEASE):
+                    await feed.filled.wait()
+            except TimeoutError:
+                await call.write(beat)
+            while (message := feed.take()) is not None:
+                await call.write(message)
+
+    async def _receive(self, call: Call, base: int) -> None:
+        feed, run, loop = self._feed, self._run, asyncio.get_running_loop()
+        progress_at = loop.time()
+        while True:
+            async with asyncio.timeout(self._lease_seconds):
+                message = await call.read()
+            if message is grpc.aio.EOF:
+                raise TimeoutError
+            request, before = wire.FollowRequest.FromString(message), feed.received
+            feed.note_received(base + request.received)
+            if feed.received > before or feed.received == feed.recorded:
+                progress_at = loop.time()
+            elif loop.time() - progress_at > self._lease_seconds:
+                run.events.add("standby", "the standby takes in nothing any more", warning=True, address=self.address)
+                raise TimeoutError
+            for shard_id in request.again:
+                what = "a shard of the standby differed and is sent again"
+                run.events.add("standby", what, warning=True, shard=shard_id)
+                await asyncio.to_thread(run.content.shards[shard_id].follow, feed)
+            if request.take_over:
+                self.on_request()
+            if request.leaves:
+                raise _Left("its standby has left")
+
+    # When the standby is lost.
+
+    async def _find(self) -> None:
+        """Find out whether the standby has ended, has taken over, or neither; answers wait until that is known."""
+        run, address, said_at = self._run, self.address, 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            if await look(address) is Found.REFUSED:
+                self._go_on("its standby has ended")
+                return
+            content = run.content
+            try:
+                reply = await self._link(address).meet(wire.MeetRequest(run_id=content.run_id, epoch=content.epoch))
+            except (PypsError, OSError):
+                pass
+            else:
+                if reply.has_taken_over:
+                    self.fence(address, reply.epoch)
+                else:
+                    self._go_on("its standby lives and begins again")
+                return
+            if loop.time() - said_at >= SAY_SECONDS:
+                said_at = loop.time()
+                what = (
+                    "no word from the standby: nothing is answered until it says whether it has taken over; "
+                    "`pyps promote` on one of the two decides"
+                )
+                run.events.add("standby", what, warning=True, address=address)
+            await asyncio.sleep(ASK_SECONDS)
+
+    def _stop_finding(self) -> None:
+        if self._finding is not None:
+            self._finding.cancel()
+            self._finding = None
+
+    def _go_on(self, why: str) -> None:
+        """Serve without a standby."""
+        self._stop_finding()
+        self._run.rounds.followed = False
+        self._feed.guard(False)
+        self._run.events.add("standby", f"the server goes on alone: {why}", warning=True, address=self.address)
+        self.address = self._run.standby = ""
+
+    def fence(self, address: str, epoch: int) -> None:
+        """Give way to the server that has taken over, for good."""
+        self._stop_finding()
+        run_id = self._run.content.run_id
+        self.fenced = f"{address} has taken over run {run_id!r} under epoch {epoch}: this server serves it no more"
+        self._feed.fence(self.fenced)
+        self._run.refuse(self.fenced)
+        self._run.events.add("standby", self.fenced, warning=True)
+        self.on_fenced(self.fenced)
+
+    def promote(self, *, validate_only: bool = False) -> None:
+        """Be the one that serves, by an operator's word. Raises NotAllowed where it is already."""
+        if self._finding is None:
+            raise NotAllowed("this server serves already, and waits for no standby")
+        if not validate_only:
+            self._go_on("an operator says so")
+
+    async def hand_over(self, *, ends: bool, reason: str) -> bool:
+        """Make the standby take over or, if the job `ends`, end too; return whether it has heard."""
+        if self._following is None or not self._feed.guards:
+            return False
+        self.handed_over = True
+        number = self._feed.add(Line({"event": "end" if ends else "take over", "reason": reason}))
+        while self._feed.received < number and self._following is not None:
+            await asyncio.sleep(WAIT_SECONDS)
+        return self._feed.received >= number
+
+    def note_finished(self) -> None:
+        self._feed.add(Line({"event": "finished"}))
+
+
+class _Left(Exception):
+    """Nothing is sent to the standby any more, for this reason, and it will not take over."""
+
+
+class StandbyService:
+    """The calls of pyps.v1.Standby."""
+
+    def __init__(self, run: Run, primary: Primary, standby: Follower | None):
+        """`standby`: of a server that was started as one."""
+        self._run = run
+        self._primary = primary
+        self._standby = standby
+
+    def Follow(self, _: object, call: Call) -> Awaitable[None]:
+        return self._primary.follow(call)
+
+    async def Meet(self, message: bytes, call: Call) -> bytes:
+        request = convert.parse(wire.MeetRequest, message)
+        content, standby = self._run.content, self._standby
+        reply = wire.MeetReply(epoch=content.epoch, has_taken_over=standby is not None and standby.has_taken_over)
+        if not request.has_taken_over:
+            if standby is not None:
+                standby.give_up()
+        # Of two under one epoch, the one that was started again from a checkpoint gives way.
+        elif (
+            (standby is None or standby.has_taken_over)
+            and content.run_id in ("", request.run_id)
+            and content.epoch < request.epoch + (not reply.has_taken_over)
+        ):
+            self._primary.fence(request.address, request.epoch)
+        return reply.SerializeToString()

@@ -1,0 +1,166 @@
+"""A server that is killed or suspended beside its standby: nothing acknowledged is lost, and one of them serves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from client_support import make_client
+from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_EPOCH
+from support import checksums, status_of, wait_until
+
+FLAGS = ("--run-id", "r", "--staleness", "none", "--heartbeat-seconds", "0.2", "--lease-seconds", "5")
+MODEL = {"w": np.zeros(100_000, np.float32)}
+SGD = ("sgd", {"learning_rate": 1.0})
+
+
+@pytest.fixture
+def pair(start_server_process):
+    def start(*flags, lease="1"):
+        primary = start_server_process(*FLAGS, *flags)
+        standby = start_server_process("--standby-of", primary.data, "--standby-lease-seconds", lease, *FLAGS)
+        return primary, standby
+
+    return start
+
+
+class Pushing:
+    """A worker in a thread, which pushes ones and counts what was taken of each shard."""
+
+    def __init__(self, name, address, **options):
+        self.client = make_client(
+            address,
+            tensors=MODEL,
+            optimizer=SGD,
+            run_id="r",
+            worker_id=name,
+            shard_size=20_000,
+            loss_wait_seconds=60,
+            **options,
+        )
+        self.taken = dict.fromkeys(range(self.client.session.partition.num_shards), 0)
+        self.refused = 0
+        self.longest_seconds = 0.0
+        self._ended = threading.Event()
+        self._error = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self):
+        self._thread.start()
+        return self
+
+    def _run(self):
+        try:
+            while not self._ended.is_set():
+                began = time.monotonic()
+                for receipt in self.client.push({"w": np.ones(100_000, np.float32)}):
+                    if receipt.outcome == OUTCOME_REJECTED:
+                        assert receipt.reason == REASON_EPOCH, receipt
+                        self.refused += 1
+                    else:
+                        self.taken[receipt.shard_id] += 1
+                self.client.pull()
+                self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+        except BaseException as error:
+            self._error = error
+
+    def wait_for(self, more):
+        goal = min(self.taken.values()) + more
+        wait_until(lambda: self._error or min(self.taken.values()) >= goal, what=f"{more} more pushes")
+        if self._error:
+            raise self._error
+
+    def end(self):
+        self._ended.set()
+        self._thread.join(60)
+        if self._error:
+            raise self._error
+
+
+def both_know(standby, *workers):
+    for worker in workers:
+        connection = worker.client.session._servers.connections[0]
+        wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows the standby")
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_no_acknowledged_push_is_lost_with_a_killed_server(pair, transport):
+    primary, standby = pair()
+    workers = [Pushing(name, primary.data, transport=transport).start() for name in "ab"]
+    both_know(standby, *workers)
+    for worker in workers:
+        worker.wait_for(20)
+    primary.kill()
+    for worker in workers:
+        worker.wait_for(20)
+    for worker in workers:
+        worker.end()
+        print(transport, worker.longest_seconds, worker.refused)
+
+    versions = {shard_id: version for shard_id, (version, _) in checksums(standby.control).items()}
+    assert versions == {shard_id: sum(worker.taken[shard_id] for worker in workers) for shard_id in versions}
+    parameters = workers[0].client.snapshot()["w"]
+    assert set(-parameters) <= set(map(float, versions.values()))
+    for worker in workers:
+        worker.client.close()
+
+
+def test_rounds_of_hardsync_go_on_with_both_workers_after_a_kill(pair):
+    primary, standby = pair("--protocol", "hardsync", "--expected-workers", "2")
+    workers = [Pushing("a", primary.data)]
+    workers += [Pushing("b", primary.data)]
+    for worker in workers:
+        worker.start()
+    both_know(standby, *workers)
+    for worker in workers:
+        worker.wait_for(10)
+    primary.kill()
+    for worker in workers:
+        worker.wait_for(10)
+    ending = [threading.Thread(target=worker.end) for worker in workers]
+    for thread in ending:
+        thread.start()
+    wait_until(lambda: not all(thread.is_alive() for thread in ending))
+    # The other may wait for a round that does not come.
+    for worker in workers:
+        worker.client.close()
+    for thread in ending:
+        thread.join()
+    print(checksums(standby.control), [w.taken for w in workers])
+
+
+def test_a_suspended_server_gives_way_when_it_wakes(pair):
+    primary, standby = pair()
+    worker = Pushing("a", primary.data).start()
+    both_know(standby, worker)
+    worker.wait_for(10)
+    primary.signal(signal.SIGSTOP)
+    worker.wait_for(10)
+    assert status_of(standby).epoch == 1
+
+    primary.signal(signal.SIGCONT)
+    assert primary.wait() == 0
+    assert f"{standby.data} has taken over run 'r' under epoch 1" in primary.output()
+    worker.wait_for(10)
+    worker.end()
+    versions = {shard_id: version for shard_id, (version, _) in checksums(standby.control).items()}
+    assert versions == worker.taken
+
+
+def test_a_server_goes_on_alone_when_its_standby_is_killed_and_waits_when_it_is_silent(pair):
+    primary, standby = pair()
+    worker = Pushing("a", primary.data).start()
+    both_know(standby, worker)
+    standby.signal(signal.SIGSTOP)
+    wait_until(lambda: "no word from" in status_of(primary).standby)
+    before = dict(worker.taken)
+    time.sleep(1)
+    assert worker.taken == before
+    standby.kill()
+    worker.wait_for(10)
+    worker.end()
+    assert status_of(primary).standby == ""

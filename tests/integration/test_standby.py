@@ -1,0 +1,112 @@
+"""A standby in this process: it follows with every bit and takes over, and its server gives way."""
+
+from __future__ import annotations
+
+import pytest
+
+from client_support import Reference, gradients_like, make_client, small_model
+from pyps.service.standby.feed import CHECKED_VERSIONS
+from pyps_wire.common_pb2 import REASON_EPOCH
+from support import checksums, events_of, shell, status_of, wait_for_event, wait_until
+
+LEASE = ("--standby-lease-seconds", "2")
+# Workers hear of a standby by heartbeats.
+QUICK = ("--heartbeat-seconds", "0.1")
+
+
+def follow(start_server, primary, *clients):
+    """Start a standby that has all shards, and of which the clients know, when this returns."""
+    standby = start_server("--standby-of", primary.data, *LEASE, *QUICK)
+    wait_until(lambda: "follows" in status_of(primary).standby, what="a standby that follows")
+    for client in clients:
+        connection = client.session._servers.connections[0]
+        wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows of it")
+    return standby
+
+
+def step_both(client, reference, gradients):
+    """Push, once more where another server has refused it as one of an earlier life, and compare every bit."""
+    reference.step(gradients)
+    if {receipt.reason for receipt in client.push(gradients)} == {REASON_EPOCH}:
+        client.pull()
+        client.push(gradients)
+    reference.check(client.pull())
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_a_standby_goes_on_with_the_same_bits_when_its_server_is_drained(start_server, transport):
+    tensors = small_model()
+    reference = Reference(tensors)
+    primary = start_server(*QUICK)
+    with make_client(primary.data, transport=transport) as client:
+        for step in range(10):
+            if step == 3:
+                standby = follow(start_server, primary, client)
+            if step == 6:
+                drained = shell("drain", primary.control)
+                assert standby.data in drained
+                assert primary.wait() == 0
+            step_both(client, reference, gradients_like(tensors, step))
+        assert status_of(standby).epoch == 1
+        assert "took over" in status_of(standby).standby
+        assert {version for version, _ in checksums(standby.control).values()} == {10}
+
+
+def test_a_shard_that_differs_is_sent_again(start_server):
+    tensors = small_model()
+    reference = Reference(tensors)
+    primary = start_server(*QUICK)
+    with make_client(primary.data) as client:
+        standby = follow(start_server, primary, client)
+        # As another memory chip might.
+        standby._server._follower._shards._shards[2]._parameters[7] += 1.0
+        for step in range(CHECKED_VERSIONS):
+            step_both(client, reference, gradients_like(tensors, step))
+        wait_for_event(primary, "standby", "a shard of the standby differed and is sent again: shard 2")
+        shell("drain", primary.control)
+        for step in range(3):
+            step_both(client, reference, gradients_like(tensors, step))
+        assert len(events_of(standby, "standby")) == 1
+
+
+def test_an_operator_makes_a_standby_take_over_and_a_server_in_the_old_place_gives_way(start_server):
+    tensors = small_model()
+    reference = Reference(tensors)
+    primary = start_server(*QUICK)
+    with make_client(primary.data, run_id="r") as client:
+        standby = follow(start_server, primary, client)
+        shell("promote", standby.control)
+        assert primary.wait() == 0
+        step_both(client, reference, gradients_like(tensors, 0))
+        assert "serves already" in shell("promote", standby.control, status=1)
+
+        empty = start_server("--port", primary.data.rpartition(":")[2], "--run-id", "r")
+        assert empty.wait() == 0
+        assert f"{standby.data} has taken over run 'r' under epoch 1" in empty.output()
+
+
+def test_a_standby_that_leaves_or_cannot_follow_is_done_without(start_server):
+    primary = start_server(*QUICK)
+    with make_client(primary.data) as client:
+        standby = follow(start_server, primary, client)
+        second = start_server("--standby-of", primary.data, *LEASE)
+        assert second.wait() == 1
+        assert f"this server has a standby, {standby.data}: it takes one" in second.output()
+
+        assert standby.stop() == 0
+        client.push(gradients_like(small_model(), 0))
+        wait_for_event(primary, "standby", "the server goes on alone: its standby has left")
+        assert "has no standby" in shell("drain", primary.control, status=1)
+
+    coordinated = start_server("--protocol", "sandblaster", "--run-id", "r")
+    make_client(coordinated.data, run_id="r").close()
+    refused = start_server("--standby-of", coordinated.data, *LEASE)
+    assert refused.wait() == 1
+    assert "coordinated by Sandblaster" in refused.output()
+
+
+def test_a_standby_ends_with_the_job(start_server):
+    primary = start_server(*QUICK, "--exit-when", "gone")
+    with make_client(primary.data) as client:
+        standby = follow(start_server, primary, client)
+    assert (primary.wait(), standby.wait()) == (0, 0)
