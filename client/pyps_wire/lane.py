@@ -20,6 +20,8 @@ PREFIX = struct.Struct("<III")
 OPEN, PUSH, EXCHANGE, PULL, END, FAILURE = range(1, 7)
 
 KEEPALIVE_SECONDS = 60
+# As gRPC: what is sent over a link that was cut is repeated ever less often, and so long after it is there again.
+UNANSWERED_SECONDS = 20
 
 # One receive brings so much: all of a small message. What it brings of a large payload is copied once more.
 _AHEAD_BYTES = 2**16
@@ -46,6 +48,8 @@ class Lane:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNANSWERED_SECONDS)
         self._socket = end
         self._waited = waited
         # Received bytes that are not taken yet lie between these.

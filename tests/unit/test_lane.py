@@ -8,6 +8,7 @@ import pytest
 
 from pyps.certificates import Authority
 from pyps.service.tls import Tls
+from pyps_client.transport.grpc import KEEPALIVE_TIMEOUT_SECONDS
 from pyps_wire.lane import Lane, LaneClosed, SecureLane
 
 
@@ -40,6 +41,13 @@ def test_who_receives_looks_at_its_deadline_whenever_a_part_has_come(take):
         dripping.shutdown(socket.SHUT_WR)
         with pytest.raises(Late):
             take(end)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux gives up what is not answered")
+def test_a_lane_over_a_cut_link_is_given_up_as_soon_as_grpc_would_be():
+    with socket.socket() as end:
+        Lane(end)
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * KEEPALIVE_TIMEOUT_SECONDS
 
 
 @pytest.mark.skipif(not ctypes.util.find_library("ssl"), reason="OpenSSL is not to be had by itself")
