@@ -178,22 +178,27 @@ def folders_of(source: Path, disk: Disk) -> list[Path]:
     return inside or [source]
 
 
-def _checkpoints(source: Path, disk: Disk) -> Iterator[Checkpoint]:
+def paths_of(source: Path, disk: Disk) -> list[Path]:
+    """Return the checkpoints in a folder of a job or a server, each server's newest first. Raises CheckpointError."""
     if source.suffix == ".json":
-        yield Checkpoint(source, disk)
-        return
+        return [source]
     try:
         folders = folders_of(source, disk)
     except OSError:
         raise CheckpointError(f"there is no folder {source}") from None
-    for folder in folders:
-        for path in checkpoint_paths(folder, disk):
-            try:
-                checkpoint = Checkpoint(path, disk)
-                checkpoint.require_files()
-                yield checkpoint
-            except CheckpointDamaged as error:
-                log.warning("checkpoint ignored", path=path, reason=error)
+    return [path for folder in folders for path in checkpoint_paths(folder, disk)]
+
+
+def _checkpoints(source: Path, disk: Disk) -> Iterator[Checkpoint]:
+    for path in paths_of(source, disk):
+        try:
+            checkpoint = Checkpoint(path, disk)
+            checkpoint.require_files()
+            yield checkpoint
+        except CheckpointDamaged as error:
+            if path == source:
+                raise
+            log.warning("checkpoint ignored", path=path, reason=error)
 
 
 def _rank(own: CheckpointSet) -> tuple[int, int]:

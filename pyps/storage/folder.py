@@ -171,12 +171,15 @@ class CheckpointFolder:
                 ) from None
             log.info("checkpoint set aside", path=aside)
 
-    def prune(self, keep: int) -> int:
+    def prune(self, keep: int, *, set_aside: bool = False) -> int:
         """Remove all but the newest `keep` checkpoints and the files that no other names; return how many went.
 
-        Raises OSError, and CheckpointError where they cannot be listed.
+        Those that are set aside stay, unless `set_aside`. Raises OSError, and CheckpointError where they cannot be
+        listed.
         """
         doomed = checkpoint_paths(self.path, self._disk)[keep:]
+        if set_aside:
+            doomed += [self.path / name for name in self._disk.sizes(self.path) if name.startswith("forgotten-")]
         # The oldest first: a process that ends midway leaves the newest.
         for path in reversed(doomed):
             self._disk.remove(path)

@@ -91,7 +91,7 @@ def test_every_command_exists_with_the_flags_shown():
     assert {"run", "serve", "eval", "export"} <= {command for command, _ in shown}
     for command, rest in shown:
         assert command in COMMANDS
-        below = rest.split()[:1] if command == "certs" else []
+        below = rest.split()[:1] if command in ("certs", "checkpoint") else []
         options = CliRunner().invoke(app, [command, *below, "--help"], env={"COLUMNS": "200"}).output
         # What stands in quotes is for another program.
         for flag in re.findall(r"--[a-z-]+", re.sub(r"'[^']*'", "", rest).split(" -- ")[0].split("#")[0]):

@@ -1,0 +1,114 @@
+"""`pyps checkpoint`: the checkpoints in folders, without servers."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pyps import logs
+from pyps.cli.control import fail
+from pyps.cli.export import export
+from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged
+from pyps.storage.checkpoint_set import convert as convert_set
+from pyps.storage.checkpoint_set import paths_of
+from pyps.storage.disk import Disk
+from pyps.storage.folder import CheckpointFolder
+from pyps.units import counted, in_bytes
+from pyps_wire.partition import SERVERS_MAX
+
+checkpoint = typer.Typer(
+    help="List, check, remove and convert checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+checkpoint.command()(export)
+Sources = Annotated[list[Path], typer.Argument(help="A job's folder, or those of servers.", show_default=False)]
+
+
+@checkpoint.command("list")
+def list_all(folders: Sources) -> None:
+    """Show the checkpoints of each server, the newest first."""
+    table = Table("checkpoint", "run", "server", "epoch", "versions", "written", "size", "whole")
+    for path in _paths(folders):
+        try:
+            one = Checkpoint(path)
+            one.require_files()
+        except CheckpointDamaged as error:
+            table.add_row(Text(str(path)), *[""] * 6, Text(f"NO: {error}"))
+            continue
+        header, versions = one.header, one.versions.values()
+        table.add_row(
+            *(Text(str(path)), Text(header.run_id), f"{header.server_index} of {header.num_servers}"),
+            *(str(header.epoch), f"{min(versions, default=0)} to {one.version_max}", one.written),
+            *(in_bytes(one.num_bytes), "yes"),
+        )
+    Console().print(table)
+
+
+@checkpoint.command()
+def verify(folders: Sources) -> None:
+    """Read all checkpoints and compare their checksums. Exits with 1 where one is damaged, and names it."""
+    paths = _paths(folders)
+    damaged = []
+    for path in paths:
+        try:
+            for _ in Checkpoint(path).read():
+                pass
+        except CheckpointDamaged as error:
+            damaged.append(path)
+            typer.echo(str(error))
+    if damaged:
+        fail(f"{len(damaged)} of {counted(len(paths), 'checkpoint')} cannot be used")
+    typer.echo(f"{counted(len(paths), 'checkpoint')}: all as written.")
+
+
+@checkpoint.command()
+def prune(
+    folders: Sources,
+    keep: Annotated[int, typer.Option(help="Checkpoints of each server to keep, the newest.", min=1)],
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Remove those too that a reset or another number of servers set aside.")
+    ] = False,
+) -> None:
+    """Remove old checkpoints, and the shards that no other checkpoint names. Their servers must have ended."""
+    for parent in sorted({path.parent for path in _paths(folders)}):
+        with closing(CheckpointFolder(parent)) as own:
+            try:
+                removed = own.prune(keep, set_aside=set_aside)
+            except OSError as error:
+                fail(f"a checkpoint in {parent} could not be removed: {error.strerror}")
+        typer.echo(f"{parent}: {counted(removed, 'checkpoint')} removed.")
+
+
+@checkpoint.command()
+def convert(
+    folders: Sources,
+    servers: Annotated[int, typer.Option(help="Servers that are to go on.", min=1, max=SERVERS_MAX)],
+    into: Annotated[Path, typer.Option(help="A folder that gets one for each server; FOLDERS itself sets them aside.")],
+    shard_size: Annotated[
+        int | None, typer.Option(help="The most parameters of a shard; by default shards stay as they are.", min=16)
+    ] = None,
+) -> None:
+    """Write the newest checkpoints of a run for another number of servers, which go on from them with --resume."""
+    logs.configure(level=logging.WARNING)
+    written = convert_set(folders, into, num_servers=servers, shard_size=shard_size)
+    header, version = written[0].header, max(one.version_max for one in written)
+    typer.echo(
+        f"{into}: run {header.run_id} at version {version} for {counted(servers, 'server')}, "
+        f"{counted(header.partition.num_shards, 'shard')}."
+    )
+
+
+def _paths(folders: list[Path]) -> list[Path]:
+    paths = [path for folder in folders for path in paths_of(folder, Disk())]
+    if not paths:
+        fail(f"there is no checkpoint in {', '.join(map(str, folders))}")
+    return paths

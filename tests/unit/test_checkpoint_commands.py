@@ -1,0 +1,78 @@
+"""`pyps checkpoint`: what the commands say of folders, and what they leave in them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from pyps.cli.main import app
+from pyps.storage.folder import CheckpointFolder, newest
+from shards import adagrad_shards, push, write_checkpoint
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job's folder with four checkpoints of its server."""
+    folder = CheckpointFolder(tmp_path / "job" / "server-0", keep=9)
+    shards = adagrad_shards()
+    for sequence in range(4):
+        write_checkpoint(folder, shards)
+        push(shards[1], np.ones(16), sequence=10 + sequence, epoch=3)
+    folder.close()
+    return folder.path.parent
+
+
+def told(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "400"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_list_and_verify_name_what_is_damaged(job):
+    lines = told("list", job).splitlines()
+    assert [line.split()[1].rpartition("/")[2] for line in lines if "run-1" in line] == [
+        f"checkpoint-0000000{number}.json" for number in (4, 3, 2, 1)
+    ]
+    assert "run-1 │ 0 of 1 │ 3     │ 2 to 6" in lines[3]
+    assert "4 checkpoints: all as written." in told("verify", job)
+    shard = max((job / "server-0" / "shards").iterdir())
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + b"x")
+    damaged = told("verify", job, status=1)
+    assert f"{shard} holds other bytes than were written" in damaged and "1 of 4 checkpoints cannot" in damaged
+    shard.write_bytes(content[:-1])
+    assert f"NO: {shard} has {len(content) - 1} bytes" in told("list", job / "server-0")
+    assert "there is no checkpoint in" in told("verify", job.parent, status=1)
+
+
+def test_prune_keeps_the_newest_and_what_they_name(job):
+    before = newest(job / "server-0").load()
+    assert "server-0: 2 checkpoints removed." in told("prune", job, "--keep", "2")
+    # The shard that never moved has one file.
+    assert len(list((job / "server-0" / "shards").iterdir())) == 3
+    assert "all as written" in told("verify", job)
+    after = newest(job / "server-0").load()
+    assert {i: state.parameters.tobytes() for i, state in before.shards.items()} == {
+        i: state.parameters.tobytes() for i, state in after.shards.items()
+    }
+
+
+def test_prune_leaves_a_server_s_folder_alone(job):
+    serving = CheckpointFolder(job / "server-0")
+    assert "is in use by process" in str(CliRunner().invoke(app, ["checkpoint", "prune", str(job), "--keep", "1"]))
+    assert len(list((job / "server-0").glob("checkpoint-*"))) == 4
+    serving.close()
+
+
+def test_a_converted_run_is_exported_as_before_and_what_it_set_aside_is_removed_on_request(job):
+    told("export", job.parent / "before.safetensors", "--checkpoint", job)
+    said = told("convert", job, "--servers", 3, "--into", job, "--shard-size", "32")
+    assert said == f"{job}: run run-1 at version 6 for 3 servers, 1 shard.\n"
+    told("export", job.parent / "after.safetensors", "--checkpoint", job)
+    before, after = (load_file(job.parent / f"{name}.safetensors") for name in ("before", "after"))
+    assert {name: values.tobytes() for name, values in before.items()} == {n: v.tobytes() for n, v in after.items()}
+    assert "server-0: 0 checkpoints removed." in told("prune", job, "--keep", "1")
+    assert "server-0: 4 checkpoints removed." in told("prune", job, "--keep", "1", "--set-aside")
+    assert len([*job.glob("server-*/shards/*")]) == 1
