@@ -16,7 +16,7 @@ TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything check format proto fuzz bench experiments wheel test-compose test-engines docs pictures clean
+.PHONY: help install demo test test-all test-everything simulate check format proto fuzz bench experiments wheel test-compose test-engines docs pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -42,10 +42,14 @@ test: $(STAMP) ## Run the tests that every change has to pass, in a few minutes
 	$(PYTEST) -m 'not extended' $(PYTEST_FLAGS)
 
 test-all: ## Run everything: the tests that take long too, containers, the demo, quick benchmarks and experiments
-	@$(MAKE) --no-print-directory --keep-going test-everything test-compose test-engines demo bench experiments BENCH=quick
+	@$(MAKE) --no-print-directory --keep-going test-everything simulate test-compose test-engines demo bench experiments BENCH=quick
 
 test-everything: $(STAMP)
 	$(PYTEST) $(PYTEST_FLAGS)
+
+simulate: $(STAMP) ## Play ten thousand histories of faults, 5 minutes; HISTORIES=100000 SEED=1
+	$(BIN)/python -m tests.simulation --histories $(or $(HISTORIES),10000) --seed $(or $(SEED),0) --processes $(TESTS_AT_ONCE)
+	$(BIN)/python -m tests.simulation --histories 5000 --processes $(TESTS_AT_ONCE) --mutants
 
 check: $(STAMP) ## Run linters, type checks, import rules, sanitizers; see that generated code is fresh
 	$(BIN)/ruff check --no-cache .

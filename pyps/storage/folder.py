@@ -233,7 +233,7 @@ class CheckpointFolder:
                 self._disk.remove(path)
             manifests = [name for name in names if _USED_NAME.fullmatch(name) and name.endswith(".json")]
             named = set().union(*(files_of(self.path / name, self._disk) for name in manifests))
-            for file in files.keys() - named:
+            for file in sorted(files.keys() - named):
                 self._disk.remove(self.path / SHARDS / file)
         except FileNotFoundError:
             # The folder is gone.

@@ -1,0 +1,158 @@
+"""Faults seeded into the product: one text of a function replaced each, while histories are played."""
+
+from __future__ import annotations
+import __future__
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    # A module and a function or method in it.
+    where: str
+    old: str
+    new: str
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Run the function with the fault, wherever it was imported, while the block runs."""
+        module, _, path = self.where.partition(":")
+        function: Any = importlib.import_module(module)
+        for part in path.split("."):
+            function = inspect.getattr_static(function, part)
+        function = getattr(function, "fget", function)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.name}: {self.old!r} stands {source.count(self.old)} times"
+        space: dict[str, Any] = {}
+        flags = __future__.annotations.compiler_flag
+        exec(compile(source.replace(self.old, self.new), self.where, "exec", flags), function.__globals__, space)
+        former, function.__code__ = function.__code__, space[function.__name__].__code__
+        try:
+            yield
+        finally:
+            function.__code__ = former
+
+
+_SHARD, _FOLDER = "pyps.core.shard:Shard", "pyps.storage.folder:CheckpointFolder"
+_LOOKUP = "self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)"
+_RECORD = "self._ledger.record(gradient.worker_id, gradient.incarnation, receipt, roster=roster)"
+_WRITER = "pyps.storage.checkpoint:Writer.write"
+
+MUTANTS = (
+    Mutant("a push that was answered is taken for new", f"{_SHARD}.push", _LOOKUP, "None"),
+    Mutant("no receipt is kept", f"{_SHARD}._decide", _RECORD, "None"),
+    Mutant(
+        "a later life gets the receipts of the earlier one",
+        "pyps.core.ledger:Ledger.lookup",
+        "self._lives.get((worker_id, incarnation))",
+        "self._lives.get((worker_id, self._latest.get(worker_id)))",
+    ),
+    Mutant("a checkpoint has no receipts", f"{_SHARD}.state", "self._ledger.entries()", "Ledger().entries()"),
+    Mutant("a push of another epoch is taken", f"{_SHARD}._refusal", "gradient.epoch != self.epoch", "False"),
+    Mutant("a restore begins no epoch", "pyps.run.run:Run.restore", "header.epoch + 1", "header.epoch"),
+    Mutant(
+        "an epoch is claimed nowhere",
+        f"{_FOLDER}._claim_epoch",
+        r'self._disk.put(self.path / "epoch", [f"{max(epochs) + 1}\n".encode()])',
+        "pass",
+    ),
+    Mutant("what is written is not synced", "pyps.storage.disk:Disk.put", "self.sync(file)", "pass"),
+    Mutant(
+        "the name of a checkpoint is not synced",
+        _WRITER,
+        "state)])\n    self._disk.sync_folder(self._folder)",
+        "state)])",
+    ),
+    Mutant(
+        "the names of shards' files are not synced",
+        _WRITER,
+        "self._disk.sync_folder(folder)",
+        "pass",
+    ),
+    Mutant("a shard that has moved is not written again", _WRITER, "before != moves", "False"),
+    Mutant("files that a checkpoint needs are removed", f"{_FOLDER}._remove_unnamed", "files.keys() - named", "files"),
+    Mutant(
+        "a version is told as durable when it is copied",
+        f"{_SHARD}.state",
+        "return ShardState(",
+        "self.durable_version = self.version\n        return ShardState(",
+    ),
+    Mutant(
+        "a version is told as durable that came after the copy",
+        f"{_FOLDER}._write",
+        "].durable_version = version",
+        "].durable_version = snapshot.shards[shard_id].version",
+    ),
+    Mutant(
+        "a checkpoint goes on changing while it is written",
+        f"{_SHARD}.state",
+        "aligned_copy(self._parameters)",
+        "self._parameters",
+    ),
+    Mutant("the oldest checkpoint is first", "pyps.storage.folder:checkpoint_paths", "reverse=True", "reverse=False"),
+    Mutant("the newest checkpoints are removed", f"{_FOLDER}.prune", "[keep:]", "[: -keep or None]"),
+    Mutant("a damaged checkpoint is the end", f"{_FOLDER}.resume", "continue", "raise"),
+    Mutant(
+        "a lease never ends",
+        "pyps.core.membership:Membership.expire",
+        "if member.alive and silent > self.lease_seconds:",
+        "if False:",
+    ),
+    Mutant(
+        "a round waits for a worker that is gone",
+        "pyps.run.rounds:RoundController.complete_rounds",
+        "if content is None or roster is before:",
+        "if True:",
+    ),
+    Mutant("who waits for a version is not woken", f"{_SHARD}.push", "wake_all(reached)", "pass"),
+    Mutant(
+        "a push counts twice in its round",
+        "pyps.core.protocols.barrier:Barrier.decide",
+        "if worker_id in pending.workers:",
+        "if False:",
+    ),
+    Mutant("a draining server takes pushes", "pyps.run.run:Run.drain", "self._draining = True", "pass"),
+    Mutant(
+        "a suspended server forgets its workers",
+        "pyps.service.server:Server._note_standstill",
+        "if late_seconds := self._standstill.look():",
+        "if False:",
+    ),
+    Mutant(
+        "a push gets another number when it is sent again",
+        "pyps_client.push:Outgoing._fill",
+        "plan, receiver, rates = self.plan, self.receiver, self.learning_rates",
+        "plan, receiver, rates = self.plan, self.receiver, self.learning_rates\n    self.sequence += 1000",
+    ),
+    Mutant(
+        "versions of another epoch are kept",
+        "pyps_client.pull:Held.enter_epoch",
+        "self.versions = dict.fromkeys(self.versions, -1)",
+        "pass",
+    ),
+    Mutant(
+        "parameters of another epoch are mixed in",
+        "pyps_client.push:Outgoing._take",
+        "reply.epoch == held.epoch",
+        "True",
+    ),
+    Mutant(
+        "a worker does not say Hello again",
+        "pyps_client.transport.connection:Connection.persist",
+        "rejoin(self, channel, wait.call_seconds)",
+        "pass",
+    ),
+    Mutant(
+        "a late answer of an earlier round counts",
+        "pyps_client.pull:Held.want",
+        "version > 0 and epoch == self.epoch",
+        "version > 0",
+    ),
+)

@@ -1,0 +1,46 @@
+"""Servers and workers as they are, through faults that seeds draw; `python -m tests.simulation` plays more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.__main__ import play, shrunk
+from tests.simulation.mutants import MUTANTS
+from tests.simulation.plan import draw
+from tests.simulation.play import History, simulated
+
+# About a minute with all tests of this file, on two processes.
+HISTORIES = 1000
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_histories_with_faults_are_allowed(part):
+    each = HISTORIES // 10
+    report = play(range(part * each, (part + 1) * each))
+    assert not [f"{plan}\n{failures[0]}" for plan, failures in report.failures]
+    # The few of which nothing was saved yet end early.
+    assert report.histories == each and report.lost < each // 5
+    assert len(report.marks) > each // 2
+
+
+def test_a_seed_is_one_history():
+    with simulated():
+        for seed in range(30):
+            first, again = History(draw(seed)).play(), History(draw(seed)).play()
+            assert first.world.trace_hash == again.world.trace_hash, seed
+            assert len(first.world.trace) > 50, seed
+
+
+def test_a_failing_plan_becomes_small():
+    mutant = next(each for each in MUTANTS if each.name == "no receipt is kept")
+    with simulated(), mutant.seeded():
+        plan = next(
+            plan for plan in map(draw, range(100)) if len(plan.faults) > 1 and History(plan).play().world.failures
+        )
+    with mutant.seeded():
+        small = shrunk(plan)
+        assert len(small.faults) == 1
+        with simulated():
+            assert History(small).play().world.failures
+    with simulated():
+        assert not History(small).play().world.failures
