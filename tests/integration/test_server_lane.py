@@ -507,6 +507,34 @@ def test_a_pull_ends_with_a_lane_whose_answers_cannot_be_sent(start_server, monk
         assert not inspect(server.control, "GetMemory").in_flight_bytes
 
 
+def test_a_lane_that_closes_before_the_end_of_a_pull_is_sent_logs_no_traceback(start_server, monkeypatch, caplog):
+    sends, let_go, pulled = threading.Event(), threading.Event(), []
+    send_now, serve_pull = Lane.send_now, Connection._serve_pull
+
+    def fail(lane: Lane, rest: memoryview) -> None:
+        sends.set()
+        assert let_go.wait(DEADLINE_SECONDS)
+        raise BrokenPipeError
+
+    def fail_at_once(lane: Lane) -> None:
+        let_go.set()
+        wait_until(lambda: not pulled[0]._blocking, what="the end of the thread that sends")
+
+    monkeypatch.setattr(Connection, "_serve_pull", lambda *given: (pulled.append(given[0]), serve_pull(*given))[1])
+    monkeypatch.setattr(Lane, "send_now", lambda *given: memoryview(b"rest") if given[1] == END else send_now(*given))
+    monkeypatch.setattr(Lane, "flush", fail)
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        with open_lane(worker) as lane:
+            lane.send(PULL, wire.PullRequest(sender=worker.sender, epoch=worker.epoch).SerializeToString())
+            assert sends.wait(DEADLINE_SECONDS)
+            monkeypatch.setattr(Lane, "shut", fail_at_once)
+        wait_until(pulled[0]._task.done, what="the lane to be closed")
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
 @pytest.mark.usefixtures("all_large")
 def test_a_slow_sender_is_disconnected(server, worker, monkeypatch):
     monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.2)

@@ -182,6 +182,9 @@ class Connection(Caller):
 
     def _fail(self, error: Exception) -> None:
         """End the lane, behind the answers to earlier messages."""
+        if self._end.fileno() < 0:
+            # It has ended while the end of a pull was being sent.
+            return
         self._loop.remove_reader(self._end)
         if self._pulling is not None:
             self._pulling.cancel()
