@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 PREFIX = struct.Struct("<III")
 OPEN, PUSH, EXCHANGE, PULL, END, FAILURE = range(1, 7)
 
-KEEPALIVE_SECONDS = 60
+# A worker that waits for an answer learns so soon that a server has closed its lane while the link was cut.
+KEEPALIVE_SECONDS = 10
 # As gRPC: what is sent over a link that was cut is repeated ever less often, and so long after it is there again.
 UNANSWERED_SECONDS = 20
 
@@ -47,7 +48,8 @@ class Lane:
         # Routers drop connections that are idle for long.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+            for pause in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                end.setsockopt(socket.IPPROTO_TCP, pause, KEEPALIVE_SECONDS)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNANSWERED_SECONDS)
         self._socket = end

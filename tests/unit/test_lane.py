@@ -9,7 +9,7 @@ import pytest
 from pyps.certificates import Authority
 from pyps.service.tls import Tls
 from pyps_client.transport.grpc import KEEPALIVE_TIMEOUT_SECONDS
-from pyps_wire.lane import Lane, LaneClosed, SecureLane
+from pyps_wire.lane import KEEPALIVE_SECONDS, Lane, LaneClosed, SecureLane
 
 
 class Late(Exception):
@@ -48,6 +48,10 @@ def test_a_lane_over_a_cut_link_is_given_up_as_soon_as_grpc_would_be():
     with socket.socket() as end:
         Lane(end)
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * KEEPALIVE_TIMEOUT_SECONDS
+        # Who only waits asks now and then whether the other end is there.
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        pauses = [end.getsockopt(socket.IPPROTO_TCP, one) for one in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+        assert pauses == [KEEPALIVE_SECONDS, KEEPALIVE_SECONDS]
 
 
 @pytest.mark.skipif(not ctypes.util.find_library("ssl"), reason="OpenSSL is not to be had by itself")
