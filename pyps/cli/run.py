@@ -77,6 +77,9 @@ def run(
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Start a standby for each server, which takes over when that dies.")
+    ] = False,
     config: ConfigFile = None,
     stay: Stay = False,
     verbose: Verbose = False,
@@ -107,6 +110,7 @@ def run(
         num_parts=parts,
         restarts_max=max_restarts,
         run_id=run_id,
+        standby=standby,
     )
     run_locally(job, settings, config, expected_workers=expected_workers or workers, stay=stay, verbose=verbose)
 
@@ -295,7 +299,7 @@ class PrefixedOutput:
         self._starting: set[str] = set()
 
     def line(self, name: str, text: str) -> None:
-        if name.startswith("server-") and not self._verbose:
+        if name.startswith(("server-", "standby-")) and not self._verbose:
             if _START_BLOCK.match(text):
                 self._starting.add(name)
             elif not text.startswith("  "):

@@ -32,6 +32,7 @@ class JobSettings:
         server_flags: Flags of every server.
         config: The configuration of the servers, as `check_job` returns it.
         coordinator_flags: Flags of `pyps coordinate`; None for a job without a coordinator.
+        standby: Whether each server has a standby.
         after_a_death: Returns advice, in a sentence, once the server of that name has died.
         worker_stop_seconds: How long workers may take to end after SIGTERM.
         replica_end_seconds: How long the other processes of a replica that lost one may take to end.
@@ -47,6 +48,7 @@ class JobSettings:
     server_flags: tuple[str, ...] = ()
     config: ServerConfig = field(default_factory=ServerConfig)
     coordinator_flags: tuple[str, ...] | None = None
+    standby: bool = False
     after_a_death: Callable[[str], str] = lambda name: ""
     worker_stop_seconds: float = 10.0
     replica_end_seconds: float = 10.0

@@ -111,6 +111,8 @@ class Job:
         """
         self.settings = settings
         self.servers: list[ChildProcess] = []
+        # By the index of the server in whose place each serves when that has ended, with its addresses.
+        self._standbys: dict[int, tuple[ChildProcess, ServerAddresses]] = {}
         self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
         self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
@@ -137,8 +139,10 @@ class Job:
             ready_files = [Path(folder) / f"server-{i}.json" for i in range(self.settings.num_servers)]
             for index, ready_file in enumerate(ready_files):
                 self._refuse_after_a_signal()
-                self.servers.append(self._start_server(index, ready_file))
-            self._wait_until_servers_serve(ready_files)
+                self.servers.append(self._start_server(f"server-{index}", ready_file))
+            self.addresses = self._wait_until_they_serve(self.servers, ready_files)
+            if self.settings.standby:
+                self._start_standbys(Path(folder))
         if self.settings.coordinator_flags is not None:
             self._refuse_after_a_signal()
             self.coordinator = Coordinator(self._start_coordinator, self._announce)
@@ -173,7 +177,9 @@ class Job:
         """End what still runs, workers before servers, by SIGTERM and then SIGKILL."""
         self._stopping = True
         self._stop([*self._coordinators(), *self.workers], seconds=self.settings.worker_stop_seconds)
-        self._stop(self.servers, seconds=self.settings.config.drain_seconds + STOP_SPARE_SECONDS)
+        # The standbys first: nobody is to go on.
+        for servers in ([child for child, _ in self._standbys.values()], self.servers):
+            self._stop(servers, seconds=self.settings.config.drain_seconds + STOP_SPARE_SECONDS)
 
     def exit_status(self) -> int:
         """Return the exit status of the workers, or 128 and the number of a signal."""
@@ -216,7 +222,7 @@ class Job:
                 for child in [*self._coordinators(), *self.workers]:
                     child.signal(signal.SIGKILL)
                 told = len(times) == 2 and self.settings.config.checkpoint_dir is not None
-                for server in self.servers:
+                for server in [*self.servers, *(child for child, _ in self._standbys.values())]:
                     server.signal(signal.SIGTERM if told else signal.SIGKILL)
             self.signal_number = number
             self._events.put(None)
@@ -240,28 +246,46 @@ class Job:
         if self.signal_number is not None:
             raise JobError("Interrupted while the job was starting.")
 
-    def _start_server(self, index: int, ready_file: Path) -> ChildProcess:
-        config, name = self.settings.config, f"server-{index}"
+    def _start_server(self, name: str, ready_file: Path, standby_of: str = "") -> ChildProcess:
+        config = self.settings.config
         run_id = ["--run-id", self.run_id] if not config.resume or self.settings.run_id else []
         # Of a flag that is given twice the last one holds.
-        flags = [*run_id, *self.settings.server_flags, *own_flags(config, name, ready_file)]
+        flags = [
+            *run_id,
+            *self.settings.server_flags,
+            *own_flags(config, name.replace("standby", "server"), ready_file),
+        ]
+        flags += ["--standby-of", standby_of] if standby_of else []
         return self._start_child(name, [*PYPS, "serve", *flags], {"PYTHONUNBUFFERED": "1"} | os.environ)
 
-    def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
+    def _start_standbys(self, folder: Path) -> None:
+        names = [f"standby-{index}" for index in range(len(self.servers))]
+        files = [folder / f"{name}.json" for name in names]
+        started = [
+            self._start_server(name, file, server.data)
+            for name, file, server in zip(names, files, self.addresses, strict=True)
+        ]
+        # Each is to be ended from here on, wherever it listens.
+        self._standbys = {index: (child, ServerAddresses("", "")) for index, child in enumerate(started)}
+        self._standbys = dict(enumerate(zip(started, self._wait_until_they_serve(started, files), strict=True)))
+
+    def _wait_until_they_serve(self, servers: list[ChildProcess], ready_files: list[Path]) -> list[ServerAddresses]:
         deadline = time.monotonic() + START_SECONDS
         while not all(file.exists() for file in ready_files):
             self._refuse_after_a_signal()
-            for server in self.servers:
+            for server in servers:
                 if not server.running:
                     raise JobError(f"{server.name} {server.how_it_ended()} before it served; its last lines say why.")
             if time.monotonic() > deadline:
                 raise JobError(f"The servers do not serve after {START_SECONDS:g} s.")
             self.wait(0.02)
+        addresses = []
         for file in ready_files:
             ready = json.loads(file.read_text(encoding="utf-8"))
-            self.addresses.append(ServerAddresses(ready["data"], ready["control"]))
+            addresses.append(ServerAddresses(ready["data"], ready["control"]))
             # A resumed server has the run of its checkpoint.
             self.run_id = ready["run_id"] or self.run_id
+        return addresses
 
     def _start_worker(self, index: int) -> list[ChildProcess]:
         settings = self.settings
@@ -317,6 +341,17 @@ class Job:
         if self.coordinator is not None and child is self.coordinator.child:
             self.coordinator.ended()
             return
+        for index, (standby, addresses) in list(self._standbys.items()):
+            server = self.servers[index]
+            if child is standby:
+                del self._standbys[index]
+                self._announce(f"{child.name} {child.how_it_ended()}: {server.name} goes on without a standby.")
+                return
+            if child is server and standby.running:
+                del self._standbys[index]
+                self.servers[index], self.addresses[index] = standby, addresses
+                self._announce(f"{child.name} {child.how_it_ended()}: {standby.name} goes on in its place.")
+                return
         if child in self.servers:
             # With 0 it ends by --stop-after or --exit-when.
             self.server_died |= child.returncode != 0

@@ -258,7 +258,7 @@ class Inspector:
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         """Hand over to the standby, and end."""
-        if not self._run.standby:
+        if not self._primary.is_guarded:
             raise NotAllowed("this server has no standby that could take over: start one with --standby-of")
         if not request.validate_only:
             self._stop("drained: its standby takes over")

@@ -116,6 +116,8 @@ class Server:
                 config.checkpoint_dir,
                 keep=config.checkpoint_keep,
                 notify=lambda text, is_warning: self._run.events.add("checkpoint", text, warning=is_warning),
+                # A standby's may be its server's, until that ends.
+                later=bool(config.standby_of),
             )
             if config.checkpoint_dir
             else None
@@ -240,10 +242,12 @@ class Server:
     def _resume(self) -> None:
         """Restore the newest checkpoint where that is asked for; else take the first parameters from their file."""
         restored, file = None, self._config.init_from
-        if self._checkpoints is not None and not self._config.resume:
+        if self._checkpoints is None or self._follower is not None:
+            # What a standby follows is newer than any checkpoint.
+            pass
+        elif not self._config.resume:
             self._checkpoints.require_empty()
-        elif self._checkpoints is not None and self._follower is None:
-            # What a standby follows is newer than what it wrote before.
+        else:
             restored = self._checkpoints.resume()
             if restored is None:
                 log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)

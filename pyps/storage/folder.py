@@ -22,7 +22,7 @@ from pathlib import Path
 from pyps import logs
 from pyps.run_header import RestoredRun, Snapshot
 from pyps.storage.checkpoint import SHARDS, Checkpoint, CheckpointDamaged, CheckpointError, Writer, files_of
-from pyps.storage.disk import UNFINISHED, Disk, InUse
+from pyps.storage.disk import UNFINISHED, Disk, InUse, Ownership
 
 log = logs.get("pyps.checkpoint")
 
@@ -51,8 +51,9 @@ class CheckpointFolder:
         keep: int = 3,
         disk: Disk | None = None,
         notify: Callable[[str, bool], object] = lambda text, is_warning: None,
+        later: bool = False,
     ):
-        """Take the folder. Raises CheckpointError when it cannot be used or another server has it.
+        """Take the folder, `later` with the first checkpoint. Raises CheckpointError if another server has it.
 
         `notify` is called with a sentence when checkpoints cannot be written (a warning), and when they can again.
         """
@@ -69,8 +70,12 @@ class CheckpointFolder:
         # Why the last try to write one failed, empty where it did not, and how many failed.
         self.failure = ""
         self.failures = 0
+        self._ownership = None if later else self._own()
+
+    def _own(self) -> Ownership:
+        path = self.path
         try:
-            self._ownership = self._disk.own(path)
+            ownership = self._disk.own(path)
         except InUse as error:
             raise CheckpointError(
                 f"the checkpoint folder {path} is in use by {error}: give each server a folder of its own"
@@ -81,6 +86,7 @@ class CheckpointFolder:
                 "may read and write"
             ) from None
         self._remove_unnamed()
+        return ownership
 
     def require_empty(self) -> None:
         """Raise CheckpointError when there are checkpoints: a new run must not be mixed with an old one."""
@@ -190,10 +196,12 @@ class CheckpointFolder:
         return len(doomed)
 
     def close(self) -> None:
-        self._ownership.close()
+        if self._ownership is not None:
+            self._ownership.close()
 
     def _write(self, snapshot: Snapshot) -> Saved:
         started = time.monotonic()
+        self._ownership = self._ownership or self._own()
         try:
             if self._ownership.require():
                 self._writer.forget()

@@ -260,6 +260,27 @@ def test_a_server_that_dies_ends_the_run(start_python, tmp_path):
     assert_gone(everybody)
 
 
+def test_a_standby_goes_on_in_the_place_of_a_server_that_was_killed(start_python, tmp_path):
+    code = (
+        "import numpy, time, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
+        "    for step in range(30):\n"
+        "        client.push({'w': numpy.ones(4, numpy.float32)})\n"
+        "        client.pull()\n"
+        "        print('step', step, flush=True)\n"
+        "        time.sleep(0.05)\n"
+    )
+    folder = str(tmp_path / "kept")
+    launcher = run(start_python, "--standby", "--verbose", "--checkpoint-dir", folder, "--workers", "2", code=code)
+    launcher.wait_for_output("all shards are here")
+    launcher.wait_for_output("step 3")
+    server = next(each for each in servers_of(launcher) if "--standby-of" not in each.cmdline())
+    server.kill()
+    assert launcher.wait() == 0, launcher.output()
+    assert "server-0 was killed by SIGKILL: standby-0 goes on in its place." in launcher.output()
+    assert f"The model was kept: pyps export model.safetensors --checkpoint {folder}" in launcher.output()
+
+
 def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path):
     (tmp_path / "server-1").mkdir()
     kept = Kept(tmp_path, 2)

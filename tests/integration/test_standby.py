@@ -105,6 +105,15 @@ def test_a_standby_that_leaves_or_cannot_follow_is_done_without(start_server):
     assert "coordinated by Sandblaster" in refused.output()
 
 
+def test_a_standby_of_a_server_that_ends_without_a_run_ends_too(start_server):
+    primary = start_server()
+    standby = start_server("--standby-of", primary.data, *LEASE)
+    wait_until(lambda: "is receiving" in status_of(primary).standby)
+    primary.stop()
+    assert standby.wait() == 1
+    assert "ended before all shards were here" in standby.output()
+
+
 def test_a_standby_ends_with_the_job(start_server):
     primary = start_server(*QUICK, "--exit-when", "gone")
     with make_client(primary.data) as client:

@@ -235,10 +235,13 @@ class Follower:
 
     async def _look(self, problem: str) -> None:
         """Decide after a connection has failed whether the server is gone, or pause before the next try."""
+        address, silent_seconds = self._link.address, time.monotonic() - self._heard_at
+        # A proxy would refuse in the place of a server that it has lost sight of: there the lease decides.
+        has_ended = self._life and is_loopback(address) and await look(address) is Found.REFUSED
+        if has_ended and not self._is_whole:
+            self._on_end(f"{address} ended before all shards were here: this standby cannot take over", 1)
         if self._is_whole:
-            address, silent_seconds = self._link.address, time.monotonic() - self._heard_at
-            # A proxy would refuse in the place of a server that it has lost sight of: there the lease decides.
-            if is_loopback(address) and await look(address) is Found.REFUSED:
+            if has_ended:
                 self._reason = "its process has ended"
             elif silent_seconds >= self._lease_seconds:
                 self._reason = f"it was silent for {silent_seconds:.1f} s ({problem})"

@@ -68,6 +68,11 @@ class Primary:
             return f"no word from {self.address}: nothing is answered until it says whether it has taken over"
         return f"{self.address} follows, {feed.recorded - feed.received} events behind"
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the standby could take over now."""
+        return self._following is not None and self._feed.guards
+
     async def follow(self, call: Call) -> None:
         """Serve a standby's call until it ends."""
         first = wire.FollowRequest.FromString(await call.receive(under_way=True) or b"")
@@ -95,7 +100,9 @@ class Primary:
         self._stop_finding()
         # The standby has said that it does not take over with what it had.
         self._feed.guard(False)
-        self.address, self._run.standby, self._lease_seconds = address, "", first.lease_seconds
+        self.address, self._lease_seconds = address, first.lease_seconds
+        # It refuses workers until it has all shards and its server has ended.
+        self._run.standby = address
         self._following = asyncio.current_task()
         left = ""
         try:
@@ -152,7 +159,6 @@ class Primary:
             feed.add_work(run.work)
             feed.guard(True)
             feed.add(Line({"event": "synced"}))
-            run.standby = self.address
             run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
             while run.content is content:
                 await asyncio.sleep(POLL_SECONDS)
@@ -255,7 +261,7 @@ class Primary:
 
     async def hand_over(self, *, ends: bool, reason: str) -> bool:
         """Make the standby take over or, if the job `ends`, end too; return whether it has heard."""
-        if self._following is None or not self._feed.guards:
+        if not self.is_guarded:
             return False
         self.handed_over = True
         number = self._feed.add(Line({"event": "end" if ends else "take over", "reason": reason}))
