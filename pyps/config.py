@@ -141,7 +141,9 @@ class ServerConfig:
         "failed, and a signal before is a failure; idle=SECONDS: after so long without any worker; or two of these, as "
         "gone,idle=300.",
     )
-    checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
+    checkpoint_dir: Path | None = setting(
+        None, "Folder for checkpoints, or its URL (s3://...); none are written without it."
+    )
     checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
     checkpoint_keep: int = setting(3, "Checkpoints to keep.", minimum=1)
     init_from: Path | None = setting(

@@ -25,6 +25,7 @@ from pyps.launcher.job import PYPS, STOP_SPARE_SECONDS, JobError
 from pyps.launcher.process import ChildProcess
 from pyps.run import handshake
 from pyps.storage.folder import newest
+from pyps.storage.object_store import is_remote
 from pyps_client import leave
 
 try:
@@ -131,6 +132,8 @@ def run(
         if not (isinstance(checkpoint_dir, str | os.PathLike) and str(checkpoint_dir)):
             raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder's path")
         # Actors have other working directories.
+        if is_remote(Path(checkpoint_dir)):
+            raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder that all nodes see, no URL")
         checkpoint_dir = Path(checkpoint_dir).expanduser().absolute()
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
     if unknown := settings.keys() - known:

@@ -18,7 +18,6 @@ from pyps.cli.export import export
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged
 from pyps.storage.checkpoint_set import convert as convert_set
 from pyps.storage.checkpoint_set import paths_of
-from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder
 from pyps.units import counted, in_bytes
 from pyps_wire.partition import SERVERS_MAX
@@ -108,7 +107,7 @@ def convert(
 
 
 def _paths(folders: list[Path]) -> list[Path]:
-    paths = [path for folder in folders for path in paths_of(folder, Disk())]
+    paths = [path for folder in folders for path in paths_of(folder)]
     if not paths:
         fail(f"there is no checkpoint in {', '.join(map(str, folders))}")
     return paths

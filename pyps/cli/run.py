@@ -22,8 +22,9 @@ from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.launcher.process import COORDINATOR
 from pyps.storage.checkpoint import Checkpoint
-from pyps.storage.checkpoint_set import convert
+from pyps.storage.checkpoint_set import convert, folders_of
 from pyps.storage.folder import checkpoint_paths, newest
+from pyps.storage.object_store import is_remote
 from pyps.units import counted
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
@@ -205,7 +206,11 @@ class Kept:
 
     def newest(self) -> dict[str, Checkpoint]:
         """Return the newest checkpoint of each server that has one, by the server's name."""
-        return {one.name: checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))}
+        return {
+            one.name: checkpoint
+            for one in self.folders
+            if (is_remote(one) or one.is_dir()) and (checkpoint := newest(one))
+        }
 
     def fit_servers(self) -> bool:
         """Return whether there is a run to resume, placed on this number of servers where it was on another."""
@@ -239,7 +244,7 @@ class Kept:
             none_yet = f"{without} held none of it" if found else "the servers held none yet"
             return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
         # The job's folder stands for all servers' folders, unless an earlier job left others in it.
-        in_one = all(one in self.folders or not checkpoint_paths(one) for one in self.folder.glob("server-*"))
+        in_one = all(one in self.folders or not checkpoint_paths(one) for one in folders_of(self.folder))
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
         command = shlex.join(["pyps", "export", "model.safetensors", *flags])
         if ended_badly:

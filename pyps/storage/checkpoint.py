@@ -27,6 +27,7 @@ from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps.core.vectors.program import VectorTable
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
+from pyps.storage.object_store import disk_of
 from pyps.storage.shard_file import pack, unpack
 from pyps_wire.errors import PypsError
 
@@ -63,7 +64,7 @@ class Checkpoint:
     def __init__(self, path: Path, disk: Disk | None = None):
         """Read the manifest. Raises CheckpointDamaged."""
         self.path = path
-        self._disk = disk or Disk()
+        self._disk = disk or disk_of(path)
         manifest = _read_manifest(path, self._disk)
         try:
             self.header = RunHeader.from_json(manifest)

@@ -27,6 +27,7 @@ from pyps.storage.checkpoint import (
 )
 from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder, checkpoint_paths, epoch_of
+from pyps.storage.object_store import disk_of
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import ModelMismatch
 from pyps_wire.partition import Model, Partition, ShardRange, partition, place
@@ -76,7 +77,7 @@ class CheckpointSet:
         else:
             plan = partition(Model(before.model.tensors, shard_size, before.model.name), num_servers=num_servers)
         paths = [one.path.parent for one in self.checkpoints.values()] + [folder.path for folder in folders]
-        epoch = max(epoch_of(path, disk) for path in paths) + 1
+        epoch = max(map(epoch_of, paths)) + 1
         machine = self.checkpoints[0].machine
         if machine is not None:
             machines = [one.machine for one in self.checkpoints.values() if one.machine is not None]
@@ -107,12 +108,12 @@ def convert(
     `into` gets a folder for each server. It may be the source itself: its checkpoints are set aside then. Raises
     CheckpointError: it holds other checkpoints, or a folder is in use, or what `newest_set` and `convert` raise.
     """
-    disk = disk or Disk()
+    disk = disk or disk_of(into)
     in_place = into in sources
-    own = newest_set(sources, disk)
+    own = newest_set(sources)
     paths = [into / f"server-{index}" for index in range(num_servers)]
     if in_place:
-        paths += [path for path in folders_of(into, disk) if path not in paths and path != into]
+        paths += [path for path in folders_of(into) if path not in paths and path != into]
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(contextlib.closing(CheckpointFolder(path, disk=disk))) for path in paths]
         before = [checkpoint_paths(path, disk) for path in paths]
@@ -124,14 +125,13 @@ def convert(
     return written
 
 
-def newest_set(sources: Sequence[Path], disk: Disk | None = None) -> CheckpointSet:
+def newest_set(sources: Sequence[Path]) -> CheckpointSet:
     """Return the newest whole checkpoints of all servers of a run.
 
     A source is a folder of a job or of a server, or a checkpoint. Raises CheckpointError where servers are missing.
     """
-    disk = disk or Disk()
     # The newest first in each folder, so that the first found of a server is its newest.
-    found = [one for source in sources for one in _checkpoints(source, disk)]
+    found = [one for source in sources for one in _checkpoints(source)]
     if not found:
         raise CheckpointError(f"there is no whole checkpoint in {', '.join(map(str, sources))}")
     of_plans: list[dict[int, Checkpoint]] = []
@@ -171,28 +171,32 @@ def newest_set(sources: Sequence[Path], disk: Disk | None = None) -> CheckpointS
     )
 
 
-def folders_of(source: Path, disk: Disk) -> list[Path]:
+def folders_of(source: Path) -> list[Path]:
     """Return the folders of the servers in a job's folder; a server's own stands for itself."""
     # A job's folder has server-0, server-1...
-    inside = [source / name for name, size in sorted(disk.sizes(source).items()) if name[:7] == "server-" and size < 0]
+    inside = [
+        source / name
+        for name, size in sorted(disk_of(source).sizes(source).items())
+        if name[:7] == "server-" and size < 0
+    ]
     return inside or [source]
 
 
-def paths_of(source: Path, disk: Disk) -> list[Path]:
+def paths_of(source: Path) -> list[Path]:
     """Return the checkpoints in a folder of a job or a server, each server's newest first. Raises CheckpointError."""
     if source.suffix == ".json":
         return [source]
     try:
-        folders = folders_of(source, disk)
+        folders = folders_of(source)
     except OSError:
         raise CheckpointError(f"there is no folder {source}") from None
-    return [path for folder in folders for path in checkpoint_paths(folder, disk)]
+    return [path for folder in folders for path in checkpoint_paths(folder)]
 
 
-def _checkpoints(source: Path, disk: Disk) -> Iterator[Checkpoint]:
-    for path in paths_of(source, disk):
+def _checkpoints(source: Path) -> Iterator[Checkpoint]:
+    for path in paths_of(source):
         try:
-            checkpoint = Checkpoint(path, disk)
+            checkpoint = Checkpoint(path)
             checkpoint.require_files()
             yield checkpoint
         except CheckpointDamaged as error:

@@ -23,6 +23,7 @@ from pyps import logs
 from pyps.run_header import RestoredRun, Snapshot
 from pyps.storage.checkpoint import SHARDS, Checkpoint, CheckpointDamaged, CheckpointError, Writer, files_of
 from pyps.storage.disk import UNFINISHED, Disk, InUse, Ownership
+from pyps.storage.object_store import disk_of
 
 log = logs.get("pyps.checkpoint")
 
@@ -60,7 +61,7 @@ class CheckpointFolder:
         self.path = path
         self._notify = notify
         self._keep = keep
-        self._disk = disk or Disk()
+        self._disk = disk or disk_of(path)
         self._writer = Writer(path, self._disk)
         self._saving = threading.Lock()
         # The checkpoint that this server wrote or resumed from last; None before the first.
@@ -274,9 +275,9 @@ def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:
     return None
 
 
-def epoch_of(path: Path, disk: Disk) -> int:
+def epoch_of(path: Path, disk: Disk | None = None) -> int:
     """Return the largest epoch that a server with this folder may have served under."""
-    epochs = [0]
+    disk, epochs = disk or disk_of(path), [0]
     with contextlib.suppress(OSError, ValueError):
         epochs.append(int(disk.read(path / "epoch")))
     for checkpoint_path in checkpoint_paths(path, disk):
@@ -288,7 +289,7 @@ def epoch_of(path: Path, disk: Disk) -> int:
 def checkpoint_paths(path: Path, disk: Disk | None = None) -> list[Path]:
     """Return the checkpoints in a folder, whole or not, newest first. Raises CheckpointError."""
     try:
-        names = [name for name in (disk or Disk()).sizes(path) if _NAME.fullmatch(name)]
+        names = [name for name in (disk or disk_of(path)).sizes(path) if _NAME.fullmatch(name)]
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {path} cannot be listed: {error.strerror}; make it readable first"
