@@ -43,7 +43,7 @@ class Mutant:
 _SHARD, _FOLDER = "pyps.core.shard:Shard", "pyps.storage.folder:CheckpointFolder"
 _LOOKUP = "self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)"
 _RECORD = "self._ledger.record(gradient.worker_id, gradient.incarnation, receipt, roster=roster)"
-_WRITER = "pyps.storage.checkpoint:Writer.write"
+_WRITER, _MANIFEST = "pyps.storage.checkpoint:Writer.write", "pyps.storage.checkpoint:put_manifest"
 
 MUTANTS = (
     Mutant("a push that was answered is taken for new", f"{_SHARD}.push", _LOOKUP, "None"),
@@ -54,35 +54,29 @@ MUTANTS = (
         "self._lives.get((worker_id, incarnation))",
         "self._lives.get((worker_id, self._latest.get(worker_id)))",
     ),
-    Mutant("a checkpoint has no receipts", f"{_SHARD}.state", "self._ledger.entries()", "Ledger().entries()"),
     Mutant("a push of another epoch is taken", f"{_SHARD}._refusal", "gradient.epoch != self.epoch", "False"),
     Mutant("a restore begins no epoch", "pyps.run.run:Run.restore", "header.epoch + 1", "header.epoch"),
     Mutant(
         "an epoch is claimed nowhere",
-        f"{_FOLDER}._claim_epoch",
-        r'self._disk.put(self.path / "epoch", [f"{max(epochs) + 1}\n".encode()])',
+        f"{_FOLDER}.claim_epoch",
+        r'self._disk.put(self.path / "epoch", [f"{epoch + 1}\n".encode()])',
         "pass",
     ),
     Mutant("what is written is not synced", "pyps.storage.disk:Disk.put", "self.sync(file)", "pass"),
     Mutant(
         "the name of a checkpoint is not synced",
-        _WRITER,
-        "state)])\n    self._disk.sync_folder(self._folder)",
-        "state)])",
+        _MANIFEST,
+        "work)])\n    disk.sync_folder(path.parent)",
+        "work)])",
     ),
-    Mutant(
-        "the names of shards' files are not synced",
-        _WRITER,
-        "self._disk.sync_folder(folder)",
-        "pass",
-    ),
+    Mutant("the names of shards' files are not synced", _MANIFEST, "disk.sync_folder(path.parent / SHARDS)", "pass"),
     Mutant("a shard that has moved is not written again", _WRITER, "before != moves", "False"),
     Mutant("files that a checkpoint needs are removed", f"{_FOLDER}._remove_unnamed", "files.keys() - named", "files"),
     Mutant(
         "a version is told as durable when it is copied",
-        f"{_SHARD}.state",
+        f"{_SHARD}._state",
         "return ShardState(",
-        "self.durable_version = self.version\n        return ShardState(",
+        "self.durable_version = self.version\n    return ShardState(",
     ),
     Mutant(
         "a version is told as durable that came after the copy",
@@ -93,12 +87,11 @@ MUTANTS = (
     Mutant(
         "a checkpoint goes on changing while it is written",
         f"{_SHARD}.state",
-        "aligned_copy(self._parameters)",
-        "self._parameters",
+        "self._state(aligned_copy)",
+        "self._state(lambda values: values)",
     ),
     Mutant("the oldest checkpoint is first", "pyps.storage.folder:checkpoint_paths", "reverse=True", "reverse=False"),
     Mutant("the newest checkpoints are removed", f"{_FOLDER}.prune", "[keep:]", "[: -keep or None]"),
-    Mutant("a damaged checkpoint is the end", f"{_FOLDER}.resume", "continue", "raise"),
     Mutant(
         "a lease never ends",
         "pyps.core.membership:Membership.expire",
@@ -118,7 +111,12 @@ MUTANTS = (
         "if worker_id in pending.workers:",
         "if False:",
     ),
-    Mutant("a draining server takes pushes", "pyps.run.run:Run.drain", "self._draining = True", "pass"),
+    Mutant(
+        "an orderly end saves nothing",
+        "pyps.service.server:Server._end",
+        "saved = gave_way or await asyncio.to_thread(self._save)",
+        "saved = True",
+    ),
     Mutant(
         "a suspended server forgets its workers",
         "pyps.service.server:Server._note_standstill",
@@ -142,17 +140,5 @@ MUTANTS = (
         "pyps_client.push:Outgoing._take",
         "reply.epoch == held.epoch",
         "True",
-    ),
-    Mutant(
-        "a worker does not say Hello again",
-        "pyps_client.transport.connection:Connection.persist",
-        "rejoin(self, channel, wait.call_seconds)",
-        "pass",
-    ),
-    Mutant(
-        "a late answer of an earlier round counts",
-        "pyps_client.pull:Held.want",
-        "version > 0 and epoch == self.epoch",
-        "version > 0",
     ),
 )

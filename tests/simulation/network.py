@@ -123,9 +123,9 @@ class Link:
             if server is None:
                 self.cut("connection refused")
                 return
-            server.process.at(0, deliver)
+            server.process.arrive(deliver)
         else:
-            self.client.at(0, deliver)
+            self.client.arrive(deliver)
 
     def release(self) -> None:
         """Send what was held, now that the link is as before."""

@@ -42,7 +42,7 @@ MODEL = Tensors((Tensor("w", (SIZE * SHARDS,)),), shard_size=SIZE)
 OPTIMIZER = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
 # All faults are over after so long; a call may wait for 60 s, and for 80 s on a connection that is silent.
 SECONDS_MAX = 400.0
-SERVER = {"heartbeat_seconds": 0.7, "lease_seconds": 3.0, "stall_seconds": 8.0, "drain_seconds": 5.0}
+SERVER = {"heartbeat_seconds": 0.7, "lease_seconds": 3.0, "stall_seconds": 90.0, "drain_seconds": 5.0}
 
 # What the product asks of the system, and what answers instead.
 CLIENT = "pyps_client"

@@ -44,3 +44,9 @@ def test_a_failing_plan_becomes_small():
             assert History(small).play().world.failures
     with simulated():
         assert not History(small).play().world.failures
+
+
+def test_each_seeded_fault_is_one_of_the_present_product():
+    for mutant in MUTANTS:
+        with mutant.seeded():
+            pass

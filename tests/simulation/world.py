@@ -153,6 +153,8 @@ class Process:
         self.dead = self.paused = False
         # What would have happened during a pause.
         self.backlog: deque[Event] = deque()
+        self._arrivals: list[Callable[[], object]] = []
+        self._arrive_at = 0.0
         # How far the wall clock is from the right time.
         self.clock_error = 0.0
         self.threads: dict[Thread, None] = {}
@@ -174,6 +176,18 @@ class Process:
             event = self.backlog.popleft()
             if event.call is not None:
                 self.at(0, event.call)
+        # What the system has received meanwhile is read at once, or after timers that are late.
+        self._arrive_at = self.world.now + self.random.choice((0.0, 0.003))
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            self.arrive(arrival)
+
+    def arrive(self, call: Callable[[], object]) -> None:
+        """Take a message from the network."""
+        if self.paused:
+            self._arrivals.append(call)
+        else:
+            self.at(max(0.0, self._arrive_at - self.world.now), call)
 
     def kill(self) -> None:
         """End at once: no thread or task of the process does anything more that others could see."""
