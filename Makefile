@@ -16,7 +16,7 @@ TESTS_AT_ONCE ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose --ignore=tests/engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-everything simulate check format proto fuzz bench experiments wheel test-compose test-engines docs pictures clean
+.PHONY: help install demo test test-all test-everything simulate check format proto fuzz robustness bench experiments wheel test-compose test-engines docs pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -72,6 +72,11 @@ proto: ## Generate client/pyps_wire/*_pb2* from proto/
 
 fuzz: $(STAMP) ## Fuzz the C++ that reads bytes of others, with clang's libFuzzer; SECONDS=600
 	$(BIN)/python scripts/fuzz.py --seconds $(if $(SECONDS),$(SECONDS),60)
+
+robustness: $(STAMP) ## As root: one fault a run, then a soak of MINUTES=20; renews docs/robustness.md in an hour and a half
+	$(BIN)/python benchmarks/faults.py --json out/robustness/faults.json
+	$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),20) --json out/robustness/soak.json
+	$(BIN)/python benchmarks/document.py out/robustness --into docs
 
 bench: $(STAMP) ## Measure everything, 30 minutes; BENCH=quick: a few, BENCH=rounds,link: some; PEERS=folder of the peers' scripts
 	@test -z "$(PEERS)" || $(BIN)/python -m pip install --quiet --constraint constraints.txt grpcio-tools

@@ -1,7 +1,9 @@
 """Makes docs/performance.md and choose.md: the words are those of their templates, the figures those of the results.
 
     python benchmarks/document.py docs/performance.json --into docs
+    python benchmarks/document.py docs/robustness.json --into docs
 
+The second makes docs/robustness.md; `make robustness` measures what it needs, and gives it a folder of results.
 In the template {{name}} stands for a figure, a table or a picture, each a function here. What was not measured is said
 to be missing, so that a document of a few benchmarks is made too. The figures in docs/migrate.md stand between a
 comment with their name and one that ends them, and are written again there.
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,8 @@ import targets
 from figures import ALONE, Results
 from measure import spread
 
-TEMPLATES = [Path(__file__).with_name(f"{page}_template.md") for page in ("performance", "choose", "slow-links")]
+# The pages of each file of results, which are kept beside them.
+PAGES = {"performance": ("performance", "choose", "slow-links"), "robustness": ("robustness",)}
 # What a complete document has the results of.
 BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge", "few_bits", "local_training")
 # Whom the page that helps to choose compares in training.
@@ -55,13 +57,21 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="the JSON that bench.py wrote")
     parser.add_argument("--into", type=Path, default=Path("docs"), help="folder of the document")
     options = parser.parse_args()
-    results = json.loads(options.results.read_text(encoding="utf-8"))
+    given = options.results
+    if given.is_dir():
+        results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(given.glob("*.json"))}
+    else:
+        results = json.loads(given.read_text(encoding="utf-8"))
     write(results, options.into)
-    if (page := options.into / "migrate.md").exists():
+    kept = options.into / f"{_of(results)}.json"
+    kept.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if _of(results) == "performance" and (page := options.into / "migrate.md").exists():
         page.write_text(renewed(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    kept = options.into / "performance.json"
-    if options.results.resolve() != kept.resolve():
-        shutil.copyfile(options.results, kept)
+
+
+def _of(results: Results) -> str:
+    """Which pages the results are for."""
+    return "robustness" if results.keys() & {"faults", "soak"} else "performance"
 
 
 def write(results: Results, folder: Path) -> None:
@@ -75,9 +85,10 @@ def write(results: Results, folder: Path) -> None:
             return f"![{name.removeprefix('picture_').replace('_', ' ')}](images/{file})" if file else ""
         return PIECES[name](results)
 
-    for template in TEMPLATES:
+    for name in PAGES[_of(results)]:
+        template = Path(__file__).with_name(f"{name}_template.md")
         text = _PLACE.sub(put, template.read_text(encoding="utf-8"))
-        page = folder / template.name.replace("_template", "")
+        page = folder / f"{name}.md"
         page.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
 
 
@@ -395,6 +406,45 @@ def gpu_table(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def faults_table(results: Results) -> str:
+    """What each fault cost each protocol, a line a run."""
+    found = figures.rows(results, "faults")
+    rows = []
+    for fault in dict.fromkeys(row["fault"] for row in found):
+        for row in (row for row in found if row["fault"] == fault):
+            seconds = [row["noticed_s"], row["still_s"] or None, row["again_s"] or None]
+            counted = row["protocol"] != "sandblaster"
+            counts = [f"{row[name]:,}" if counted else "–" for name in ("acknowledged", "lost", "applied_twice")]
+            end = "all train" if row["goes_on"] else "**not all train**"
+            cells = ["–" if one is None else f"{one:.1f}" for one in seconds]
+            rows.append((fault, f"`{row['protocol']}`", *cells, *counts, end))
+    headings = ("fault", "protocol", "noticed, s", "longest step of others, s", "all are back, s")
+    return _table((*headings, "acknowledged", "lost", "twice", "end"), rows, left=2) if rows else "*Not measured.*"
+
+
+def same_bits_sentence(results: Results) -> str:
+    """Whether Sandblaster came to one result, whatever was done to it but for a server that lost iterations."""
+    found = [row for row in figures.rows(results, "faults", protocol="sandblaster") if "crcs" in row]
+    found = [row for row in found if not row["fault"].startswith("kill -9 server")]
+    num = len({crc for row in found for crc in row["crcs"]})
+    how = "to the same bits" if num == 1 else f"to **{num} results**"
+    return f"The {len(found)} runs of Sandblaster in which no server was killed came {how}."
+
+
+def soak_sentence(results: Results) -> str:
+    """What a soak did, and what servers held early and late in it."""
+    if not (of := results.get("soak", {})):
+        return "*Not measured.*"
+    ended = ", ".join(f"{count} {how}" for how, count in of["ended"].items())
+    names = {"memory_mb": "memory (MB)", "descriptors": "descriptors", "threads": "threads"}
+    held = "; ".join(f"{names[what]} {early:.0f} and {late:.0f}" for what, (early, late) in of["summary"].items())
+    return _wrapped(
+        f"{of['lives']} lives of workers in {of['minutes']:g} minutes ({ended}), {of['workers']} at once; "
+        f"{len(of['failed'])} ended otherwise than they should, {len(of['said'])} lines told of an error. Medians of a "
+        f"server after the first minutes and at the end: {held}."
+    )
+
+
 def kernel_text(results: Results) -> str:
     text = results.get("kernel", {}).get("text")
     return f"```\n{text.rstrip()}\n```" if text else _missing(results, "kernel")
@@ -471,6 +521,9 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "huge_sentence": huge_sentence,
     "gpu_table": gpu_table,
     "kernel_text": kernel_text,
+    "faults_table": faults_table,
+    "same_bits_sentence": same_bits_sentence,
+    "soak_sentence": soak_sentence,
     "ps_lite_table": ps_lite_table,
     "left_out": left_out,
 }

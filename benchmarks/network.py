@@ -120,21 +120,21 @@ class Switch(Link):
 
     def __init__(self, rate: str, num_workers: int):
         super().__init__(rate)
-        self._switch = f"pyps-bench-{os.getpid()}-switch"
+        self.switch_namespace = f"pyps-bench-{os.getpid()}-switch"
         self._workers = (self.worker_namespace, *(f"{self.worker_namespace}-{n}" for n in range(1, num_workers)))
         self.on_workers = [("ip", "netns", "exec", namespace) for namespace in self._workers]
 
     @property
     def _namespaces(self) -> tuple[str, ...]:
-        return self.server_namespace, *self._workers, self._switch
+        return self.server_namespace, *self._workers, self.switch_namespace
 
     def _set_up(self) -> None:
         for namespace in self._namespaces:
             _run("ip", "netns", "add", namespace)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+        _run("ip", "-n", self.switch_namespace, "link", "add", "bridge", "up", "type", "bridge")
         for number, namespace in enumerate((self.server_namespace, *self._workers), start=1):
-            _join((namespace, INTERFACE), (self._switch, f"port{number}"), rate=self.rate)
-            _run("ip", "-n", self._switch, "link", "set", f"port{number}", "master", "bridge")
+            _join((namespace, INTERFACE), (self.switch_namespace, f"port{number}"), rate=self.rate)
+            _run("ip", "-n", self.switch_namespace, "link", "set", f"port{number}", "master", "bridge")
             _give_address(namespace, f"10.99.0.{number}")
 
     def bytes_of(self, worker: int) -> int:

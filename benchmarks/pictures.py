@@ -40,6 +40,7 @@ def draw_all(results: Results, folder: Path) -> dict[str, str]:
         "link": link,
         "load": load,
         "local_training": local_training,
+        "soak": soak,
     }
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
@@ -53,7 +54,7 @@ def draw_all(results: Results, folder: Path) -> dict[str, str]:
 
 
 def file_name(key: str) -> str:
-    return f"performance_{key}.png"
+    return f"{'robustness' if key == 'soak' else 'performance'}_{key}.png"
 
 
 def rounds_by_size(results: Results) -> Any:
@@ -207,3 +208,23 @@ def _legend(axes: Any, *panels: Any) -> None:
     """Beside `axes`, of what is in it, or in `panels`."""
     lines = {line.get_label(): line for each in panels or [axes] for line in each.get_legend_handles_labels()[0]}
     axes.legend(handles=lines.values(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def soak(results: Results) -> Any:
+    """Memory, descriptors and threads of each server over time, a panel each."""
+    found = figures.rows(results, "soak")
+    if not found:
+        return None
+    names = {"memory_mb": "memory, MB", "descriptors": "open descriptors", "threads": "threads"}
+    figure, panels = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 3.4))
+    for axes, (column, name) in zip(panels, names.items(), strict=True):
+        for server in sorted({row["server"] for row in found}):
+            of_server = _of(found, server=server)
+            minutes = [row["at_s"] / 60 for row in of_server]
+            axes.plot(minutes, [row[column] for row in of_server], label=f"server {server}", linewidth=1)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("minutes")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    return figure

@@ -133,11 +133,12 @@ def test_the_picture_of_local_training_names_who_is_in_some_of_its_panels_only(t
 def test_the_pages_match_the_results(targets, tmp_path, monkeypatch):
     document = importlib.import_module("document")
     pages = FOLDER.parent / "docs"
-    drawn = {path.stem.removeprefix("performance_"): path.name for path in (pages / "images").glob("performance_*")}
+    drawn = {path.stem.partition("_")[2]: path.name for path in (pages / "images").glob("*.png")}
     monkeypatch.setattr(document.pictures, "draw_all", lambda results, folder: drawn)
 
-    document.write(json.loads((pages / "performance.json").read_text(encoding="utf-8")), tmp_path)
+    for name in document.PAGES:
+        document.write(json.loads((pages / f"{name}.json").read_text(encoding="utf-8")), tmp_path)
 
-    assert {path.name for path in tmp_path.iterdir()} == {"performance.md", "choose.md", "slow-links.md"}
+    assert {path.stem for path in tmp_path.iterdir()} == {page for of in document.PAGES.values() for page in of}
     for page in tmp_path.iterdir():
         assert page.read_text(encoding="utf-8") == (pages / page.name).read_text(encoding="utf-8")
