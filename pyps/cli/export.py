@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 from pyps import logs
 from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe
 from pyps.storage.checkpoint_set import newest_set
+from pyps.storage.parameter_file import save_for_torch
 from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
@@ -28,8 +30,16 @@ from pyps_wire.errors import PypsError
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 
+class Form(StrEnum):
+    """The formats of an export."""
+
+    safetensors = "safetensors"
+    torch = "torch"
+    dcp = "dcp"
+
+
 def export(
-    file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    file: Annotated[Path, typer.Argument(help="The file to write, or the folder for dcp.")],
     servers: DataServers = "127.0.0.1:7610",
     checkpoint: Annotated[
         list[Path] | None,
@@ -37,6 +47,9 @@ def export(
     ] = None,
     token_file: ObserverTokenFile = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
+    form: Annotated[
+        Form, typer.Option("--format", help="safetensors, torch.save's, or torch.distributed.checkpoint's.")
+    ] = Form.safetensors,
 ) -> None:
     """Write the model to a safetensors file: every tensor under its own name and shape, in float32.
 
@@ -54,7 +67,7 @@ def export(
             waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
             with observe(servers, read_token(token_file), **waits) as observer:
                 tensors = observer.snapshot()
-        _write_whole(file, tensors)
+        _write_whole(file, tensors, form)
     except PypsError as error:
         fail(str(error))
     except OSError as error:
@@ -74,12 +87,19 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     return split_tensors(plan.model, vectors)
 
 
-def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], form: Form) -> None:
     """Write the file; after an error there is no part of it."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    if form is Form.dcp:
+        # Whose own metadata, written last, says that it is whole.
+        save_for_torch(file, tensors, distributed=True)
+        return
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:
-        save_file(contiguous, temporary, {"format": "pt"})
+        if form is Form.torch:
+            save_for_torch(temporary, contiguous, distributed=False)
+        else:
+            save_file(contiguous, temporary, {"format": "pt"})
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)

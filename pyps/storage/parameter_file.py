@@ -1,10 +1,11 @@
-"""The first parameters of a run in a file: safetensors, or a state dict that torch saved."""
+"""A model's parameters in a file of others: the first of a run, from safetensors or torch; an export, for torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,22 @@ class ParameterFile:
         if self._block[0] != tensor:
             self._block = tensor, numbers[block_index(tensor.offset, tensor.shape)].reshape(-1)
         return self._block[1]
+
+
+def save_for_torch(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]], *, distributed: bool) -> None:
+    """Write a state dict as torch.save does, or as a folder of torch.distributed.checkpoint. Raises OSError."""
+    try:
+        import torch
+        from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+    except ImportError:
+        raise InvalidArgument("this format takes torch, which is not installed here: write safetensors") from None
+    state = {name: torch.from_numpy(np.array(values)) for name, values in tensors.items()}
+    if not distributed:
+        torch.save(state, path)
+        return
+    with NamedTemporaryFile(dir=path.parent) as file:
+        torch.save(state, file.name)
+        torch_save_to_dcp(file.name, path)
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:

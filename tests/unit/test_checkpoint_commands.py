@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from pyps.cli.main import app
@@ -76,3 +78,17 @@ def test_a_converted_run_is_exported_as_before_and_what_it_set_aside_is_removed_
     assert "server-0: 0 checkpoints removed." in told("prune", job, "--keep", "1")
     assert "server-0: 4 checkpoints removed." in told("prune", job, "--keep", "1", "--set-aside")
     assert len([*job.glob("server-*/shards/*")]) == 1
+
+
+def test_an_export_for_torch_is_the_model_too(job, tmp_path):
+    files = {form: tmp_path / form for form in ("safetensors", "torch", "dcp")}
+    for form, file in files.items():
+        told("export", file, "--checkpoint", job, "--format", form)
+    expected = load_file(files["safetensors"])
+    dcp_to_torch_save(files["dcp"], tmp_path / "whole")
+    for file in (files["torch"], tmp_path / "whole"):
+        read = torch.load(file, weights_only=True)
+        assert {name: values.numpy().tobytes() for name, values in read.items()} == {
+            name: values.tobytes() for name, values in expected.items()
+        }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "job", "safetensors", "torch", "whole"]
