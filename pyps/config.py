@@ -30,7 +30,7 @@ OTHER_VARIABLES = (
     *("PYPS_SERVERS", "PYPS_CONTROL", "PYPS_WORKER_ID", "PYPS_WORKER_INDEX", "PYPS_WORKER_COUNT", "PYPS_WORKER_KEY"),
     *("PYPS_PARTS", "PYPS_SHARD_SIZE", "PYPS_TRANSPORT", "PYPS_GRADIENT_CODEC", "PYPS_PARAMETER_CODEC", "PYPS_ISA"),
     *("PYPS_WAIT_SECONDS", "PYPS_START_WAIT_SECONDS", "PYPS_LOSS_WAIT_SECONDS", "PYPS_PROCESS_HOOKS"),
-    *("PYPS_TOKEN", "PYPS_TLS_CA", "PYPS_USE_PROXY", "PYPS_TRACEBACK"),
+    *("PYPS_TOKEN", "PYPS_TLS_CA", "PYPS_USE_PROXY", "PYPS_TRACEBACK", "PYPS_RESEND_BYTES_MAX"),
 )
 # Set by Kubernetes for each service of a namespace whose name begins with "pyps".
 _OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")
@@ -149,6 +149,12 @@ class ServerConfig:
     init_from: Path | None = setting(
         None, "File with the parameters that a new run begins with: .safetensors, or a state dict that torch saved."
     )
+    durability: str = setting(
+        "resend",
+        "What becomes of pushes that no checkpoint holds when the server is killed: resend, workers keep them and send "
+        "them again; none, they are lost.",
+        choices=("resend", "none"),
+    )
     resume: bool = setting(False, "Start from the newest complete checkpoint in the folder.")
     standby_of: str = setting(
         "", "Follow the server whose data port is there, as host:port, and take over when it ends."
@@ -181,6 +187,11 @@ class ServerConfig:
     def brought_policy(self) -> str:
         """The staleness policy that the protocol brings, if none is given; else ""."""
         return protocols.brought_policy(self.protocol) if self.staleness == "auto" else ""
+
+    @property
+    def resends(self) -> bool:
+        """Whether workers keep pushes until a checkpoint holds them."""
+        return self.durability == "resend" and self.checkpoint_dir is not None
 
     @property
     def behaviour(self) -> Behaviour:

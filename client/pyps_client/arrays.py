@@ -26,7 +26,7 @@ from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.codecs import FLOAT32, codec_of
-from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, RUN_STATE_READY, GroupSettings, OptimizerSettings, Receipt
+from pyps_wire.common_pb2 import ROLE_OBSERVER, RUN_STATE_READY, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import InvalidArgument, ModelMismatch, RunFinished, ServerUnavailable
 from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersReply, ListWorkersRequest, Status
 from pyps_wire.partition import Model, Tensor, block_index
@@ -117,8 +117,8 @@ class Client:
         NotFinite after ten skipped gradients in a row.
         """
         receipts = self._hand_in(gradients, examples)
-        if any(receipt.reason == REASON_EPOCH for receipt in receipts or ()):
-            self.session.pull([self._parameters])
+        if self.session.is_behind:
+            self.session.pull([self._parameters], min_versions={})
         return receipts or []
 
     def exchange(self, gradients: Arrays, examples: int = 0) -> dict[str, npt.NDArray[np.float32]]:

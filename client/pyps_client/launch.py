@@ -78,6 +78,8 @@ class Launch:
     `transport`: "auto" is shared memory with a server on this machine; elsewhere a lane (a TCP connection for large
     messages) where the server has one, or else gRPC. "shm" and "tcp" (the lane) fail rather than use another; "grpc" is
     gRPC everywhere.
+    `resend_bytes_max`: the most memory for pushes that no checkpoint holds yet, which are sent again to a server that
+    comes back (`pyps serve --durability`). Where they take more, none are kept before the next checkpoint.
     `shard_size`: the most parameters of a shard, where this worker creates the run; others take its slices over.
 
     Raises InvalidArgument for a value that is not allowed.
@@ -102,6 +104,7 @@ class Launch:
     gradient_codec: str = "float32"
     parameter_codec: str = "float32"
     transport: str = "auto"
+    resend_bytes_max: int = 1 << 30
     shard_size: int = DEFAULT_SHARD_SIZE
     # Whether the worker's name or place was chosen, and is no default.
     named: bool = field(default=False, init=False, repr=False, compare=False)
@@ -128,6 +131,7 @@ class Launch:
         gradient_codec: object = None,
         parameter_codec: object = None,
         transport: str | None = None,
+        resend_bytes_max: int | None = None,
         shard_size: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -177,7 +181,8 @@ class Launch:
         index, count = self.worker_index, self.worker_count
         if index is not None and count is not None and index >= count:
             raise InvalidArgument(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
-        for name, least in (("worker_index", 0), ("worker_count", 1), ("parts", 1), ("shard_size", 1)):
+        leasts = {"worker_index": 0, "worker_count": 1, "parts": 1, "resend_bytes_max": 0, "shard_size": 1}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidArgument(f"{name} (PYPS_{name.upper()}) is {value}; expected {least} or more.")

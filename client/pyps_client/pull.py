@@ -52,7 +52,7 @@ class Versions(dict[int, int]):
 
 
 class Held:
-    """The held versions of one server's shards, and the versions to wait for, all of one epoch.
+    """The held versions of one server's shards, and the versions to wait for, each of one epoch.
 
     One thread may note versions to wait for while another pulls.
     """
@@ -62,8 +62,10 @@ class Held:
         self.versions = {shard.shard_id: -1 for shard in shards}
         self.shards = {shard.shard_id: shard for shard in shards}
         self._lock = threading.Lock()
-        # Guarded by _lock.
+        # Guarded by _lock: the versions to wait for, and their epoch. It is a later one than the held versions' after
+        # pushes to a server that came back.
         self._wanted: dict[int, int] = {}
+        self.newest_epoch = 0
 
     def enter_epoch(self, epoch: int) -> None:
         """Forget versions of another epoch: after a restore the server counts again from its checkpoint."""
@@ -71,19 +73,24 @@ class Held:
             if epoch != self.epoch:
                 self.epoch = epoch
                 self.versions = dict.fromkeys(self.versions, -1)
-                self._wanted = {}
+                self._want_in(epoch)
 
     def want(self, shard_id: int, version: int, *, epoch: int) -> None:
         with self._lock:
-            if version > 0 and epoch == self.epoch:
+            if version > 0 and epoch >= self.newest_epoch:
+                self._want_in(epoch)
                 self._wanted[shard_id] = max(version, self._wanted.get(shard_id, 0))
+
+    def _want_in(self, epoch: int) -> None:
+        if epoch != self.newest_epoch:
+            self.newest_epoch, self._wanted = epoch, {}
 
     @property
     def wanted(self) -> dict[int, int]:
         """Shard id -> version to wait for, unless it is held already."""
         with self._lock:
-            wanted = self._wanted.items()
-            return {shard_id: version for shard_id, version in wanted if self.versions[shard_id] < version}
+            wanted, is_later = self._wanted.items(), self.newest_epoch != self.epoch
+            return {shard_id: version for shard_id, version in wanted if is_later or self.versions[shard_id] < version}
 
     def answered(self, waited_for: Mapping[int, int]) -> None:
         """Forget versions for which a pull has waited: they have come, or the run is over."""
@@ -136,6 +143,12 @@ class Holdings:
                 held = self.of_server[self._server_of[receipt.shard_id]]
                 held.want(receipt.shard_id, version, epoch=receipt.epoch)
         self.late = frozenset(late)
+
+    def are_behind(self, connections: Iterable[Connection]) -> bool:
+        """Return whether held versions are of another epoch than the server's."""
+        held = [(self.of_server[connection.index], connection.epoch) for connection in connections]
+        # Only pulled shards bring an epoch.
+        return any(each.versions and each.epoch != epoch for each, epoch in held)
 
     def pull_needed(self, connections: Iterable[Connection]) -> bool:
         """Return whether a held version is of another epoch or too old, so that its gradient would be refused."""
@@ -309,8 +322,8 @@ class IncomingPull:
     role: Role
     receiver: Receiver
     connection: Connection
-    # Shard id -> version to wait for, up to the deadline of `poll`.
-    min_versions: Mapping[int, int]
+    # Returns for a server's index shard id -> version to wait for, up to the deadline of `poll`.
+    awaited: Callable[[int], Mapping[int, int]]
     poll: LongPoll
     # Whether the vectors are lent.
     lent: bool = False
@@ -322,9 +335,13 @@ class IncomingPull:
         self._held = self.receiver.held
         self._waiting = set(self._held.shards)
         self._changed: set[int] = set()
+        self._min_versions: Mapping[int, int] = {}
+        # The epoch of these, and of the versions in the request.
+        self._epoch = 0
 
     def __call__(self, channel: GrpcChannel, stop: threading.Event) -> set[int]:
         answered = 0
+        self._min_versions = self.awaited(self.connection.index)
         # Another round follows after a change of epoch, and after a call that timed out.
         while self._waiting:
             missing = sorted(self._waiting)
@@ -352,24 +369,30 @@ class IncomingPull:
                 lost.answered = answered + len(self._changed) - before
                 raise
             self._waiting.difference_update(missing)
-        self._held.answered(self.min_versions)
+        self._held.answered(self._min_versions)
         return self._changed
 
     def _take(self, reply: Parameters, payload: Payload) -> bool:
         if reply.HasField("lease"):
             self.lease, self.portion = reply.lease, None
         brings = reply.codec != CODEC_UNSPECIFIED
+        if brings and (resend := self.connection.resend) is not None and resend.epoch < reply.epoch:
+            # Its parameters lack this worker's last pushes.
+            raise LinkLost("the server came back")
         if brings and (payload is None or self.receiver.write(reply.shard_id, reply, payload)):
             self._accept(reply)
         # The server says which reply is the last.
         return False
 
     def _request(self, missing: Sequence[int]) -> PullRequest:
-        waits = any(self.min_versions.get(shard_id, 0) > self._held.versions[shard_id] for shard_id in missing)
+        held, self._epoch = self._held.versions, self._held.newest_epoch
+        if self._epoch != self._held.epoch:
+            held = dict.fromkeys(held, -1)
+        waits = any(self._min_versions.get(shard_id, 0) > held[shard_id] for shard_id in missing)
         request = PullRequest(
             sender=self.sender,
             role=self.role,
-            epoch=self._held.epoch,
+            epoch=self._epoch,
             codec=self.receiver.codec,  # type: ignore[arg-type]
             wait_milliseconds=round(self.poll.call_seconds * 1000) if waits else 0,
             portion=self.portion,
@@ -377,8 +400,8 @@ class IncomingPull:
         for shard_id in missing:
             request.wants.add(
                 shard_id=shard_id,
-                held_version=self._held.versions[shard_id],
-                min_version=self.min_versions.get(shard_id, 0),
+                held_version=held[shard_id],
+                min_version=self._min_versions.get(shard_id, 0),
             )
         return request
 
@@ -388,8 +411,9 @@ class IncomingPull:
             # A heartbeat may have reported a later restore meanwhile.
             self.connection.epoch = max(self.connection.epoch, reply.epoch)
             self._waiting = set(self._held.shards)
-            # Versions of the former epoch mean nothing now.
-            self.min_versions = {}
+            if reply.epoch != self._epoch:
+                # Versions of the former epoch mean nothing now.
+                self._min_versions = {}
         if reply.shard_id not in self._held.versions:
             raise PypsError(f"{self.connection.name} sent shard {reply.shard_id}, which it does not hold.")
         self._held.versions[reply.shard_id] = reply.version
@@ -416,16 +440,15 @@ def read(
     receivers: Sequence[Receiver],
     *,
     poll: LongPoll,
-    min_versions: Sequence[Mapping[int, int]] | None = None,
+    awaited: Callable[[int], Mapping[int, int]] = lambda server_index: {},
     lent: bool = False,
 ) -> set[int]:
     """Pull newer parameters, and return the changed shards' ids.
 
-    `min_versions`: for each server shard id -> version to wait for, up to the deadline of `poll`.
+    `awaited`: as for `IncomingPull`.
     """
-    wants = min_versions or [{}] * len(receivers)
     pulls = [
-        IncomingPull(sender, role, receiver, connection, wanted, poll, lent=lent)
-        for connection, receiver, wanted in zip(servers.connections, receivers, wants, strict=True)
+        IncomingPull(sender, role, receiver, connection, awaited, poll, lent=lent)
+        for connection, receiver in zip(servers.connections, receivers, strict=True)
     ]
     return set().union(*servers.on_all(pulls))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.early_shards import EarlyShards
+from pyps_client.kept import KeptPushes
 from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Receiver, Versions
 from pyps_client.replica.group import ALONE, Group
@@ -155,6 +156,7 @@ class Pushes:
         encoder: Encoder,
         connections: Sequence[Connection],
         view: View,
+        kept: Mapping[int, KeptPushes],
         peers: Group = ALONE,
     ) -> None:
         self._partition = partition = holdings.partition
@@ -164,6 +166,7 @@ class Pushes:
         self._codec = encoder.codec
         self._connections = connections
         self._view = view
+        self._kept = kept
         self._peers = peers
         self._holdings = holdings
         self._rates = LearningRates(partition.num_servers, num_groups=self._num_groups)
@@ -228,7 +231,9 @@ class Pushes:
                     base_versions=base,
                     newest_base_versions=newest,
                     learning_rates=rates,
+                    all_rates=self._rates.rates,
                     connection=connection,
+                    kept=self._kept.get(connection.index),
                     receiver=None if receivers is None else receivers[place],
                     lent_index=lent_index,
                     encoder=self._encoder,
@@ -350,10 +355,18 @@ class Outgoing:
     base_versions: Mapping[int, int]
     newest_base_versions: Mapping[int, int]
     learning_rates: Mapping[int, GroupRate]
+    # Those for a server that came back.
+    all_rates: Mapping[int, GroupRate] | None = None
     epoch: int = 0
     clock: int = 0
     gradient_norm: float = 0.0
     connection: Connection
+    # Of a server to which pushes are sent again when it comes back.
+    kept: KeptPushes | None = None
+    # Whether it came back since the gradient's parameters were pulled.
+    is_resent: bool = field(init=False, default=False)
+    # The messages that are sent: of the template, or as many as go again; or each early one, by its shard.
+    messages: dict[int, PushRequest] = field(init=False, default_factory=dict)
     receiver: Receiver | None = None
     # The index of the lent gradients, if the receiver's vectors are lent too.
     lent_index: int | None = None
@@ -364,16 +377,19 @@ class Outgoing:
     # The shards without a receipt.
     waiting: dict[int, Part]
 
-    def __call__(self, channel: GrpcChannel, _: threading.Event) -> list[Receipt]:
+    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> list[Receipt]:
         if not self.waiting:
             return self.receipts
         answered = len(self.receipts)
         try:
+            if self.kept is not None and self.kept.epoch != self.epoch:
+                self._enter_epoch(self.kept, channel, stop)
             if self.plan.early is not None:
                 self._send_early(channel, self.plan.early)
                 return self.receipts
             template = self.template if answered == 0 else replace(self.template, parts=list(self.waiting.values()))
             self._fill(template)
+            self.messages = template.message_of
             request = None
             if self.lent_index is not None:
                 request = template.request
@@ -393,6 +409,14 @@ class Outgoing:
             answered = len(self.receipts) - answered
             raise LinkLost(f"{len(self.waiting)} shards were left without a receipt", answered=answered)
         return self.receipts
+
+    def _enter_epoch(self, kept: KeptPushes, channel: GrpcChannel, stop: threading.Event) -> None:
+        """Let the push be one to a server that came back, which has all earlier ones again."""
+        kept.await_rounds(channel, stop, self.waiting, epoch=kept.epoch)
+        self.epoch, self.is_resent = kept.epoch, True
+        self.learning_rates = self.all_rates or self.learning_rates
+        # Later pushes fill the other messages.
+        self.template = replace(self.template)
 
     def _send_early(self, channel: GrpcChannel, early: EarlyShards) -> None:
         """Send shards as they become complete; after a loss what the server had held goes again."""
@@ -469,6 +493,7 @@ class Outgoing:
             message.gradient_norm = early.norm
             message.num_held = len(held)
             held.clear()
+        self.messages[shard_id] = message
         if numbers is None or not with_numbers:
             message.kind = PAYLOAD_KIND_NOTHING
             return message, b""
@@ -503,6 +528,8 @@ class Outgoing:
             message.gradient_norm = self.gradient_norm
             message.base_version = self.base_versions[shard_id]
             message.newest_base_version = self.newest_base_versions[shard_id]
+            if self.is_resent and self.kept is not None:
+                message.resent_staleness = self.kept.staleness(shard_id)
             if held is not None:
                 message.held_version = held[shard_id]
             else:
@@ -560,11 +587,33 @@ class Outgoing:
                 payload.receive(memoryview(bytearray(payload.nbytes)))
         # Else the receipt answers another push.
         if receipt.sequence == self.sequence and receipt.shard_id in self.waiting:
+            if self.kept is not None:
+                self._keep(self.kept, receipt)
             del self.waiting[receipt.shard_id]
             if self.template.codec.stateful:
                 self.encoder.answered(receipt)
             self.receipts.append(receipt)
         return not self.waiting
+
+    def _keep(self, kept: KeptPushes, receipt: Receipt) -> None:
+        """Keep the answered message, with numbers of its own, if the server wants it. Raises as `KeptPushes.note`."""
+        message, payload = None, memoryview(b"")
+        if kept.keeps and receipt.outcome != OUTCOME_REJECTED:
+            message = self.messages[receipt.shard_id]
+            if message.kind != PAYLOAD_KIND_NOTHING:
+                shard, _ = self.template.waiting[receipt.shard_id]
+                extents = tuple((extent.offset, extent.length) for extent in message.extents)
+                numbers = values_at(part_of(self.plan.gradients, shard), extents)
+                payload = memoryview(self.encoder.payload(numbers, shard, extents))
+                if isinstance(numbers, np.ndarray) and np.may_share_memory(np.frombuffer(payload, np.uint8), numbers):
+                    payload = np.frombuffer(payload, np.uint8).copy().data
+            if self.plan.early is not None and self.plan.early.held:
+                # The server holds none of it any more.
+                message.gradient_scale, message.gradient_norm = self.plan.early.scale, self.plan.early.norm
+                message.scale_follows, message.num_held = False, 0
+        kept.note(receipt, epoch=self.epoch, message=message, payload=payload)
+        # A receipt of an earlier life is as good.
+        receipt.epoch = self.epoch
 
 
 def pushed_parts(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
 from pyps_client.join import Handshake, Values
+from pyps_client.kept import KeptPushes
 from pyps_client.launch import Launch
 from pyps_client.lease import Lease
 from pyps_client.log import logger
@@ -102,6 +103,8 @@ class Worker:
         self._holdings: Holdings
         self._pushes: Pushes
         self._sharing: Sharing
+        # By the index of each server to which pushes are sent again when it comes back.
+        self._kept: dict[int, KeptPushes] = {}
         self.view = View(peers)
         # Into the lent parameters.
         self._receivers: list[Receiver] = []
@@ -153,6 +156,7 @@ class Worker:
             encoder=self._encoder,
             connections=servers.connections,
             view=self.view,
+            kept=self._kept,
             peers=self._peers,
         )
         self._sharing = Sharing(self.launch, partition, servers.connections, self.sender)
@@ -269,11 +273,10 @@ class Worker:
         WaitTimedOut, which names the other workers, after `wait_seconds`, by default the launch's.
         """
         self._check_open()
-        indices = [connection.index for connection in self._servers.connections]
         changed = read(
             *(self._servers, self.sender, ROLE_WORKER, self._receivers_into(vectors)),
             poll=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
-            min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
+            awaited=self._holdings.awaited if min_versions is None else lambda server_index: min_versions,
             lent=self._sharing.are_parameters(vectors),
         )
         self.view.note_pull(self._holdings.largest_version)
@@ -290,7 +293,7 @@ class Worker:
         def lease(channel: GrpcChannel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
             # The request has its own limit for the wait.
             poll = LongPoll(0.0)
-            pull = IncomingPull(self.sender, ROLE_WORKER, receiver, connection, {}, poll, portion=request)
+            pull = IncomingPull(self.sender, ROLE_WORKER, receiver, connection, lambda _: {}, poll, portion=request)
             pull(channel, stop)
             return pull.lease
 
@@ -353,6 +356,11 @@ class Worker:
     def epoch(self) -> int:
         """Grows with every restore of any server."""
         return sum(connection.epoch for connection in self._servers.connections)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a server has come back since parameters were pulled from it."""
+        return self._holdings.are_behind(self._servers.connections)
 
     @property
     def pull_needed(self) -> bool:
@@ -484,6 +492,18 @@ class Worker:
         self.view.note_hello(connection.index, reply)
         self._sharing.greeted(connection, reply)
         self.holds_pushes = self.holds_pushes and "held_pushes" in reply.features
+        keeps = "resend" in reply.features
+        if connection.resend is None and (keeps or "resend_in_flight" in reply.features):
+            connection.resend = self._kept[connection.index] = KeptPushes(
+                connection,
+                self._holdings.of_server[connection.index],
+                sender=self.sender,
+                view=self.view,
+                bytes_max=self.launch.resend_bytes_max // len(self._servers.connections),
+                wait_seconds=self.launch.wait_seconds,
+            )
+        if connection.index in self._kept:
+            self._kept[connection.index].wanted = keeps
 
     def _heartbeat(self) -> HeartbeatRequest:
         sender = self.sender
@@ -497,6 +517,7 @@ class Worker:
         connection.epoch = max(connection.epoch, reply.epoch)
         connection.note_standby(reply.standby)
         self.view.note_heartbeat(connection.index, reply, asked_at=asked_at)
-        if not reply.known:
+        # A server that has a standby now wants a push sent again that was under way when it ended.
+        if not reply.known or (self._joined and reply.standby and connection.resend is None):
             again = self._rejoin if self._joined else self._handshake.hello
             again(connection, connection.channel, HELLO_SECONDS)

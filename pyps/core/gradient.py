@@ -73,6 +73,9 @@ class Gradient(NamedTuple):
     volatile: bool = False
     # A factor of the payload's numbers. It comes after them, from a worker that clips gradients while they are sent.
     scale: float = 1.0
+    # Of a push that is sent again to a server that came back: how far its base version lies behind the shard's version,
+    # or as far as there are versions. The other base versions are of an earlier epoch then.
+    resent_staleness: int | None = None
 
     @property
     def schedules(self) -> bool:
@@ -84,6 +87,11 @@ class Gradient(NamedTuple):
         if holds:
             return self._replace(provisional=False)
         return self._replace(learning_rate=None, momentum=None, provisional=False)
+
+    def based_at(self, version: int) -> Gradient:
+        """Return a gradient that is sent again with its base version, at a shard of that version."""
+        base_version = version - min(version, self.resent_staleness or 0)
+        return self._replace(base_version=base_version, newest_base_version=None, resent_staleness=None)
 
     def private(self) -> Gradient:
         """Return the gradient with a copy of its payload, which may have changed since a scan."""

@@ -185,6 +185,13 @@ class Ledger:
             return unpacked(life.receipts[place])
         return FORGOTTEN if sequence <= life.forgotten_sequence else None
 
+    def workers_since(self, version: int) -> set[str]:
+        """Return the workers whose newest push came at that version of the shard or later."""
+        lives = self._lives.items()
+        return {
+            name for (name, _), life in lives if life.receipts and unpacked(life.receipts[-1]).version_before >= version
+        }
+
     def record(self, worker_id: str, incarnation: int, receipt: Receipt, *, roster: Roster) -> None:
         """Remember the receipt of a push that `lookup` called new; the lives of workers on the roster are kept."""
         key, data = (worker_id, incarnation), packed(receipt)

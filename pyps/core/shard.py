@@ -151,6 +151,8 @@ class Shard:
             if memory is not None:
                 memory.require_attached()
             receipt = self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)
+            if gradient.resent_staleness is not None:
+                gradient = gradient.based_at(self.version)
             refusal = self._refusal(gradient, receipt, finding)
             if refusal is not None:
                 receipt = self._rejected(refusal, gradient, roster)
@@ -272,6 +274,11 @@ class Shard:
         """Return the workers whose gradients wait for an update."""
         with self._lock:
             return set(self._pending.workers)
+
+    def workers_of_round(self) -> set[str]:
+        """Return the workers that pushed to the present round or to the one before."""
+        with self._lock:
+            return self._ledger.workers_since(self.version - 1)
 
     @property
     def slots_bytes(self) -> int:

@@ -119,10 +119,13 @@ class RoundController:
         with self._lock:
             self._content = content
             if content.initializer is None and not self._membership.expected_workers:
-                # Workers that had pushed to a round before the server ended will probably return.
+                # Workers that had pushed to a round before the server ended will probably return. Where they send again
+                # what no checkpoint holds, each round must have all of them.
                 former: dict[int, set[str]] = {}
+                again = self.config.resends and self.behaviour.aggregation.barrier
                 for shard_id, shard in content.shards.items():
-                    former.setdefault(content.parts[shard_id], set()).update(shard.contributors())
+                    workers = shard.workers_of_round() if again else shard.contributors()
+                    former.setdefault(content.parts[shard_id], set()).update(workers)
                 # A replica pushes to each part of the model by one of its processes.
                 self._membership.expect(max([former_workers, *map(len, former.values())]), said=False)
             self._renew_pacer(content)
@@ -206,7 +209,7 @@ class RoundController:
                 roster = self._note_push(plan.gradient, plan.secret, now=began)
             with content.mutex:
                 for shard, plan, _ in checked:
-                    if plan.gradient.epoch == shard.epoch:
+                    if plan.gradient.epoch == shard.epoch and plan.gradient.resent_staleness is None:
                         require_possible_version(plan.gradient, shard_id=plan.shard_id, version=shard.version)
                     if plan.memory is not None:
                         plan.memory.require_attached()

@@ -238,6 +238,7 @@ def plan_of(
         request.gradient_norm,
         memory is not None and not nothing,
         request.gradient_scale or 1.0,
+        request.resent_staleness if request.HasField("resent_staleness") else None,
     )
     # Everything is newer than a version of another epoch.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch
@@ -347,7 +348,7 @@ def hello_reply(
     config = run.config
     reply = wire.HelloReply(
         protocol_version=PROTOCOL_VERSION,
-        features=FEATURES,
+        features=(*FEATURES, *(["resend"] if config.resends else []), *(["resend_in_flight"] if run.standby else [])),
         software=SOFTWARE,
         state=int(run.state),  # type: ignore[arg-type]
         run_id=run.content.run_id,

@@ -373,16 +373,20 @@ class Server:
         next_at = self._clock() + self._config.checkpoint_seconds
         progress: tuple[int, dict[int, int]] | None = None
         saved_end = progress
+        num_alive = 0
         while True:
             await asyncio.sleep(TICK_SECONDS)
             over = self._run.done or self._run.state == RunState.FINISHED
             before, progress = progress, (self._run.content.epoch, _versions(self._run))
-            due = self._clock() >= next_at or self._is_unsaved()
+            before_alive, num_alive = num_alive, self._run.membership.num_alive
+            # The pushes that a worker keeps are gone with it.
+            has_left = self._config.resends and num_alive < before_alive
+            due = self._clock() >= next_at or self._is_unsaved() or has_left
             # Other shards of the last push may still be under way: an end is saved once nothing changes any more.
             at_end = over and progress == before and (due or progress != saved_end)
             if at_end or (due and not over):
                 try:
-                    saved = await asyncio.to_thread(self._save, only_changes=at_end)
+                    saved = await asyncio.to_thread(self._save, only_changes=at_end or has_left)
                 except Exception as error:
                     # No thread or no memory: the run goes on, as with a full disk.
                     log.error("no checkpoint could be written", reason=repr(error))

@@ -95,7 +95,7 @@ def test_a_push_that_lost_its_answer_is_not_applied_again(start_server, make_pro
 def test_workers_go_on_after_kill_and_resume(start_server_process, tmp_path):
     """What was applied after the checkpoint is gone, and said so by a new epoch; training goes on from there."""
     tensors = small_model()
-    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--durability", "none"]
     server = start_server_process(*checkpoints)
     client = make_client(server.data)
     for step in range(3):

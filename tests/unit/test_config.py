@@ -55,6 +55,7 @@ def test_every_field_can_be_set_by_flag_by_environment_and_by_toml(toml):
         "log_format": "json",
         "standby_of": "host:7610",
         "log_level": "debug",
+        "durability": "none",
         "lane_port": "7777",
     }
     for field in dataclasses.fields(ServerConfig):

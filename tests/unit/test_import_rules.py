@@ -27,7 +27,7 @@ CLIENT_FLOORS = (
             "log version fork vectors retry credentials places local_server replica.group",
             "transport launch",
             "leave run_state early_shards",
-            "push pull join lease",
+            "kept push pull join lease",
             "worker",
             "data arrays",
         )

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pyps_client import fork, local_server
 from pyps_client.fork import ForkGuard
@@ -25,6 +25,17 @@ from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 
 T = TypeVar("T")
 Operation = Callable[[GrpcChannel, threading.Event], T]
+
+
+class Resend(Protocol):
+    """Sends again what a server may lack that came back, before any other operation."""
+
+    # The server's epoch up to which this is done.
+    epoch: int
+
+    def __call__(self, channel: GrpcChannel, stop: threading.Event) -> object: ...
+
+
 # Says Hello again to a server that was lost, on a new channel, within so many seconds.
 Rejoin = Callable[["Connection", GrpcChannel, float], object]
 
@@ -65,6 +76,7 @@ class Connection:
         self.epoch = 0
         # Its unanswered calls, heartbeats included.
         self.outage = outage or Outage()
+        self.resend: Resend | None = None
         # Whether gradients may be unchecked, since this server checks them in shared memory.
         self.left_unchecked = False
         # The lane, if the newest Hello offered one; a lost lane stays here until the next Hello.
@@ -285,6 +297,8 @@ class Connection:
                         if stop.is_set():
                             raise RunFinished(f"The client was closed while it came back to {self.name}.")
                     self._cancel_reason = ""
+                    if (resend := self.resend) is not None and resend.epoch < self.epoch:
+                        resend(channel, stop)
                     result = operation(channel, stop)
                 except Busy as busy:
                     problem, progress = str(busy), busy.answered > 0

@@ -63,6 +63,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "tls_key": ("mine", "theirs"),
     "token": ("mine", "gehe\u00efm"),
     "worker_key": ("mine, which is long", "short"),
+    "resend_bytes_max": (7, "much"),
     "shard_size": (7, "large"),
 }
 

@@ -157,7 +157,9 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_reported()
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
     receiver = Receiver([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
-    pull = IncomingPull(Sender(), ROLE_OBSERVER, receiver, connection=connection, min_versions={}, poll=LongPoll(0.0))
+    pull = IncomingPull(
+        Sender(), ROLE_OBSERVER, receiver, connection=connection, awaited=lambda _: {}, poll=LongPoll(0.0)
+    )
 
     class Channel:
         def round(self, method: str, parts: Parts, take: Take) -> bool:
