@@ -36,6 +36,8 @@ def test_a_disk_without_room_is_one_error_and_the_run_goes_on(start_server_proce
     server = start_server_process("--checkpoint-dir", str(folder))
     with WireWorker(server.data, model=BIG) as worker:
         worker.join()
+        # That of the new run, which could follow the next.
+        wait_until(lambda: inspect(server.control, "GetStatus").checkpoint, what="the first checkpoint")
         worker.push(worker.push_request(1.0))
         first = inspect(server.control, "SaveCheckpoint").path
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
