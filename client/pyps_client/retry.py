@@ -92,7 +92,13 @@ class Wait:
         self._started = self._loss.since = time.monotonic()
         self._pause_seconds = self._policy.pause_first_seconds
 
-    def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
+    def pause(
+        self,
+        problem: str,
+        error: Callable[[str], PypsError] = ServerUnavailable,
+        *,
+        pause_max_seconds: float = math.inf,
+    ) -> None:
         """Sleep before the next try. Raises `error` past the deadline, RunFinished when stopped."""
         problem = problem.rstrip(".")
         self._outage.note_failure(self._what, problem, at=time.monotonic())
@@ -106,7 +112,7 @@ class Wait:
         self._outage.log(
             self._what, first_seconds=policy.report_first_seconds, left_seconds=left_seconds, setting=policy.setting
         )
-        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), left_seconds)
+        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), left_seconds, pause_max_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, policy.pause_max_seconds)
         if self._stop.wait(pause):
             raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")

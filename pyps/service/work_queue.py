@@ -60,13 +60,11 @@ class WorkQueueService:
         assert queue.spec is not None
         return wire.OpenWorkReply(data=wire.DataSpec(**asdict(queue.spec)), **{"pass": queue.pass_}).SerializeToString()
 
-    @_followed
     async def Lease(self, message: bytes, context: Call) -> bytes:
         """Answer with a portion once there is one, or with the reason why there will be none."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         return (await lease_portion(self._run, self._work, request)).SerializeToString()
 
-    @_followed
     async def Claim(self, message: bytes, context: Call) -> bytes:
         """Accept or refuse a portion's result."""
         request = convert.parse(wire.ClaimRequest, message)

@@ -81,7 +81,8 @@ class Pushing:
             raise self._error
 
 
-def both_know(standby, *workers):
+def both_know(primary, standby, *workers):
+    wait_until(lambda: "follows" in status_of(primary).standby, what="a standby that follows")
     for worker in workers:
         connection = worker.client.session._servers.connections[0]
         wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows the standby")
@@ -91,7 +92,7 @@ def both_know(standby, *workers):
 def test_no_acknowledged_push_is_lost_with_a_killed_server(pair, transport):
     primary, standby = pair()
     workers = [Pushing(name, primary.data, transport=transport).start() for name in "ab"]
-    both_know(standby, *workers)
+    both_know(primary, standby, *workers)
     for worker in workers:
         worker.wait_for(20)
     primary.kill()
@@ -115,7 +116,7 @@ def test_rounds_of_hardsync_go_on_with_both_workers_after_a_kill(pair):
     workers += [Pushing("b", primary.data)]
     for worker in workers:
         worker.start()
-    both_know(standby, *workers)
+    both_know(primary, standby, *workers)
     for worker in workers:
         worker.wait_for(10)
     primary.kill()
@@ -136,7 +137,7 @@ def test_rounds_of_hardsync_go_on_with_both_workers_after_a_kill(pair):
 def test_a_suspended_server_gives_way_when_it_wakes(pair):
     primary, standby = pair()
     worker = Pushing("a", primary.data).start()
-    both_know(standby, worker)
+    both_know(primary, standby, worker)
     worker.wait_for(10)
     primary.signal(signal.SIGSTOP)
     worker.wait_for(10)
@@ -154,7 +155,7 @@ def test_a_suspended_server_gives_way_when_it_wakes(pair):
 def test_a_server_goes_on_alone_when_its_standby_is_killed_and_waits_when_it_is_silent(pair):
     primary, standby = pair()
     worker = Pushing("a", primary.data).start()
-    both_know(standby, worker)
+    both_know(primary, standby, worker)
     standby.signal(signal.SIGSTOP)
     wait_until(lambda: "no word from" in status_of(primary).standby)
     before = dict(worker.taken)

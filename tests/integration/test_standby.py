@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from certified import served, shown
 from client_support import Reference, gradients_like, make_client, small_model
 from pyps.service.standby.feed import CHECKED_VERSIONS
+from pyps_client.data import Portions
 from pyps_wire.common_pb2 import REASON_EPOCH
 from support import checksums, events_of, shell, status_of, wait_for_event, wait_until
 
@@ -14,10 +16,10 @@ LEASE = ("--standby-lease-seconds", "2")
 QUICK = ("--heartbeat-seconds", "0.1")
 
 
-def follow(start_server, primary, *clients):
+def follow(start_server, primary, *clients, flags=()):
     """Start a standby that has all shards, and of which the clients know, when this returns."""
-    standby = start_server("--standby-of", primary.data, *LEASE, *QUICK)
-    wait_until(lambda: "follows" in status_of(primary).standby, what="a standby that follows")
+    standby = start_server("--standby-of", primary.data, *LEASE, *QUICK, *flags)
+    standby.wait_for_output("all shards are here")
     for client in clients:
         connection = client.session._servers.connections[0]
         wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows of it")
@@ -103,6 +105,26 @@ def test_a_standby_that_leaves_or_cannot_follow_is_done_without(start_server):
     refused = start_server("--standby-of", coordinated.data, *LEASE)
     assert refused.wait() == 1
     assert "coordinated by Sandblaster" in refused.output()
+
+
+def test_a_standby_shows_its_token_and_certificate_and_knows_what_portions_are_done(start_server, made, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("a-token-of-workers")
+    flags = [*served(made / "sound", mutual=True), "--token-file", str(token)]
+    primary = start_server(*QUICK, *flags)
+    options = {"token": token.read_text(), **shown(made / "sound", mutual=True)}
+    with make_client(primary.data, **options) as client:
+        seen = []
+        for number, batch in enumerate(Portions(range(40), client, batch_size=5, portion_batches=1)):
+            seen += batch
+            if number == 2:
+                follow(start_server, primary, client, flags=flags)
+            if number == 5:
+                primary.stop()
+            client.exchange(gradients_like(small_model(), number))
+        # The portion that it had at the takeover is handed out again.
+        assert set(seen) == set(range(40))
+        assert len(seen) <= 45
 
 
 def test_a_standby_of_a_server_that_ends_without_a_run_ends_too(start_server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,6 +47,9 @@ BYTES_PER_SECOND_MIN = 1_000_000
 
 # How long a server behind a name of several may take to report its index.
 FIND_SECONDS = 5.0
+
+# The pause before another try where a standby is about to take over.
+STANDBY_PAUSE_SECONDS = 0.25
 
 # How long an interrupted caller waits until a server no longer uses its memory.
 SETTLE_SECONDS = 3.0
@@ -163,7 +167,7 @@ class Connection:
     def note_standby(self, address: str) -> None:
         """Note where the server's standby is; "" for none that could take over."""
         if address and self._elsewhere[:1] != [address]:
-            self._elsewhere = list(dict.fromkeys([address, self.address]))
+            self._elsewhere = [each for each in dict.fromkeys([address, self.address]) if each != self.place]
 
     @property
     def has_standby(self) -> bool:
@@ -322,7 +326,8 @@ class Connection:
                     wait = policy.begin(self.name, stop=stop, advice=ADVICE, outage=self.outage)
                 if progress:
                     wait.restart()
-                wait.pause(self._cancel_reason or problem)
+                pause_max_seconds = STANDBY_PAUSE_SECONDS if self._elsewhere else math.inf
+                wait.pause(self._cancel_reason or problem, pause_max_seconds=pause_max_seconds)
         finally:
             if wait is not None:
                 wait.give_up()
