@@ -61,37 +61,6 @@ def test_a_push_over_a_lost_connection_is_applied_exactly_once(start_server, mak
     assert proxy.num_cuts == 8
 
 
-def test_a_push_that_lost_its_answer_is_not_applied_again(start_server, make_proxy):
-    tensors = small_model()
-    reference = Reference(tensors)
-    servers = start_servers(start_server, 2)
-    proxies = [make_proxy(server.data) for server in servers]
-
-    def versions() -> set[int]:
-        return {shard.version for server in servers for shard in inspect(server.control, "ListShards").shards}
-
-    with (
-        make_client(",".join(proxy.address for proxy in proxies), transport="grpc") as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        for step in range(4):
-            gradients = gradients_like(tensors, step)
-            reference.step(gradients)
-            for proxy in proxies:
-                proxy.hold_replies()
-            answer = pool.submit(client.exchange if step % 2 else client.push, gradients)
-            wait_until(lambda step=step: versions() == {step + 1}, 20, "the push on both servers")
-            for proxy in proxies:
-                proxy.cut()
-            if step % 2:
-                reference.check(answer.result(30))
-            else:
-                receipts = answer.result(30)
-                assert all(receipt.duplicate and receipt.outcome == OUTCOME_APPLIED for receipt in receipts)
-                assert {receipt.version_after for receipt in receipts} == {step + 1}
-                reference.check(client.pull())
-
-
 def test_workers_go_on_after_kill_and_resume(start_server_process, tmp_path):
     """What was applied after the checkpoint is gone, and said so by a new epoch; training goes on from there."""
     tensors = small_model()

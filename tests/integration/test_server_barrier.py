@@ -9,27 +9,8 @@ import psutil
 from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import events_of, inspect, status_of, wait_for_event, wait_until
-from wire_worker import HARDSYNC, QUICK_LEASES, WireWorker, at_once, beating, crew, parked_pull, values_of
-
-
-def test_a_worker_that_dies_inside_a_round_holds_the_others_up_for_its_lease_at_most(start_server):
-    clock = Clock()
-    server = start_server(*HARDSYNC, *QUICK_LEASES, "--expected-workers", "3", clock=clock)
-    with crew(server, 2) as workers, beating(workers):
-        with WireWorker(server.data, "doomed") as doomed:
-            doomed.join()
-            first_rounds = at_once([partial(worker.train, 2) for worker in (*workers, doomed)])
-        assert {receipt.num_workers for own in first_rounds for receipt in own} >= {3}
-        assert status_of(server).version_max == 2
-        # In the third round the two wait for a worker that does not come.
-        calls = [partial(worker.train, 3, clock=2, wait_seconds=60) for worker in workers]
-        clock.during(partial(at_once, calls, 100), server, living=["w0", "w1"])
-    assert status_of(server).version_max == 5
-    [expired] = events_of(server, "expired")
-    assert expired.startswith("worker's lease ran out: worker doomed")
-    [message] = events_of(server, "round")
-    assert message.startswith("rounds were completed without a worker that others waited for: worker doomed")
+from support import inspect, status_of, wait_for_event, wait_until
+from wire_worker import HARDSYNC, QUICK_LEASES, WireWorker, at_once, crew, parked_pull, values_of
 
 
 def test_the_gradient_that_completes_a_round_needs_no_room(start_server):
@@ -149,16 +130,3 @@ def train_and_leave(worker: WireWorker, clock: int = 0) -> list[common.Receipt]:
     receipts = worker.train(STEPS, clock=clock)
     worker.leave()
     return receipts
-
-
-def test_a_server_that_stood_still_for_longer_than_a_lease_loses_nobody(start_server):
-    ahead = 0.0
-    # Who pushed alone before the other counts would have made both rounds, and be gone.
-    flags = (*HARDSYNC, "--expected-workers", "2", "--lease-seconds", "30")
-    server = start_server(*flags, clock=lambda: time.monotonic() + ahead)
-    with crew(server, 2) as workers:
-        ahead = 100.0
-        wait_for_event(server, "standstill", "the server stood still")
-        at_once([partial(worker.train, 2) for worker in workers])
-        assert status_of(server).version_max >= 2
-    assert events_of(server, "expired") == []

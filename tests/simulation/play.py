@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import PurePosixPath
@@ -115,6 +116,9 @@ async def _nothing() -> None:
 def simulated() -> Iterator[None]:
     """Let the product run in histories, and not in the world, while the block runs."""
     logging.disable(logging.CRITICAL)
+    # Of coroutines that a killed process has left.
+    ignored = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+    ignored.__enter__()
     former: list[tuple[Any, str, Any]] = []
     patches = [
         *((importlib.import_module(name), patch) for name, patch in PATCHES.items()),
@@ -133,6 +137,8 @@ def simulated() -> Iterator[None]:
         gc.disable()
         yield
     finally:
+        gc.collect()
+        ignored.__exit__(None, None, None)
         gc.enable()
         gc.unfreeze()
         for owner, name, value in reversed(former):
