@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyps.core.behaviour import Behaviour, BehaviourTexts
@@ -84,6 +84,8 @@ class Snapshot:
     # A coordinator's vectors and the queue of portions; None where there are none.
     machine: VectorMachine | None = None
     work: Mapping[str, Any] | None = None
+    # Where the data of each worker stood.
+    positions: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class RestoredRun:
     machine: MachineState | None = None
     # How many workers were active, or expected, when it ended; 0 where that is not known.
     num_workers: int = 0
+    positions: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _tensor_from(plain: Mapping[str, Any]) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client import leave
+from pyps_client.data import place
 from pyps_client.data.portions import Stepper
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch, parse_servers
@@ -88,6 +89,8 @@ class Client:
         )
         # Examples in each batch, unless a push states them; set by portions.
         self.examples_in_batch: int | None = None
+        # Where the data stands after the next push, in the script's own words: as of a RemoteOptimizer.
+        self.data_position: bytes | None = None
         # The thread that pushes now, or 0.
         self._stepping = 0
         self._border = threading.Lock()
@@ -103,6 +106,7 @@ class Client:
         except BaseException as error:
             self.close(*leave.cause_of(error))
             raise
+        place.add(self)
 
     def push(self, gradients: Arrays, examples: int = 0) -> list[Receipt]:
         """Push gradients by tensor name; return a receipt a shard.
@@ -165,6 +169,11 @@ class Client:
         return self.session.finished
 
     @property
+    def restored_position(self) -> bytes:
+        """The newest `data_position` of the worker whose place this one took; b"" for none."""
+        return self.session.restored_position
+
+    @property
     def stepper(self) -> Stepper:
         """The client's steps, for `pyps_client.data.Portions`."""
         return _ClientStepper(self)
@@ -175,6 +184,7 @@ class Client:
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Leave the run. A second call does nothing; a client that is freed leaves too."""
+        place.discard(self)
         self.session.close(cause, message)
 
     def __enter__(self) -> Client:
@@ -199,7 +209,9 @@ class Client:
                 return None
             present = [name in gradients for name in self._places]
             count = examples or self.examples_in_batch or 0
-            return self.session.exchange(Plan([self._gradient], parameters, present=present, example_count=count))
+            plan = Plan([self._gradient], parameters, present=present, example_count=count)
+            plan.data_position = place.after_step(self)
+            return self.session.exchange(plan)
         finally:
             self._stepping = 0
             with self._border:

@@ -94,6 +94,8 @@ class Handshake:
         # The caller's parts of it.
         self.partition = partition and own_partition(partition, parts, peers)
         self._joined = False
+        # Where the data of the worker stood whose place this one takes; b"" for none.
+        self.data_position = b""
         # Whether it leaves the run's first parameters to worker 0.
         self._yields = launch.worker_index not in (None, 0)
         self._optimizer = optimizer
@@ -119,8 +121,13 @@ class Handshake:
             agreed(self._peers, partial(self._check_transport, connections, self.partition))
         first = self._await_parameters(connections, initial)
         replies = agreed(self._peers, partial(self._greet_all, connections, first))
-        if initial is not None and self._peers.index == 0:
-            self._tell_what_differs(replies, initial)
+        if initial is not None and self.partition is not None:
+            # Of the server to which the leader sends its own.
+            shards = [self.partition.of_server(index) for index in self.contacts]
+            position = next(reply.data_position for reply, held in zip(replies, shards, strict=True) if held)
+            self.data_position = self._peers.broadcast(position)
+            if self._peers.index == 0:
+                self._tell_what_differs(replies, initial)
         return replies
 
     @property
@@ -374,6 +381,7 @@ class Handshake:
             device=self._device,
             replica=self._peers.name,
             yields=self._is_worker and self._yields,
+            worker_index=self.launch.worker_index if self._is_worker else None,
         )
         if self._is_worker and self.whole is not None and self._optimizer is not None:
             request.model.MergeFromString(self.whole.model.spec)

@@ -101,6 +101,8 @@ class Plan:
     clock: int | None = None
     # The index of these among the lent gradients, if the caller knows it and the parameters are lent too.
     lent_index: int | None = None
+    # Where the worker's data stands once this push is applied, for whoever takes its place: at most 64 KiB.
+    data_position: bytes = b""
     # Sends shards in messages while gradients of others are computed. It brings the norm and a scale, at its end.
     early: EarlyShards | None = None
 
@@ -171,6 +173,9 @@ class Pushes:
         self._holdings = holdings
         self._rates = LearningRates(partition.num_servers, num_groups=self._num_groups)
         self._gradients_only = [PAYLOAD_KIND_GRADIENT] * self._num_groups
+        # The place of the server that keeps the worker's data position: of a replica, the leader's.
+        holders = (place for place, each in enumerate(connections) if partition.of_server(each.index))
+        self._keeper = next(holders, -1) if peers.index == 0 else -1
         # For each server the newest template and its settings: most pushes repeat the settings of the one before.
         self._templates: list[tuple[object, Template] | None] = [None] * len(connections)
         self._sequences = count(1)
@@ -238,6 +243,7 @@ class Pushes:
                     lent_index=lent_index,
                     encoder=self._encoder,
                     waiting=template.waiting.copy(),
+                    data_position=plan.data_position if place == self._keeper else b"",
                 )
             )
         return pushes
@@ -376,6 +382,7 @@ class Outgoing:
     version: int = field(init=False, default=0)
     # The shards without a receipt.
     waiting: dict[int, Part]
+    data_position: bytes = b""
 
     def __call__(self, channel: GrpcChannel, stop: threading.Event) -> list[Receipt]:
         if not self.waiting:
@@ -542,6 +549,8 @@ class Outgoing:
                 message.learning_rate, momentum, message.provisional = rates[shard.group]
                 if momentum is not None:
                     message.momentum = momentum
+        if template.messages:
+            template.messages[0].data_position = self.data_position
 
     def _messages(self, template: Template) -> Iterator[tuple[PushRequest, Buffer]]:
         """Yield the messages, each made when the transport can send it: two are in memory at a time."""

@@ -379,6 +379,11 @@ class Worker:
         return self._handshake.sender.run_id
 
     @property
+    def restored_position(self) -> bytes:
+        """The `data_position` of the last push of the worker whose place this one took; b"" for none."""
+        return self._handshake.data_position
+
+    @property
     def transport(self) -> str:
         """The transport of lent vectors: "shm" (shared with all servers), "tcp", "grpc" or "mixed"."""
         return self._sharing.transport

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HelloRequest(_message.Message):
-    __slots__ = ("sender", "protocol_version", "features", "software", "role", "server_index", "num_servers", "model", "optimizer", "fingerprint", "codecs", "gradient_codec", "parameter_codec", "host", "process_id", "device", "parts", "replica", "yields")
+    __slots__ = ("sender", "protocol_version", "features", "software", "role", "server_index", "num_servers", "model", "optimizer", "fingerprint", "codecs", "gradient_codec", "parameter_codec", "host", "process_id", "device", "parts", "replica", "yields", "worker_index")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class HelloRequest(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     YIELDS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -48,10 +49,11 @@ class HelloRequest(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[int]
     replica: str
     yields: bool
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., gradient_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., parameter_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ..., yields: bool = ...) -> None: ...
+    worker_index: int
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., gradient_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., parameter_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ..., yields: bool = ..., worker_index: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret", "shard_lengths", "placement", "updates_per_round", "standby", "origin")
+    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret", "shard_lengths", "placement", "updates_per_round", "standby", "origin", "data_position")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +89,7 @@ class HelloReply(_message.Message):
     UPDATES_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    DATA_POSITION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
     software: str
@@ -122,7 +125,8 @@ class HelloReply(_message.Message):
     updates_per_round: int
     standby: str
     origin: str
-    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ..., shard_lengths: _Optional[_Iterable[int]] = ..., placement: _Optional[_Iterable[int]] = ..., updates_per_round: _Optional[int] = ..., standby: _Optional[str] = ..., origin: _Optional[str] = ...) -> None: ...
+    data_position: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ..., shard_lengths: _Optional[_Iterable[int]] = ..., placement: _Optional[_Iterable[int]] = ..., updates_per_round: _Optional[int] = ..., standby: _Optional[str] = ..., origin: _Optional[str] = ..., data_position: _Optional[bytes] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
     __slots__ = ("port", "ticket")
@@ -179,7 +183,7 @@ class InitializeReply(_message.Message):
     def __init__(self, state: _Optional[_Union[_common_pb2.RunState, str]] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "learning_rate", "momentum", "provisional", "gradient_norm", "num_shards", "reply_codec", "held_version", "scale_follows", "num_held", "gradient_scale", "resent_staleness", "payload")
+    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "learning_rate", "momentum", "provisional", "gradient_norm", "num_shards", "reply_codec", "held_version", "scale_follows", "num_held", "gradient_scale", "resent_staleness", "data_position", "payload")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +207,7 @@ class PushRequest(_message.Message):
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_SCALE_FIELD_NUMBER: _ClassVar[int]
     RESENT_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_POSITION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     sequence: int
@@ -227,8 +232,9 @@ class PushRequest(_message.Message):
     num_held: int
     gradient_scale: float
     resent_staleness: int
+    data_position: bytes
     payload: bytes
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., momentum: _Optional[float] = ..., provisional: bool = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., reply_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., held_version: _Optional[int] = ..., scale_follows: bool = ..., num_held: _Optional[int] = ..., gradient_scale: _Optional[float] = ..., resent_staleness: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., momentum: _Optional[float] = ..., provisional: bool = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., reply_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., held_version: _Optional[int] = ..., scale_follows: bool = ..., num_held: _Optional[int] = ..., gradient_scale: _Optional[float] = ..., resent_staleness: _Optional[int] = ..., data_position: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("sender", "role", "epoch", "codec", "wants", "wait_milliseconds", "portion")

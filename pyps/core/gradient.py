@@ -339,3 +339,5 @@ class PushPlan(NamedTuple):
     memory: SharedMemory | None = None
     # The worker's secret.
     secret: bytes = b""
+    # Where the worker's data stands once the push is applied; b"" where it does not say.
+    data_position: bytes = b""

@@ -211,6 +211,13 @@ class Ledger:
         if len(self._lives) > self._lives_max:
             self._delete_one(roster)
 
+    def newest_sequence(self, worker_id: str, incarnation: int) -> int:
+        """Return the largest sequence of a life's receipts; -1 where none was answered."""
+        if (life := self._lives.get((worker_id, incarnation))) is not None:
+            return int(_SEQUENCE.unpack_from(life.receipts[-1])[0]) if life.receipts else -1
+        latest, largest = self._forgotten.get(worker_id, (-1, -1))
+        return largest if latest == incarnation else -1
+
     def entries(self) -> LedgerState:
         entries = tuple(
             LedgerEntry(*key, life.forgotten_sequence, tuple(life.receipts)) for key, life in self._lives.items()

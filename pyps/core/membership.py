@@ -56,6 +56,8 @@ class WorkerInfo:
     # The names of the codecs of its gradients and parameters.
     gradient_codec: str = ""
     parameter_codec: str = ""
+    # Its place among the run's workers.
+    index: int | None = None
 
 
 @dataclass(slots=True)

@@ -299,6 +299,11 @@ class Shard:
         """An estimate of the ledger's memory."""
         return self._ledger.num_bytes
 
+    def newest_sequence(self, worker_id: str, incarnation: int) -> int:
+        """Return the largest sequence that was answered of a worker's life; -1 for none."""
+        with self._lock:
+            return self._ledger.newest_sequence(worker_id, incarnation)
+
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
         """Return the workers whose gradients the present round waits for, ascending."""
         with self._lock:

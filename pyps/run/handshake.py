@@ -70,6 +70,8 @@ class Greeting:
     secret: bytes = field(default=b"", repr=False)
     # It leaves the first turn to initialise to another worker.
     yields: bool = False
+    # Its place among the run's workers.
+    index: int | None = None
 
     @property
     def name(self) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 from zlib import crc32
 
 from pyps.core import rules
@@ -26,25 +24,10 @@ from pyps.run.rounds import RoundController
 from pyps.run_header import RunHeader
 from pyps_wire.codecs import Codec
 from pyps_wire.errors import InvalidArgument, Superseded, WrongSize
-from pyps_wire.partition import Model, Partition, ShardRange, first_difference
+from pyps_wire.partition import ShardRange, first_difference
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
 LIVES_PER_WORKER = 4
-
-
-class ParameterSource(Protocol):
-    """The first parameters of a run in a file."""
-
-    path: Path
-
-    def check(self, model: Model) -> None:
-        """Raise ModelMismatch where the file is not of the model."""
-
-    def values(self, partition: Partition, shard_id: int) -> Floats:
-        """Return a shard's values."""
-
-    def log_unused(self, model: Model) -> None:
-        """Log what of the file is none of the model's."""
 
 
 class Initialization:

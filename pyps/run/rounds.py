@@ -37,6 +37,7 @@ from pyps.core.update import Update
 from pyps.run.content import ReadyContent
 from pyps.run.handshake import check_codec
 from pyps.run.observers import Events
+from pyps.run.positions import Positions
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
 
@@ -92,6 +93,7 @@ class RoundController:
         self._bounds = Bounds.parse(config.bounds) if config.bounds else None
         self.pending = PendingBudget(config.max_pending_bytes)
         self.owner = ScheduleOwner()
+        self.positions = Positions()
         self.steps = StepGate()
         # Held for one call of the gate of steps; no other lock is taken meanwhile.
         self._steps_lock = Lock()
@@ -179,12 +181,12 @@ class RoundController:
             # Checked first: a caller without the secret must not own the schedule even for a moment.
             self._membership.require_own(gradient.worker_id, gradient.incarnation, plan.secret)
             with self._claiming(gradient) as receipts:
-                roster = self._note_push(gradient, plan.secret, now=began)
+                roster = self._note_push(plan, now=began)
                 pushed = self._apply(content, shard, plan, roster, finding)
                 receipts.append(pushed.receipt)
         else:
             # Not in a context that does nothing: it would cost two of a small push's fifteen microseconds.
-            roster = self._note_push(gradient, plan.secret, now=began)
+            roster = self._note_push(plan, now=began)
             pushed = self._apply(content, shard, plan, roster, finding)
         # Its payload has the size in which it came.
         self._after_push(content, shard, sent, pushed, roster, began=began)
@@ -206,7 +208,7 @@ class RoundController:
         gradients = [plan.gradient for plan in plans]
         with self._claiming(next((each for each in gradients if each.schedules), gradients[0])) as receipts:
             for plan in plans:
-                roster = self._note_push(plan.gradient, plan.secret, now=began)
+                roster = self._note_push(plan, now=began)
             with content.mutex:
                 for shard, plan, _ in checked:
                     if plan.gradient.epoch == shard.epoch and plan.gradient.resent_staleness is None:
@@ -286,8 +288,9 @@ class RoundController:
             if self.owner.settle(claim, taken=any(map(_is_taken, receipts))):
                 self._events.add("owner", "worker owns the schedule of the learning rate", worker=name)
 
-    def _note_push(self, gradient: Gradient, secret: bytes, *, now: float) -> Roster:
+    def _note_push(self, plan: PushPlan, *, now: float) -> Roster:
         """Note a worker's push in the membership; return the roster with that worker."""
+        gradient, secret = plan.gradient, plan.secret
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
         roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock, secret=secret)
         if roster is None:
@@ -295,6 +298,8 @@ class RoundController:
                 worker_id, incarnation, now=now, clock=clock or None, secret=secret
             )
             self.carry_out(effects)
+        if plan.data_position and (member := self._membership.get(worker_id)) is not None:
+            self.positions.note(worker_id, member.info.index, incarnation, gradient.sequence, plan.data_position)
         if self.steps.pacer is not None and self.steps.pacer.missing:
             # The worker computes already, so the gate need not wait for its first request.
             self.at_gate(self.steps.excuse, [self._membership.name_of(worker_id)])

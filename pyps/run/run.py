@@ -21,7 +21,7 @@ from pyps.core.store import Pushed, Store
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, ReadyContent, RunRecorder
 from pyps.run.handshake import MEASUREMENT, Greeting, Holding, Opening, RunState
-from pyps.run.initialization import Initialization, ParameterSource, make_content
+from pyps.run.initialization import Initialization, make_content
 from pyps.run.observers import Events, Waits
 from pyps.run.rounds import Changes, RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
@@ -32,6 +32,7 @@ from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, Unk
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
     from pyps.run_header import RestoredRun
+    from pyps.storage.parameter_file import ParameterFile
     from pyps_wire.partition import Model
 
 SOFTWARE = f"pyps {__version__}"
@@ -60,7 +61,7 @@ class Run:
         # Unix time at the start, or the newest life of a worker that a restored run knows, whichever is later.
         self._began_nanoseconds = time.time_ns()
         # The file whose values take the place of those that a worker sends first, if there is one.
-        self.source: ParameterSource | None = None
+        self.source: ParameterFile | None = None
         self.waits = Waits()
         self.events = Events(clock)
         self.on_ready: Callable[[], None] = lambda: None
@@ -145,9 +146,10 @@ class Run:
             if greeting.observer:
                 return 0
             greeting = handshake.with_parts(greeting, content.model, protocol=self._aggregation)
+            process = greeting.host, greeting.process_id, greeting.device, greeting.software
             codecs = (greeting.gradient_codec, greeting.parameter_codec)
-            names = (codec.name if codec is not None else "" for codec in codecs)
-            info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software, *names)
+            pushed, pulled = (codec.name if codec is not None else "" for codec in codecs)
+            info = WorkerInfo(*process, pushed, pulled, greeting.index)
             joined = self.membership.join(
                 greeting.worker_id,
                 greeting.incarnation,
@@ -170,6 +172,24 @@ class Run:
                 return 0
             log.info("worker elected to initialise the run", worker=greeting.name, term=term.number)
             return term.number
+
+    def position_for(self, greeting: Greeting) -> bytes:
+        """Return where the data of the worker stood whose place the caller takes; b"" for none."""
+
+        def is_alive(worker_id: str) -> bool:
+            member = self.membership.get(worker_id)
+            return member is not None and member.alive
+
+        def applied(worker_id: str, incarnation: int) -> int:
+            shards = self.content.shards.values()
+            newest = [shard.newest_sequence(worker_id, incarnation) for shard in shards]
+            # The others are of parts of the model that the worker does not hold.
+            return min((sequence for sequence in newest if sequence >= 0), default=-1)
+
+        if greeting.observer:
+            return b""
+        caller = greeting.worker_id, greeting.index, greeting.incarnation
+        return self.rounds.positions.of_predecessor(*caller, is_alive=is_alive, applied=applied)
 
     def heartbeat(
         self,
@@ -324,6 +344,7 @@ class Run:
                 content.machine.restore(restored.machine)
             if restored.work is not None:
                 self.work.restore(restored.work)
+            self.rounds.positions.restore(restored.positions)
             self._begin_log(content)
             self._set_content(content, former_workers=restored.num_workers)
         self.rounds.resume(in_force, kept=kept, configured=configured)
@@ -512,8 +533,8 @@ class Run:
         """Return the run for a checkpoint."""
         # The queue before the shards: an example is trained twice rather than lost.
         work = None if self.work.spec is None else self.work.state()
-        content = self._require_content()
-        return Snapshot(self.header_of(content), dict(content.shards), content.machine, work)
+        positions, content = self.rounds.positions.to_plain(), self._require_content()
+        return Snapshot(self.header_of(content), dict(content.shards), content.machine, work, positions)
 
     def header_of(self, content: ReadyContent) -> RunHeader:
         return RunHeader(

@@ -154,6 +154,7 @@ def greeting_from(request: wire.HelloRequest, known: Model | None = None) -> Gre
         replica=request.replica,
         secret=b"" if observer else request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN),
         yields=request.yields,
+        index=request.worker_index if request.HasField("worker_index") else None,
     )
 
 
@@ -242,7 +243,8 @@ def plan_of(
     )
     # Everything is newer than a version of another epoch.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch
-    return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory, sender.secret)
+    held_version = request.held_version if holds else -1
+    return PushPlan(request.shard_id, gradient, reply, held_version, memory, sender.secret, request.data_position)
 
 
 def codec_from(number: int) -> Codec:
@@ -342,7 +344,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 
 
 def hello_reply(
-    run: Run, term: int, *, secret: bytes, control_address: str, offers: Iterable[wire.HelloReply]
+    run: Run, greeting: Greeting, term: int, *, control_address: str, offers: Iterable[wire.HelloReply]
 ) -> wire.HelloReply:
     """Return the reply to Hello, with the offers of all transports."""
     config = run.config
@@ -370,8 +372,9 @@ def hello_reply(
         server_index=run.content.server_index,
         num_servers=run.content.num_servers,
         control_address=control_address,
-        secret=secret,
+        secret=greeting.secret,
         origin=run.content.origin,
+        data_position=run.position_for(greeting),
         **_changeable(run),
     )
     for offer in offers:

@@ -50,9 +50,9 @@ class ParameterServer:
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, term = await self._off_loop_where(large, partial(self._welcome, message, context.role))
         offers = [await transport.offer(greeting) for transport in self._transports]
-        secret, address, model = greeting.secret, self._control_address, self._run.content.model
+        address, model = self._control_address, self._run.content.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
-        make = partial(convert.hello_reply, self._run, term, secret=secret, control_address=address, offers=offers)
+        make = partial(convert.hello_reply, self._run, greeting, term, control_address=address, offers=offers)
         return (await self._off_loop_where(large, make)).SerializeToString()
 
     async def Initialize(self, _: object, context: Call) -> bytes:

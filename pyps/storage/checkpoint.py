@@ -71,6 +71,7 @@ class Checkpoint:
             self.written: str = manifest["written"]
             self.shards = {entry.shard_id: entry for entry in _entries(manifest)}
             self.work: dict[str, Any] | None = manifest.get("work")
+            self.positions: dict[str, Any] = manifest.get("positions", {})
             machine = manifest.get("vector_machine")
             # Without the vectors, which are with the shards.
             self.machine = None if machine is None else _machine_state(machine)
@@ -132,7 +133,7 @@ class Checkpoint:
         for shard_id, state, of_shard in self.read():
             states[shard_id], vectors[shard_id] = state, of_shard
         machine = None if self.machine is None else dataclasses.replace(self.machine, vectors=vectors)
-        return RestoredRun(self.header, states, self.work, machine)
+        return RestoredRun(self.header, states, self.work, machine, positions=self.positions)
 
 
 def files_of(path: Path, disk: Disk) -> set[str]:
@@ -213,7 +214,8 @@ class Writer:
                     num_bytes += entry.num_bytes
                 entries.append(entry)
                 written[shard_id] = moves, entry
-        put_manifest(path, snapshot.header, entries, self._disk, machine=state, work=snapshot.work)
+        work, positions = snapshot.work, snapshot.positions
+        put_manifest(path, snapshot.header, entries, self._disk, machine=state, work=work, positions=positions)
         self._written = written
         return num_bytes, {entry.shard_id: entry.version for entry in entries}
 
@@ -249,17 +251,22 @@ def put_manifest(
     *,
     machine: MachineState | None,
     work: Mapping[str, Any] | None,
+    positions: Mapping[str, Any],
 ) -> None:
     """Write the manifest once all files that it names are on the disk. Raises OSError or MemoryError."""
     disk.sync_folder(path.parent / SHARDS)
     # The folder of shards may be new.
     disk.sync_folder(path.parent)
-    disk.put(path, [_manifest(header, entries, machine, work)])
+    disk.put(path, [_manifest(header, entries, machine, work, positions)])
     disk.sync_folder(path.parent)
 
 
 def _manifest(
-    header: RunHeader, entries: Iterable[ShardEntry], machine: MachineState | None, work: Mapping[str, Any] | None
+    header: RunHeader,
+    entries: Iterable[ShardEntry],
+    machine: MachineState | None,
+    work: Mapping[str, Any] | None,
+    positions: Mapping[str, Any],
 ) -> bytes:
     manifest = {
         "format": "pyps checkpoint",
@@ -271,6 +278,8 @@ def _manifest(
     }
     if machine is not None:
         manifest["vector_machine"] = _machine_entry(machine)
+    if positions:
+        manifest["positions"] = positions
     if work is not None:
         # As it will be read: the manifest's checksum is of that.
         manifest["work"] = json.loads(json.dumps(work))

@@ -82,6 +82,9 @@ class CheckpointSet:
         if machine is not None:
             machines = [one.machine for one in self.checkpoints.values() if one.machine is not None]
             machine = replace(machine, coordinator_epoch=max(one.coordinator_epoch for one in machines))
+        # Of each worker the newest, on all servers: which of them will be asked depends on the placement.
+        kept = [item for one in self.checkpoints.values() for item in one.positions.items()]
+        positions = dict(sorted(kept, key=lambda item: (item[1][1], item[1][2][-1:])))
         try:
             paths = [folder.next_path() for folder in folders]
             for path in paths:
@@ -94,7 +97,7 @@ class CheckpointSet:
             for server, path in reversed([*enumerate(paths)]):
                 own = replace(header, epoch=epoch, server_index=server, partition=plan)
                 work = None if server else self.checkpoints[0].work
-                put_manifest(path, own, entries[server], disk, machine=machine, work=work)
+                put_manifest(path, own, entries[server], disk, machine=machine, work=work, positions=positions)
         except OSError as error:
             raise CheckpointError(f"the checkpoints for {num_servers} servers: {error}") from None
         return [Checkpoint(path, disk) for path in paths]

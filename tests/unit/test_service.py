@@ -211,12 +211,13 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex(w
 def test_a_hello_neither_reads_nor_writes_the_runs_model_once_it_is_known(monkeypatch):
     """20 microseconds a tensor, and that for every worker."""
     model = Model(tuple(Tensor(f"tensor.{number}", (2, 3)) for number in range(100)))
-    run = serving(model=model)
+    run, request = serving(model=model), wire.HelloRequest.FromString(greeting_with(100))
+    greeting = convert.greeting_from(request)
 
     def reply() -> wire.HelloReply:
-        return convert.hello_reply(run, 0, secret=b"", control_address="", offers=())
+        return convert.hello_reply(run, greeting, 0, control_address="", offers=())
 
-    first, request = reply(), wire.HelloRequest.FromString(greeting_with(100))
+    first = reply()
     assert Model.from_proto(first.model) == model
     assert convert.greeting_from(request, run.content.model).model is run.content.model
     for name in ("to_proto", "from_proto"):

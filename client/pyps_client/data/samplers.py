@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyps_client.data import place
 from pyps_client.launch import torchrun_place
 from pyps_wire.errors import InvalidArgument
 
@@ -22,28 +23,88 @@ class WorkerSampler:
 
     In each epoch all workers draw the same permutation, and each takes every count-th index of it. Their parts are
     disjoint, cover the dataset, and differ in size by one at most. Each iteration is the next epoch.
+
+    How far its examples are trained goes to the servers with each push. A worker that takes another's place, as after
+    a restart, goes on there: its first iteration has the rest of the epoch. To know it, that iteration joins the run.
     """
 
     def __init__(self, length: int, *, seed: int, shuffle: bool, index: int, count: int) -> None:
+        self.key = f"{length} {seed} {shuffle} {index}/{count}"
         self._length = length
         self._seed = seed
         self._shuffle = shuffle
         self._index = index
         self._count = count
-        self._epoch = 0
+        # Of the next iteration: its epoch, and how many of its examples are trained already.
+        self._epoch = self._start = 0
+        self._resumed = False
+        # Of the present one: its epoch, where it began (before 0 in the rest of the epoch before), the examples drawn,
+        # and the steps. A loader with processes draws ahead, so that steps say how many are trained.
+        self._present = self._began = self._drawn = self._steps = 0
+        # Examples drawn at its first step; and those that each further step draws, 0 if not known yet.
+        self._drawn_first = self._per_step = 0
+        # Those that the whole iteration draws.
+        self._drawn_last = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration: for epoch in range(sampler.epoch, 20). Reading it joins the run."""
+        self._resume()
+        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, as after a restart."""
-        self._epoch = epoch
+        """Set the epoch of the next iteration."""
+        self._resume()
+        self._resumed = True
+        if epoch != self._epoch:
+            self._epoch, self._start = epoch, 0
 
     def __len__(self) -> int:
         return len(range(self._index, self._length, self._count))
 
     def __iter__(self) -> Iterator[int]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        self._resume()
+        indices, start = self._indices(self._epoch)[self._start :], self._start
+        if start and len(indices) < max(1, self._per_step):
+            # Too few for a batch, without which a loop may not expect an epoch: the next one follows at once.
+            self._epoch += 1
+            start, indices = -len(indices), indices + self._indices(self._epoch)
+        self._present, self._began, self._drawn, self._steps = self._epoch, start, 0, 0
+        self._drawn_last = len(indices)
+        self._epoch, self._start = self._epoch + 1, 0
+        return self._draw(indices)
+
+    def stepped(self) -> None:
+        self._resumed = True
+        self._steps += 1
+        if self._steps == 1:
+            self._drawn_first = self._drawn
+        elif self._steps == 2 and self._drawn_first < self._drawn < self._drawn_last:
+            self._per_step = self._drawn - self._drawn_first
+
+    def place(self) -> list[int]:
+        ahead = self._drawn_first > self._per_step
+        trained = self._began + (min(self._drawn, self._steps * self._per_step) if ahead else self._drawn)
+        before = trained < 0
+        return [self._present - before, trained + before * len(self), self._per_step]
+
+    def _draw(self, indices: list[int]) -> Iterator[int]:
+        for index in indices:
+            self._drawn += 1
+            place.drew(self)
+            yield index
+
+    def _resume(self) -> None:
+        """Go on where the worker was whose place this one took."""
+        if not self._resumed and (restored := place.restored(self.key)) is not None:
+            self._resumed = True
+            self._epoch, self._start, self._per_step = restored
+
+    def _indices(self, epoch: int) -> list[int]:
         if not self._shuffle:
-            return iter(range(self._index, self._length, self._count))
-        return iter(permutation(self._length, self._seed, epoch)[self._index :: self._count].tolist())
+            return list(range(self._index, self._length, self._count))
+        indices: list[int] = permutation(self._length, self._seed, epoch)[self._index :: self._count].tolist()
+        return indices
 
 
 def permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

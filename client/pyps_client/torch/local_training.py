@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pyps_client.data import place
 from pyps_client.data.portions import Stepper
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
@@ -120,6 +121,7 @@ class LocalTraining(OfRun):
         # Not __init__, which would set groups and state: both are the inner optimizer's.
         super().__setstate__({"defaults": optimizer.defaults})
         self._join_before_forward(module)
+        place.add(self)
 
     def join(self) -> None:
         """Join the run now, wait for its servers, and bring its parameters into the model; once joined, do nothing."""
@@ -153,6 +155,7 @@ class LocalTraining(OfRun):
             return None
         self._own_model.check(rounds.steps == 0)
         loss = self._inner.step(closure) if closure is not None else self._inner.step()
+        rounds.data_position = place.after_step(self)
         rounds.stepped()
         return loss
 
@@ -181,6 +184,7 @@ class LocalTraining(OfRun):
     run_id: str = _of_remote("run_id")
     transport: str = _of_remote("transport")
     num_workers: int = _of_remote("num_workers")
+    restored_position: bytes = _of_remote("restored_position")
     receipts: Sequence[Receipt] = _of_remote("receipts")
     skipped: int = _of_remote("skipped")
     until_finished: Callable[[Iterable[T]], Iterator[T]] = _of_remote("until_finished")
@@ -219,6 +223,7 @@ class LocalTraining(OfRun):
 
         Without a call this happens when the optimizer is freed, or the program ends.
         """
+        place.discard(self)
         self._remote.close(cause, message)
 
     def state_dict(self) -> dict[str, Any]:
@@ -311,6 +316,8 @@ class Rounds(Stepper):
         self.examples_in_batch: int | None = None
         # Steps to the end of the round.
         self.steps_left = pace.steps
+        # Where the data stands after the newest step.
+        self.data_position = b""
         # Steps and examples of the delta.
         self._taken = self._examples = 0
         self._threads = Threads() if overlaps else None
@@ -421,6 +428,7 @@ class Rounds(Stepper):
         """Return held minus present by parameter, and bring the model's shared buffers into the shadow."""
         steps, first_buffer = self._steps, self._steps.layout.first_buffer
         steps.local_steps, steps.examples_in_batch = self._taken, self._examples or None
+        steps.data_position = self.data_position
         self._taken = self._examples = 0
         if buffers := self._held[first_buffer:]:
             torch._foreach_copy_(buffers, self._present[first_buffer:])
@@ -507,4 +515,6 @@ def _make_remote(
         buffers=buffers,
         owns_schedule=False,
     )
+    # Its own join alone would begin no round.
+    place.discard(remote)
     return remote, twins

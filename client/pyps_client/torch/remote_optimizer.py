@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from pyps_client import fork, leave
+from pyps_client.data import place
 from pyps_client.data.samplers import check_whole
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import LOCAL, Launch
@@ -76,6 +77,9 @@ class OfRun(torch.optim.Optimizer, ABC):
     _ending: Ending
     _forward_hooks: Sequence[RemovableHandle] = ()
     _is_joined = False
+    # Where the script's data stands after the next step, up to 64 KiB in its own words, for `restored_position` of
+    # whoever takes this worker's place; None: where its samplers (`worker_sampler`) stand.
+    data_position: bytes | None = None
 
     @abstractmethod
     def close(self, cause: str = "finished", message: str = "") -> None: ...
@@ -221,6 +225,7 @@ class RemoteOptimizer(OfRun):
         self._ending = Ending()
         self._ending.hooks.append(optimizer.register_step_pre_hook(partial(_refuse_step, self._guard)))
         if peers is ALONE:
+            place.add(self)
             # Not in a replica: a process may wait for another's output before its own forward pass.
             self._join_before_forward(self._model)
 
@@ -259,6 +264,8 @@ class RemoteOptimizer(OfRun):
         leave.expect(self._ending, of=self)
         _made[self] = (session.launch.servers, session.launch.worker_id)
         self._is_joined = True
+        if joining.replica is not ALONE:
+            place.add(self)
         for hook in self._forward_hooks:
             hook.remove()
         warn_of_unshared(self._model, layout)
@@ -327,6 +334,9 @@ class RemoteOptimizer(OfRun):
         "session.transport", 'The transport in use: "shm" (shared memory), "tcp", "grpc" or "mixed".'
     )
     num_workers: int = _of_steps("session.num_workers", "Live workers of the run.")
+    restored_position: bytes = _of_steps(
+        "session.restored_position", 'The newest `data_position` of the worker whose place this one took, or b"".'
+    )
 
     steps: int = _of_steps("steps", "Minibatches of this worker so far.", 0)
     receipts: Sequence[Receipt] = _of_steps("receipts", "The answers to the newest answered push, one per shard.", ())
@@ -374,6 +384,7 @@ class RemoteOptimizer(OfRun):
 
         Without a call this happens when the optimizer is freed, or the program ends.
         """
+        place.discard(self)
         self._ending.close(cause, message, separate=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -475,6 +486,8 @@ class RemoteOptimizer(OfRun):
                     "not the run's, and is left out. Call zero_grad() or join() before the first forward pass."
                 )
                 gradients = [None] * len(gradients)
+            if place.newest is not None or self.data_position is not None:
+                steps.data_position = place.after_step(self)
             steps.step(gradients)
         finally:
             self._stepping = 0

@@ -112,6 +112,8 @@ class Steps:
         self.examples_in_batch: int | None = None
         # Steps of an optimizer of the worker's own in what is gathered as one minibatch (LocalTraining).
         self.local_steps = 1
+        # Where the worker's data stands after the newest minibatch.
+        self.data_position = b""
         self.layout = layout
         self.view = worker.view
         self.schedule = Schedule(settings, worker.view)
@@ -357,6 +359,7 @@ class Steps:
             kinds=gathered.kinds,
             learning_rates=self.rate_changes(),
             clock=self.steps,
+            data_position=self.data_position,
             lent_index=0 if gathered is self.gradient_buffers[0] else 1,
         )
 

@@ -1,0 +1,83 @@
+"""Where each worker's data stands, in its own words, for whoever takes the worker's place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from pyps_wire.errors import LimitExceeded
+
+BYTES_MAX = 64 * 2**10
+# Workers whose positions are kept; of more the one that pushed longest ago is forgotten.
+WORKERS_MAX = 1024
+
+
+@dataclass(slots=True)
+class _Kept:
+    index: int | None
+    incarnation: int
+    # Sequences and positions of the newest pushes: of the last one some shards may not be there yet.
+    newest: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=2))
+
+
+class Positions:
+    """The positions that came with the newest pushes of each worker. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # Guarded by _lock. The worker of the oldest push first.
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    def note(self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes) -> None:
+        """Keep the position that holds once a push is applied. Call it before the push is."""
+        if len(position) > BYTES_MAX:
+            raise LimitExceeded(f"a data_position has {len(position)} bytes; expected {BYTES_MAX} at the most")
+        with self._lock:
+            kept = self._kept.get(worker_id)
+            if kept is None or kept.incarnation < incarnation:
+                kept = self._kept[worker_id] = _Kept(index, incarnation)
+            if kept.incarnation == incarnation and (not kept.newest or kept.newest[-1][0] < sequence):
+                kept.newest.append((sequence, position))
+                self._kept.move_to_end(worker_id)
+            if len(self._kept) > WORKERS_MAX:
+                self._kept.popitem(last=False)
+
+    def of_predecessor(
+        self,
+        worker_id: str,
+        index: int | None,
+        incarnation: int,
+        *,
+        is_alive: Callable[[str], bool],
+        applied: Callable[[str, int], int],
+    ) -> bytes:
+        """Return the position of the newest push by an earlier life of the worker, else by a dead one of its index.
+
+        `applied` returns the newest sequence of a worker's life that all shards have answered. b"" for none.
+        """
+        with self._lock:
+            name, kept = worker_id, self._kept.get(worker_id)
+            if kept is None and index is not None:
+                others = [item for item in self._kept.items() if item[1].index == index and not is_alive(item[0])]
+                name, kept = max(others, key=lambda item: item[1].incarnation, default=("", None))
+            if kept is None or kept.incarnation >= incarnation:
+                return b""
+            life, newest = kept.incarnation, list(kept.newest)
+        answered = applied(name, life)
+        return next((position for sequence, position in reversed(newest) if sequence <= answered), b"")
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the positions for a checkpoint."""
+        with self._lock:
+            return {
+                name: [kept.index, kept.incarnation, [[n, p.decode("latin-1")] for n, p in kept.newest]]
+                for name, kept in self._kept.items()
+            }
+
+    def restore(self, plain: Mapping[str, Any]) -> None:
+        for name, (index, incarnation, newest) in plain.items():
+            for sequence, position in newest:
+                self.note(name, index, incarnation, sequence, position.encode("latin-1"))
