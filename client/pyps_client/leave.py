@@ -321,9 +321,9 @@ def _listen(reader: socket.socket) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    _handled.set()
-    # A second SIGTERM ends the program at once.
+    # First: a second SIGTERM ends the program at once, and must not come while the event's lock is held.
     signal.signal(number, signal.SIG_DFL)
+    _handled.set()
     error = Terminated()
     # sys.excepthook gets no SystemExit.
     _remember(error)

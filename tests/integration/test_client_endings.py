@@ -397,3 +397,13 @@ def test_other_errors_go_to_the_hook_that_was_there_before(start_python):
 
     assert process.wait() == 1
     assert process.output() == "refused\nrefused\nmine: out of data\n"
+
+
+def test_a_second_sigterm_amid_the_first_ends_the_program_at_once(start_python):
+    # Two at once come from the system where a launcher is killed.
+    code = (
+        "import signal; from pyps_client import leave; leave.install_where_asked(); noted = leave._handled.set\n"
+        "leave._handled.set = lambda: (signal.raise_signal(signal.SIGTERM), noted())\n"
+        "signal.raise_signal(signal.SIGTERM)"
+    )
+    assert start_python("-c", code).wait(60) == -signal.SIGTERM
