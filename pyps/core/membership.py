@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hmac import compare_digest
@@ -139,8 +139,8 @@ class Membership:
         self.parted = False
         # None after each change, until it is needed.
         self._roster: Roster | None = None
-        # Since when others wait for a worker: ('round', worker, 0), ('step', worker, its step), or ('expected', '', 0)
-        # for the workers that have not come.
+        # Since when others wait for a worker: ('round', worker, 0), ('again', worker, 0), ('step', worker, its step),
+        # or ('expected', '', 0) for the workers that have not come.
         self._since: dict[tuple[str, str, int], float] = {}
 
     @property
@@ -362,6 +362,7 @@ class Membership:
         now: float,
         idle: set[str],
         in_rounds: set[str],
+        made_again: Collection[str] = (),
         awaited: Sequence[str] = (),
         at_gate: Sequence[str] = (),
         at_steps: Mapping[str, int] | None = None,
@@ -375,6 +376,8 @@ class Membership:
             now: The time.
             idle: The result of `idle`: only these stall in rounds.
             in_rounds: The workers whose gradients rounds wait for. One that stalls is not active until it pushes.
+            made_again: Those of them for which a gradient waits that was sent again: its worker may be rounds behind
+                on this server, and so may wait for one that waits for it on another. These stall after lease_seconds.
             awaited: The expected workers that have not come, in words; each is active from its first push.
             at_gate: The same, if calls for a first step wait for them.
             at_steps: The workers whose steps others wait for, each with a number that its next step changes.
@@ -382,20 +385,23 @@ class Membership:
         not_come = at_gate or ([] if in_rounds.isdisjoint(awaited) else awaited)
         holders: list[tuple[str, str, int]] = [("expected", "", 0)] if not_come else []
         holders += [("round", worker_id, 0) for worker_id in sorted(in_rounds.difference(awaited) & idle)]
+        holders += [("again", worker_id, 0) for worker_id in sorted(set(made_again).difference(awaited))]
         holders += [("step", *step) for step in sorted((at_steps or {}).items())]
         with self._lock:
             self._since = {holder: max(self._since.get(holder, now), self._taken_at(*holder[:2])) for holder in holders}
-            overdue = [holder for holder, began in self._since.items() if now - began >= self.stall_seconds]
+            seconds_of = {kind: self.stall_seconds for kind in _STALLED} | {"again": self.lease_seconds}
+            overdue = [holder for holder, began in self._since.items() if now - began >= seconds_of[holder[0]]]
         effects = NONE
         for kind, worker_id, _ in overdue:
-            if worker_id in effects.departed or (kind == "round" and not self.stall(worker_id)):
+            in_round = kind in ("round", "again")
+            if worker_id in effects.departed or (in_round and not self.stall(worker_id)):
                 # It left meanwhile, or with another process of its replica.
                 continue
             facts = {"worker": worker_id} if worker_id else {"waited_for": ", ".join(not_come)}
-            notice = notify("stalled", _STALLED[kind], **facts, stall_seconds=self.stall_seconds, warning=True)
+            notice = notify("stalled", _STALLED[kind], **facts, stall_seconds=seconds_of[kind], warning=True)
             if kind == "expected":
                 follows = self.expect_no_more()
-            elif kind == "round":
+            elif in_round:
                 follows = Effects(departed=(self.name_of(worker_id),))
             else:
                 follows = Effects(set_aside=(worker_id,))
@@ -653,6 +659,7 @@ class Membership:
 _STALLED = {
     "expected": "the run goes on without expected workers that have not come; each is active from its first push",
     "round": "worker is not active until its next push: others waited too long for it",
+    "again": "worker is not active until its next push: a round that is made again waited too long for it",
     "step": "no worker waits for this one until it requests its next step: others waited too long for it",
 }
 

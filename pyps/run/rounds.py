@@ -106,6 +106,8 @@ class RoundController:
         self._overdue_lock = Lock()
         # Guarded by _overdue_lock: by shard, a version whose round has a quorum, and when its grace ends.
         self._overdue: dict[int, tuple[int, float]] = {}
+        # By shard, the version that its newest round with a gradient that was sent again makes.
+        self._made_again: dict[int, int] = {}
         # Held for one change, or one check of all rounds, at a time; taken before any shard's lock.
         self._lock = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
@@ -120,6 +122,7 @@ class RoundController:
         """Serve these shards from now on; of a restored run so many workers are known to have been active."""
         with self._lock:
             self._content = content
+            self._made_again.clear()
             if content.initializer is None and not self._membership.expected_workers:
                 # Workers that had pushed to a round before the server ended will probably return. Where they send again
                 # what no checkpoint holds, each round must have all of them.
@@ -325,6 +328,8 @@ class RoundController:
             now=now,
             apply_seconds=now - began,
         )
+        if gradient.resent_staleness is not None and receipt.outcome is Outcome.PENDING:
+            self._made_again[shard.shard_id] = receipt.min_version
         if receipt.duplicate:
             return
         if _is_taken(receipt):
@@ -431,18 +436,27 @@ class RoundController:
             if content is None:
                 return
             idle = self._membership.idle(now)
-            waited_for = set[str]()
+            waited_for, again = set[str](), set[str]()
             # In the order of the rosters, each once.
             awaited = list(dict.fromkeys(name for of_part in content.rosters(roster) for name in of_part.awaited))
             # Most of the time no worker is idle, and no shard's lock is taken.
-            for shard_id, shard in content.shards.items() if idle or awaited else ():
-                if shard.num_pending:
-                    waited_for.update(shard.waiting_for(content.roster_of(shard_id, roster)))
+            for shard_id, shard in content.shards.items():
+                is_again = shard.version < self._made_again.get(shard_id, 0)
+                if shard.num_pending and (idle or awaited or is_again):
+                    late = shard.waiting_for(content.roster_of(shard_id, roster))
+                    waited_for.update(late)
+                    again.update(late if is_again else ())
         alive = self._membership.names(alive=True)
         with self._steps_lock:
             at_gate, at_steps = self.steps.holds_for(alive), self.steps.holding_up()
         stalled = self._membership.end_stalls(
-            now=now, idle=idle, in_rounds=waited_for, awaited=awaited, at_gate=at_gate, at_steps=at_steps
+            now=now,
+            idle=idle,
+            in_rounds=waited_for,
+            made_again=again,
+            awaited=awaited,
+            at_gate=at_gate,
+            at_steps=at_steps,
         )
         self.carry_out(stalled)
 

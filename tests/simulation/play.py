@@ -219,7 +219,11 @@ class History:
         return partition(MODEL, num_servers=self.plan.num_servers).server_of(shard)
 
     def _is_over(self) -> bool:
-        return all(each.over for each in self.workers) and self._are_ready()
+        if not all(each.over for each in self.workers):
+            return False
+        # Where all workers were killed for good before the run began, nobody begins it.
+        self.lost = not self.num_returning and not self.model.states
+        return self._are_ready()
 
     def _are_ready(self) -> bool:
         return not self.num_returning and all(each.is_ready for each in self.servers)
