@@ -389,7 +389,7 @@ class Membership:
         holders += [("step", *step) for step in sorted((at_steps or {}).items())]
         with self._lock:
             self._since = {holder: max(self._since.get(holder, now), self._taken_at(*holder[:2])) for holder in holders}
-            seconds_of = {kind: self.stall_seconds for kind in _STALLED} | {"again": self.lease_seconds}
+            seconds_of = dict.fromkeys(_STALLED, self.stall_seconds) | {"again": self.lease_seconds}
             overdue = [holder for holder, began in self._since.items() if now - began >= seconds_of[holder[0]]]
         effects = NONE
         for kind, worker_id, _ in overdue:
@@ -526,7 +526,7 @@ class Membership:
 
     def _taken_at(self, kind: str, worker_id: str) -> float:
         # Pushes do not prolong the time of a step: only the next step ends it.
-        member = self._members.get(worker_id) if kind == "round" else None
+        member = self._members.get(worker_id) if kind != "step" else None
         return 0.0 if member is None or member.taken_at is None else member.taken_at
 
     def _require_may_join(self, new: Member, known: Member | None, others: Sequence[Member], *, now: float) -> None:

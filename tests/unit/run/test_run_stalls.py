@@ -45,19 +45,23 @@ def test_a_round_that_is_made_again_waits_for_a_worker_no_longer_than_a_lease():
     driver = RunDriver("a", "b", protocol="hardsync", stall_seconds="1000", lease_seconds="10")
     driver.push("b")
     driver.push("a", resent_staleness=0)
-    assert driver.push("a", resent_staleness=0).min_version == 2
-    driver.pass_seconds(10, "a", "b")
-    assert driver.versions()[0] == 1
-    driver.pass_seconds(1, "a", "b")
-    assert driver.versions()[0] == 2
-    # Nor do the next ones, until b pushes.
-    assert driver.push("a", resent_staleness=0).outcome is Outcome.APPLIED
-    assert driver.push("b", base_version=3).outcome is Outcome.PENDING
-    assert driver.push("a", base_version=3).outcome is Outcome.APPLIED
-    # Nothing is sent again any more.
-    driver.push("a", base_version=4)
-    driver.pass_seconds(30, "a", "b")
+    # Each push of b restarts the time.
+    for version in range(1, 4):
+        assert driver.push("a", resent_staleness=0).min_version == version + 1
+        driver.pass_seconds(6, "a", "b")
+        assert driver.push("b", resent_staleness=0).outcome is Outcome.APPLIED
+    driver.push("a", resent_staleness=0)
+    driver.pass_seconds(9, "a", "b")
     assert driver.versions()[0] == 4
+    driver.pass_seconds(2, "a", "b")
+    # The next one does not wait for b, and those after b's push do.
+    assert driver.push("a", resent_staleness=0).outcome is Outcome.APPLIED
+    assert driver.push("b", base_version=6).outcome is Outcome.PENDING
+    assert driver.push("a", base_version=6).outcome is Outcome.APPLIED
+    # Nothing is sent again any more.
+    driver.push("a", base_version=7)
+    driver.pass_seconds(30, "a", "b")
+    assert driver.versions()[0] == 7
 
 
 def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_until_it_goes():
