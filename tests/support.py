@@ -484,7 +484,7 @@ def shell(*arguments: str, status: int = 0, **environment: str) -> str:
         except SystemExit as ending:
             ended = ending.code or 0
     assert ended == status, output.getvalue()
-    assert "Traceback" not in output.getvalue()
+    assert "Traceback" not in output.getvalue(), output.getvalue()
     return output.getvalue()
 
 

@@ -354,7 +354,7 @@ def test_worker_0_founds_the_run_though_others_came_before_who_are_told_what_rep
 
 def test_another_worker_founds_the_run_where_worker_0_does_not_come(start_server, caplog):
     server = start_server()
-    with make_client(server.data, worker_id="worker-3", worker_index=3, start_wait_seconds=2) as client:
+    with make_client(server.data, worker_id="worker-3", worker_index=3, start_wait_seconds=8) as client:
         Reference(small_model()).check(client.pull())
     assert "worker 0 sent no parameters (it has not come, or ended): the run begins with those of wo" in caplog.text
     with make_client(server.data, tensors=small_model(seed=1), worker_id="worker-0", worker_index=0):

@@ -56,13 +56,13 @@ def test_a_run_is_changed_stopped_and_forgotten(start_server):
 def test_a_model_is_saved_and_exported(start_server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    _, saving, exporting = blocks("keep")
+    pages = [block for block in blocks("keep") if block.startswith(("pyps save", "pyps export"))]
     with make_client(server.data) as client:
         client.push(gradients_like(small_model(), seed=1))
-        for command in commands((saving + exporting).replace("127.0.0.1:7610", server.data)):
+        for command in commands("".join(pages).replace("127.0.0.1:7610", server.data)):
             (tmp_path / "model.safetensors").unlink(missing_ok=True)
             shell(*command)
-            if command[0] == "export":
+            if command[0] == "export" and "--format" not in command:
                 exported, pulled = load_file("model.safetensors"), client.snapshot()
                 assert exported.keys() == pulled.keys()
                 assert all((exported[name] == pulled[name]).all() for name in pulled)

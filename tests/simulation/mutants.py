@@ -66,8 +66,8 @@ MUTANTS = (
     Mutant(
         "the name of a checkpoint is not synced",
         _MANIFEST,
-        "work)])\n    disk.sync_folder(path.parent)",
-        "work)])",
+        "positions)])\n    disk.sync_folder(path.parent)",
+        "positions)])",
     ),
     Mutant("the names of shards' files are not synced", _MANIFEST, "disk.sync_folder(path.parent / SHARDS)", "pass"),
     Mutant("a shard that has moved is not written again", _WRITER, "before != moves", "False"),

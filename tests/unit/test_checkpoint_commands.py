@@ -7,11 +7,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from typer.testing import CliRunner
 
-from pyps.cli.main import app
 from pyps.storage.folder import CheckpointFolder, newest
 from shards import adagrad_shards, push, write_checkpoint
+from support import shell
 
 
 @pytest.fixture
@@ -27,9 +26,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def told(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "400"})
-    assert result.exit_code == status, result.output
-    return result.output
+    return shell("checkpoint", *map(str, arguments), status=status, COLUMNS="400")
 
 
 def test_list_and_verify_name_what_is_damaged(job):
@@ -63,7 +60,7 @@ def test_prune_keeps_the_newest_and_what_they_name(job):
 
 def test_prune_leaves_a_server_s_folder_alone(job):
     serving = CheckpointFolder(job / "server-0")
-    assert "is in use by process" in str(CliRunner().invoke(app, ["checkpoint", "prune", str(job), "--keep", "1"]))
+    assert "is in use by process" in told("prune", job, "--keep", "1", status=2)
     assert len(list((job / "server-0").glob("checkpoint-*"))) == 4
     serving.close()
 

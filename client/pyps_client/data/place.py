@@ -35,7 +35,13 @@ def drew(sampler: Any) -> None:
     """Note that a sampler gave out an example."""
     global newest
     if newest is None or newest() is not sampler:
-        newest = weakref.ref(sampler)
+        newest = weakref.ref(sampler, _gone)
+
+
+def _gone(sampler: weakref.ref[Any]) -> None:
+    global newest
+    if newest is sampler:
+        newest = None
 
 
 def after_step(optimizer: Any) -> bytes:
