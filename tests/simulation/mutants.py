@@ -90,6 +90,13 @@ MUTANTS = (
         "self._state(aligned_copy)",
         "self._state(lambda values: values)",
     ),
+    Mutant("a checkpoint has no receipts", f"{_SHARD}._state", "self._ledger.entries()", "Ledger().entries()"),
+    Mutant(
+        "what no checkpoint holds is not sent again",
+        "pyps_client.kept:KeptPushes.__call__",
+        "for of_shard in self._pushes.values() for push in of_shard",
+        "for of_shard in () for push in of_shard",
+    ),
     Mutant("the oldest checkpoint is first", "pyps.storage.folder:checkpoint_paths", "reverse=True", "reverse=False"),
     Mutant("the newest checkpoints are removed", f"{_FOLDER}.prune", "[keep:]", "[: -keep or None]"),
     Mutant(

@@ -25,7 +25,7 @@ from pyps.storage.folder import CheckpointFolder
 from pyps_client.launch import Launch
 from pyps_client.push import Plan as Push
 from pyps_client.worker import Worker
-from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
+from pyps_wire.common_pb2 import OUTCOME_REJECTED, GroupSettings, OptimizerSettings
 from pyps_wire.errors import PypsError, RunFinished, StateLost, Superseded
 from pyps_wire.partition import Model as Tensors
 from pyps_wire.partition import Tensor, partition
@@ -443,6 +443,9 @@ class WorkerProcess(Process):
         self._steps = history.plan.steps[index]
         self.over = False
         self.doing = "starting"
+        # The shards and pushes of this life that were taken, and whether one may wait at a shard while others go on.
+        self._taken: list[tuple[int, int]] = []
+        self._may_wait = False
 
     def start(self) -> None:
         self.at(0, lambda: virtual.Thread(target=self._main, name="main").start())
@@ -505,9 +508,14 @@ class WorkerProcess(Process):
             gradient[push::SIZE] = -1.0
             exchanges = self.random.random() < history.plan.exchange_share
             call = partial(worker.exchange, Push([gradient], parameters if exchanges else None))
+            self._may_wait = history.plan.protocol.startswith("softsync")
             for receipt in self._timed("exchanging" if exchanges else "pushing", call):
                 world.note("receipt", push, receipt.shard_id, receipt.outcome, receipt.reason, receipt.version_after)
                 history.model.note(push, receipt)
+                if receipt.outcome == OUTCOME_REJECTED:
+                    self._may_wait = True
+                else:
+                    self._taken.append((receipt.shard_id, push))
             if exchanges:
                 self._see(worker, parameters[0])
             if not exchanges or worker.pull_needed:
@@ -517,6 +525,10 @@ class WorkerProcess(Process):
     def _pull(self, worker: Worker, parameters: Any) -> None:
         self._timed("pulling", partial(worker.pull, parameters))
         self._see(worker, parameters[0])
+        # Whatever lives the servers have had. After a push that came too late somewhere no pull waits.
+        for shard, push in () if self._may_wait else self._taken:
+            if not parameters[0][shard * SIZE + push]:
+                self.world.fail(f"{self.name} pulled shard {shard} without its push {push}, which was taken")
 
     def _timed(self, doing: str, call: Callable[[], Any]) -> Any:
         self.doing, began = doing, self.world.now
