@@ -179,13 +179,14 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python):
 
 def test_a_second_interrupt_says_what_is_not_saved_and_all_of_it_is_saved(start_python, tmp_path):
     code = (
-        "import numpy, pyps_client\n"
+        "import numpy, pathlib, pyps_client, time\n"
         f"client = pyps_client.Client({{'w': numpy.zeros({UNREAD}, numpy.float32)}})\n"
+        f"while not any(pathlib.Path({str(tmp_path)!r}).glob('*/checkpoint-*.json')): time.sleep(0.05)\n"
         f"for _ in range(3): client.push({{'w': numpy.ones({UNREAD}, numpy.float32)}})\n"
         f"{WAITING}"
     )
     flags = ("--verbose", "--checkpoint-dir", str(tmp_path), "--run-id", "one")
-    launcher = run(start_python, *flags, code=code, env={"PYPS_DRAIN_SECONDS": "100"})
+    launcher = run(start_python, *flags, code=code, env={"PYPS_DRAIN_SECONDS": "100", "PYPS_DURABILITY": "none"})
     launcher.wait_for_output("ready worker-0")
     address = re.search(r"pyps export FILE --servers (\S+)", launcher.output())[1]
     with WireWorker(address, run_id="one") as observer:
@@ -195,7 +196,7 @@ def test_a_second_interrupt_says_what_is_not_saved_and_all_of_it_is_saved(start_
         # One that follows at once is none.
         time.sleep(SIGNALS_APART_SECONDS)
         launcher.signal(signal.SIGINT)
-        launcher.wait_for_output("updates not saved yet: another signal ends it without them")
+        launcher.wait_for_output("is saving, 3 updates not saved yet: another signal ends it without them")
         pull.cancel()
 
     assert launcher.wait() == 128 + signal.SIGINT

@@ -100,6 +100,9 @@ def test_a_second_signal_says_what_is_not_saved_and_a_third_ends_the_server_at_o
         server = start_server_process("--drain-seconds", "100", *folder)
         with WireWorker(server.data, model=HUGE) as worker:
             worker.join()
+            if folder:
+                # A new run's first one.
+                server.wait_for_output("checkpoint written")
             pull = unread_pull(worker)
             worker.push(worker.push_request(1.0), worker.push_request(1.0))
             server.signal(signal.SIGTERM)
