@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -35,21 +36,23 @@ Sources = Annotated[list[Path], typer.Argument(help="A job's folder, or those of
 @checkpoint.command("list")
 def list_all(folders: Sources) -> None:
     """Show the checkpoints of each server, the newest first."""
-    table = Table("checkpoint", "run", "server", "epoch", "versions", "written", "size", "whole")
-    for path in _paths(folders):
-        try:
-            one = Checkpoint(path)
-            one.require_files()
-        except CheckpointDamaged as error:
-            table.add_row(Text(str(path)), *[""] * 6, Text(f"NO: {error}"))
-            continue
-        header, versions = one.header, one.versions.values()
-        table.add_row(
-            *(Text(str(path)), Text(header.run_id), f"{header.server_index} of {header.num_servers}"),
-            *(str(header.epoch), f"{min(versions, default=0)} to {one.version_max}", one.written),
-            *(in_bytes(one.num_bytes), "yes"),
-        )
-    Console().print(table)
+    console = Console()
+    for folder, paths in groupby(_paths(folders), lambda path: path.parent):
+        table, whose = Table("checkpoint", "epoch", "versions", "written", "size", "whole", box=None), "unknown"
+        for path in paths:
+            try:
+                one = Checkpoint(path)
+                one.require_files()
+            except CheckpointDamaged as error:
+                table.add_row(path.stem, *[""] * 4, Text(f"NO: {error}"))
+                continue
+            header, oldest, newest = one.header, min(one.versions.values(), default=0), one.version_max
+            whose = f"server {header.server_index} of {header.num_servers} of run {header.run_id}"
+            versions = f"{oldest} to {newest}" if oldest < newest else str(newest)
+            written = one.written.replace("+00:00", "Z")
+            table.add_row(path.stem, str(header.epoch), versions, written, in_bytes(one.num_bytes), "yes")
+        console.print(Text(f"{folder}: {whose}"), soft_wrap=True)
+        console.print(table)
 
 
 @checkpoint.command()

@@ -30,11 +30,10 @@ def told(*arguments: object, status: int = 0) -> str:
 
 
 def test_list_and_verify_name_what_is_damaged(job):
-    lines = told("list", job).splitlines()
-    assert [line.split()[1].rpartition("/")[2] for line in lines if "run-1" in line] == [
-        f"checkpoint-0000000{number}.json" for number in (4, 3, 2, 1)
-    ]
-    assert "run-1 │ 0 of 1 │ 3     │ 2 to 6" in lines[3]
+    folder, _, *lines = told("list", job).splitlines()
+    assert folder == f"{job / 'server-0'}: server 0 of 1 of run run-1"
+    assert [line.split()[0] for line in lines] == [f"checkpoint-0000000{number}" for number in (4, 3, 2, 1)]
+    assert lines[0].split()[1:5] == ["3", "2", "to", "6"]
     assert "4 checkpoints: all as written." in told("verify", job)
     shard = max((job / "server-0" / "shards").iterdir())
     content = shard.read_bytes()
