@@ -158,9 +158,11 @@ def test_a_server_goes_on_alone_when_its_standby_is_killed_and_waits_when_it_is_
     both_know(primary, standby, worker)
     standby.signal(signal.SIGSTOP)
     wait_until(lambda: "no word from" in status_of(primary).standby)
-    before = dict(worker.taken)
-    time.sleep(1)
-    assert worker.taken == before
+    before, uptime = dict(worker.taken), status_of(primary).uptime_seconds
+    wait_until(lambda: status_of(primary).uptime_seconds > uptime + 1, what="time to pass")
+    pushed = [number for number, _ in checksums(primary.control).values()]
+    # A push was made, and its answer waits.
+    assert worker.taken == before and max(pushed) > max(before.values())
     standby.kill()
     worker.wait_for(10)
     worker.end()
