@@ -42,7 +42,7 @@ from pyps.service.security import Access
 from pyps.service.serializations import Serializations
 from pyps.service.shm.listener import SharedMemory
 from pyps.service.standby.follower import Follower
-from pyps.service.standby.link import Link
+from pyps.service.standby.link import Link, own_address
 from pyps.service.standby.primary import Primary, StandbyService
 from pyps.service.tls import Tls
 from pyps.service.transport import Host, Transport
@@ -63,8 +63,8 @@ TICK_SECONDS = 0.2
 RETRY_SECONDS = 10.0
 # A signal that comes sooner after another ends no server: the system sends two where a launcher is killed.
 SIGNALS_APART_SECONDS = 1.0
-# How long a standby that ends may take to say so.
-LEAVE_SECONDS = 1.0
+# How long a standby that ends may take to say so, or to take over first.
+LEAVE_SECONDS = 5.0
 # The share of drain_seconds for calls under way; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
 
@@ -232,7 +232,7 @@ class Server:
             self._follower = Follower(
                 self._run,
                 Link(config, config.standby_of),
-                own_address=addresses.data,
+                own_address=partial(own_address, config, addresses.data),
                 lease_seconds=config.standby_lease_seconds,
                 threads=self._threads,
                 on_end=self._end_with_primary,
@@ -452,6 +452,10 @@ class Server:
         await asyncio.to_thread(self._work.shutdown)
         # Else the run goes on elsewhere, and a checkpoint of it here would only be mistaken for it.
         saved = gave_way or await asyncio.to_thread(self._save)
+        while not saved and self._follower is not None and self._clock() < calls_end_at:
+            # Its server, which ended a moment ago, may have the folder still.
+            await asyncio.sleep(TICK_SECONDS)
+            saved = await asyncio.to_thread(self._save)
         if not saved and self._checkpoints is not None:
             log.error("the server ends without its last checkpoint", reason=self._checkpoints.failure)
         if self._update_log is not None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 
 from certified import served, shown
 from client_support import Reference, gradients_like, make_client, small_model
+from pyps.certificates import Authority
+from pyps.config import ServerConfig
 from pyps.service.standby.feed import CHECKED_VERSIONS
+from pyps.service.standby.link import own_address
+from pyps.storage.folder import newest
 from pyps_client.data import Portions
 from pyps_wire.common_pb2 import REASON_EPOCH
-from support import checksums, events_of, shell, status_of, wait_for_event, wait_until
+from pyps_wire.errors import ServerUnavailable
+from support import checksums, events_of, server_loop, shell, status_of, wait_for_event, wait_until
 
 LEASE = ("--standby-lease-seconds", "2")
 # Workers hear of a standby by heartbeats.
 QUICK = ("--heartbeat-seconds", "0.1")
+# By their names; the first belongs to another machine.
+HOSTS = {"server-0": "203.0.113.1", "standby-0": "127.0.0.1"}
 
 
 def follow(start_server, primary, *clients, flags=()):
@@ -125,6 +135,41 @@ def test_a_standby_shows_its_token_and_certificate_and_knows_what_portions_are_d
         # The portion that it had at the takeover is handed out again.
         assert set(seen) == set(range(40))
         assert len(seen) <= 45
+
+
+def test_a_standby_on_every_interface_is_found_by_the_name_of_this_machine_in_its_certificate(tmp_path, monkeypatch):
+    lookup = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **named: lookup(HOSTS[host], *more, **named))
+    Authority(tmp_path, create=True).make_server(["server-0", "standby-0"], days=1)
+    certified = ServerConfig(tls_cert=tmp_path / "server.crt", tls_key=tmp_path / "server.key")
+    assert own_address(certified, "0.0.0.0:7610") == "standby-0:7610"
+    assert own_address(certified, "127.0.0.1:7610") == "127.0.0.1:7610"
+    assert own_address(ServerConfig(), "[::]:7610") == "[::]:7610"
+    monkeypatch.setitem(HOSTS, "standby-0", "203.0.113.1")
+    with pytest.raises(ServerUnavailable, match="is for server-0, standby-0, which is no address of this machine"):
+        own_address(certified, "0.0.0.0:7610")
+
+
+@pytest.mark.parametrize("first", ["server", "standby"])
+def test_a_server_and_its_standby_that_are_ended_at_once_leave_a_checkpoint_of_all(start_server, tmp_path, first):
+    kept = ("--checkpoint-dir", str(tmp_path))
+    primary = start_server(*QUICK, *kept)
+    with make_client(primary.data) as client:
+        standby = follow(start_server, primary, client, flags=kept)
+        for step in range(3):
+            client.push(gradients_like(small_model(), step))
+        follower = standby._server._follower
+
+        async def end():
+            both = [primary, standby] if first == "server" else [standby, primary]
+            both[0]._server.stop("a signal to all")
+            while not (follower._reason or follower._leaves):
+                await asyncio.sleep(0)
+            both[1]._server.stop("a signal to all")
+
+        asyncio.run_coroutine_threadsafe(end(), server_loop())
+        assert (primary.wait(), standby.wait()) == (0, 0)
+    assert {*newest(tmp_path).versions.values()} == {3}
 
 
 def test_a_standby_of_a_server_that_ends_without_a_run_ends_too(start_server):

@@ -41,7 +41,7 @@ class Follower:
         run: Run,
         link: Link,
         *,
-        own_address: str,
+        own_address: Callable[[], str],
         lease_seconds: float,
         threads: int,
         on_end: Callable[[str, int], None],
@@ -49,11 +49,12 @@ class Follower:
     ):
         """`on_end` ends this server, with the reason and the exit status.
 
-        `claim` takes the next epoch in its folder of checkpoints.
+        `own_address` returns where others find it, or raises PypsError. `claim` takes the next epoch in its folder of
+        checkpoints.
         """
         self._run = run
         self._link = link
-        self._own_address = own_address
+        self._own_address, self._found_at = own_address, ""
         self._lease_seconds = lease_seconds
         self._on_end = on_end
         self._claim = claim
@@ -77,6 +78,7 @@ class Follower:
         # Whether this standby ends, and has said so.
         self._leaves = False
         self._said_last = asyncio.Event()
+        self._took_over = asyncio.Event()
         self._news = asyncio.Event()
         self._backlog_bytes = 0
         self._drained = asyncio.Event()
@@ -92,6 +94,7 @@ class Follower:
 
     async def keep(self) -> None:
         """Follow until the server is gone, take its place, and go on telling it so."""
+        said = ""
         while not self._reason:
             problem = ""
             try:
@@ -104,6 +107,9 @@ class Follower:
             except (PypsError, OSError, TimeoutError, grpc.aio.BaseError) as error:
                 problem = str(error) or "no answer"
             if not self._reason:
+                if problem not in ("", said):
+                    log.warning("the server is not followed", server=self._link.address, reason=problem)
+                said = problem
                 await self._look(problem)
         await self._take_over()
         await self._keep_telling()
@@ -122,8 +128,10 @@ class Follower:
         self._news.set()
 
     async def leave(self) -> None:
-        """Say that this standby ends."""
-        if self._is_whole:
+        """Say that this standby ends; one that takes over does that first, since its server saves nothing then."""
+        if self._reason:
+            await self._took_over.wait()
+        elif self._is_whole:
             self._is_whole, self._leaves = False, True
             self._news.set()
             await self._said_last.wait()
@@ -133,7 +141,8 @@ class Follower:
     async def _follow(self) -> None:
         """Follow the server over one connection, as long as it lasts. Raises what ends it, or returns."""
         async with self._link.follow() as call:
-            first = wire.FollowRequest(address=self._own_address, lease_seconds=self._lease_seconds)
+            self._found_at = await asyncio.to_thread(self._own_address)
+            first = wire.FollowRequest(address=self._found_at, lease_seconds=self._lease_seconds)
             await call.write(first.SerializeToString())
             reply = wire.FollowReply.FromString(await self._read(call))
             if self._is_whole and reply.life != self._life:
@@ -185,6 +194,9 @@ class Follower:
         self._said_last.set()
 
     async def _take(self, message: bytes) -> None:
+        if self._leaves:
+            # Also not that it is to take over: its server hears that nobody does.
+            return
         header, payload = split(message)
         reply, at = wire.FollowReply.FromString(header), 0
         alone = len(reply.events) == 1
@@ -261,6 +273,7 @@ class Follower:
             self._run.finish("it had finished before")
         self._run.refuse("")
         self.has_taken_over = True
+        self._took_over.set()
         self._run.events.add(
             "standby",
             "this standby has taken over",
@@ -275,7 +288,7 @@ class Follower:
         while True:
             content = self._run.content
             request = wire.MeetRequest(
-                run_id=content.run_id, epoch=content.epoch, has_taken_over=True, address=self._own_address
+                run_id=content.run_id, epoch=content.epoch, has_taken_over=True, address=self._found_at
             )
             try:
                 if await look(self._link.address) is Found.OPEN:

@@ -14,10 +14,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pyps.certificates import describe
 from pyps.config import ServerConfig
+from pyps.service.hosting import address_of, listening_socket
 from pyps_wire import standby_pb2 as wire
 from pyps_wire.contract import METHODS
-from pyps_wire.errors import METADATA_KEY, PypsError, from_status
+from pyps_wire.errors import METADATA_KEY, PypsError, ServerUnavailable, from_status
 
 # How long a server may take to accept a connection, and to answer a question.
 ANSWER_SECONDS = 2.0
@@ -61,6 +63,24 @@ def is_unspecified(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     return False
+
+
+def own_address(config: ServerConfig, bound: str) -> str:
+    """Return where others find this server: at a host of every interface by the name that its certificate gives it.
+
+    Without a certificate they find it where it calls from. Raises ServerUnavailable where no name leads here (yet).
+    """
+    host, _, port = bound.rpartition(":")
+    if not is_unspecified(host) or config.tls_cert is None:
+        return bound
+    names = [name for name in describe(config.tls_cert).names if not is_loopback(f"{name}:")]
+    for name in names:
+        if (end := listening_socket(name, 0)) is not None:
+            end.close()
+            return address_of(name, int(port))
+    raise ServerUnavailable(
+        f"its certificate {config.tls_cert} is for {', '.join(names) or 'loopback'}, which is no address of this machine"
+    )
 
 
 class Link:
