@@ -79,7 +79,8 @@ def own_address(config: ServerConfig, bound: str) -> str:
             end.close()
             return address_of(name, int(port))
     raise ServerUnavailable(
-        f"its certificate {config.tls_cert} is for {', '.join(names) or 'loopback'}, which is no address of this machine"
+        f"its certificate {config.tls_cert} is for {', '.join(names) or 'loopback'}, which is no address of this "
+        "machine"
     )
 
 
@@ -121,6 +122,9 @@ class Link:
                 call: Any = channel.stream_stream(METHODS["Follow"])(metadata=self._metadata)
                 try:
                     yield call
+                except asyncio.InvalidStateError as error:
+                    # A message to a call that has ended already.
+                    raise ServerUnavailable(str(error)) from None
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
