@@ -6,13 +6,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 from pyps_wire.errors import LimitExceeded
 
 BYTES_MAX = 64 * 2**10
 # Workers whose positions are kept; of more the one that pushed longest ago is forgotten.
 WORKERS_MAX = 1024
+
+
+Follower: TypeAlias = Callable[[str, int | None, int, int, bytes], None]
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class Positions:
         self._lock = Lock()
         # Guarded by _lock. The worker of the oldest push first.
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._follower: Follower | None = None
 
     def note(self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes) -> None:
         """Keep the position that holds once a push is applied. Call it before the push is."""
@@ -42,6 +46,8 @@ class Positions:
             if kept.incarnation == incarnation and (not kept.newest or kept.newest[-1][0] < sequence):
                 kept.newest.append((sequence, position))
                 self._kept.move_to_end(worker_id)
+                if self._follower is not None:
+                    self._follower(worker_id, index, incarnation, sequence, position)
             if len(self._kept) > WORKERS_MAX:
                 self._kept.popitem(last=False)
 
@@ -68,6 +74,18 @@ class Positions:
             life, newest = kept.incarnation, list(kept.newest)
         answered = applied(name, life)
         return next((position for sequence, position in reversed(newest) if sequence <= answered), b"")
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tell a follower, in place of any before it, what is kept, and then each position before its push is applied.
+
+        It is called under the lock, with the arguments of `note`.
+        """
+        with self._lock:
+            self._follower = follower
+            if follower is not None:
+                for name, kept in self._kept.items():
+                    for sequence, position in kept.newest:
+                        follower(name, kept.index, kept.incarnation, sequence, position)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the positions for a checkpoint."""

@@ -23,6 +23,7 @@ from pyps.service.report import (
     tensor_info,
     worker_info,
 )
+from pyps.service.standby.feed import Line
 from pyps.service.standby.follower import Follower
 from pyps.service.standby.primary import Primary
 from pyps.service.transport import Host, Transport, name_of
@@ -41,19 +42,29 @@ TENSORS_DEFAULT = 100
 TENSORS_MAX = 1000
 
 
-def _answering(method: Callable[..., Any], *, kind: str = "ask") -> Callable[..., Awaitable[Any]]:
-    """Run the method on a thread of its kind, since it may wait for locks; its error ends the call."""
+def _answering(
+    method: Callable[..., Any], *, kind: str = "ask", changes: bool = False
+) -> Callable[..., Awaitable[Any]]:
+    """Run the method on a thread of its kind, since it may wait for locks; its error ends the call.
+
+    A method that `changes` the run is answered once the standby has received the change.
+    """
 
     @functools.wraps(method)
     async def answer(self: Inspector, request: Any, context: Context) -> Any:
         threads = self._threads[kind]
-        return await asyncio.get_running_loop().run_in_executor(threads, method, self, request, context)
+        reply = await asyncio.get_running_loop().run_in_executor(threads, method, self, request, context)
+        feed = self._host.feed
+        if changes and feed.guards and (received := feed.wait()) is not None:
+            await received
+        return reply
 
     return answer
 
 
 _summing = functools.partial(_answering, kind="sum")
 _saving = functools.partial(_answering, kind="save")
+_changing = functools.partial(_answering, changes=True)
 
 
 class Inspector:
@@ -184,7 +195,7 @@ class Inspector:
         """Return how much memory the server uses for what."""
         return memory_of(self._host, self._transports)
 
-    @_answering
+    @_changing
     def Configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureReply:
         """Change the protocol, staleness policy, learning rate, schedule or number of expected workers."""
         learning_rate = request.learning_rate if request.HasField("learning_rate") else None
@@ -231,7 +242,7 @@ class Inspector:
         saved = self._checkpoints.save(self._run.snapshot)
         return pb.SaveCheckpointReply(path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)
 
-    @_saving
+    @functools.partial(_saving, changes=True)
     def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
         """Forget the run and move its checkpoints aside."""
         reset = functools.partial(self._run.reset, validate_only=request.validate_only)
@@ -239,9 +250,11 @@ class Inspector:
             reset(request.run_id)
         else:
             self._checkpoints.forget(request.run_id, reset=reset, validate_only=request.validate_only)
+        if not request.validate_only:
+            self._host.feed.add(Line({"event": "reset"}))
         return pb.ResetReply()
 
-    @_answering
+    @_changing
     def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopReply:
         if self._run.content.model is None:
             raise NotInitialized("this server holds no run: there is nothing to stop")

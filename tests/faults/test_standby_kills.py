@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from client_support import make_client
+from client_support import gradients_like, make_client, small_model
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_EPOCH, REASON_REPEATED
 from pyps_wire.errors import RunFinished
 from support import checksums, status_of, wait_until
@@ -88,10 +88,10 @@ class Pushing:
             raise self._error
 
 
-def both_know(primary, standby, *workers):
+def both_know(primary, standby, *clients):
     wait_until(lambda: "follows" in status_of(primary).standby, what="a standby that follows")
-    for worker in workers:
-        connection = worker.client.session._servers.connections[0]
+    for client in clients:
+        connection = client.session._servers.connections[0]
         wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows the standby")
 
 
@@ -99,7 +99,7 @@ def both_know(primary, standby, *workers):
 def test_no_acknowledged_push_is_lost_with_a_killed_server(pair, transport):
     primary, standby = pair()
     workers = [Pushing(name, primary.data, transport=transport).start() for name in "ab"]
-    both_know(primary, standby, *workers)
+    both_know(primary, standby, *(worker.client for worker in workers))
     for worker in workers:
         worker.wait_for(20)
     primary.kill()
@@ -123,7 +123,7 @@ def test_rounds_of_hardsync_go_on_with_both_workers_after_a_kill(pair):
     workers += [Pushing("b", primary.data)]
     for worker in workers:
         worker.start()
-    both_know(primary, standby, *workers)
+    both_know(primary, standby, *(worker.client for worker in workers))
     for worker in workers:
         worker.wait_for(10)
     primary.kill()
@@ -139,10 +139,36 @@ def test_rounds_of_hardsync_go_on_with_both_workers_after_a_kill(pair):
         assert all(abs(number - version) <= 1 for number in taken), (shard_id, version, taken)
 
 
+def test_adam_under_a_schedule_comes_to_the_same_bits_as_without_a_kill(pair, start_server_process):
+    flags = ("--schedule", "step:every=4,factor=0.5", "--protocol", "softsync:n=1")
+    primary, standby = pair(*flags)
+    alone = start_server_process(*FLAGS, *flags)
+
+    def train(address, at_half):
+        adam = ("adam", {"learning_rate": 0.1})
+        with make_client(address, optimizer=adam, run_id="r", loss_wait_seconds=60) as client:
+            for step in range(12):
+                if step == 6:
+                    at_half(client)
+                gradients = gradients_like(small_model(), step)
+                if {receipt.reason for receipt in client.push(gradients)} == {REASON_EPOCH}:
+                    client.pull()
+                    client.push(gradients)
+            return client.pull()
+
+    def kill(client):
+        both_know(primary, standby, client)
+        primary.kill()
+
+    undisturbed, taken_over = train(alone.data, lambda client: None), train(primary.data, kill)
+    for name, expected in undisturbed.items():
+        np.testing.assert_array_equal(taken_over[name], expected, err_msg=name, strict=True)
+
+
 def test_a_suspended_server_gives_way_when_it_wakes(pair):
     primary, standby = pair()
     worker = Pushing("a", primary.data).start()
-    both_know(primary, standby, worker)
+    both_know(primary, standby, worker.client)
     worker.wait_for(10)
     primary.signal(signal.SIGSTOP)
     worker.wait_for(10)
@@ -160,7 +186,7 @@ def test_a_suspended_server_gives_way_when_it_wakes(pair):
 def test_a_server_goes_on_alone_when_its_standby_is_killed_and_waits_when_it_is_silent(pair):
     primary, standby = pair()
     worker = Pushing("a", primary.data).start()
-    both_know(primary, standby, worker)
+    both_know(primary, standby, worker.client)
     standby.signal(signal.SIGSTOP)
     wait_until(lambda: "no word from" in status_of(primary).standby)
     before, uptime = dict(worker.taken), status_of(primary).uptime_seconds

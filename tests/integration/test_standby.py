@@ -10,13 +10,15 @@ import pytest
 from certified import served, shown
 from client_support import Reference, gradients_like, make_client, small_model
 from pyps.certificates import Authority
+from pyps.cli.control import Control
 from pyps.config import ServerConfig
 from pyps.service.standby.feed import CHECKED_VERSIONS
 from pyps.service.standby.link import own_address
 from pyps.storage.folder import newest
 from pyps_client.data import Portions
+from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import REASON_EPOCH
-from pyps_wire.errors import ServerUnavailable
+from pyps_wire.errors import PypsError, ServerUnavailable
 from support import checksums, events_of, server_loop, shell, status_of, wait_for_event, wait_until
 
 LEASE = ("--standby-lease-seconds", "2")
@@ -170,6 +172,45 @@ def test_a_server_and_its_standby_that_are_ended_at_once_leave_a_checkpoint_of_a
         asyncio.run_coroutine_threadsafe(end(), server_loop())
         assert (primary.wait(), standby.wait()) == (0, 0)
     assert {*newest(tmp_path).versions.values()} == {3}
+
+
+CHANGES = {
+    "Configure": pb.ConfigureRequest(learning_rate=0.5),
+    "Stop": pb.StopRequest(),
+    "Reset": pb.ResetRequest(run_id="r"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_operator_s_change_is_answered_once_the_standby_has_it(start_server, monkeypatch, change):
+    primary = start_server(*QUICK)
+    make_client(primary.data, run_id="r").close()
+    follow(start_server, primary)
+    feed = primary._server._host.feed
+    with Control(primary.control, token="", timeout_seconds=0.3) as control:
+        control.call("GetStatus", pb.GetStatusRequest())
+        monkeypatch.setattr(feed, "note_received", lambda number: None)
+        with pytest.raises(PypsError):
+            control.call(change, CHANGES[change])
+        assert feed.recorded > feed.received
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_the_place_in_the_data_is_the_standby_s_too(start_server, told):
+    primary = start_server(*QUICK)
+    first = make_client(primary.data, run_id="r")
+    if told == "after":
+        standby = follow(start_server, primary, first)
+    for step in range(3):
+        first.data_position = bytes([step, 255])
+        first.push(gradients_like(small_model(), step))
+    if told == "before":
+        standby = follow(start_server, primary, first)
+    first.close("failed")
+    primary.stop()
+    with make_client(standby.data, run_id="r") as second:
+        assert second.restored_position == bytes([2, 255])
 
 
 def test_a_standby_of_a_server_that_ends_without_a_run_ends_too(start_server):

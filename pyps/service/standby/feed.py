@@ -101,6 +101,11 @@ class Feed:
                 event = event._replace(gradient=gradient.private())
         self.add(event)
 
+    def note_position(
+        self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes
+    ) -> None:
+        self.add(Line({"event": "position", "of": [worker_id, index, incarnation, sequence]}, position))
+
     def add_work(self, work: WorkQueue) -> None:
         """Send the queue of portions as it is, if there is one."""
         if work.spec is not None:

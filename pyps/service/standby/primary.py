@@ -131,6 +131,7 @@ class Primary:
             self._finding = asyncio.create_task(self._find())
 
     def _unfollow(self) -> None:
+        self._run.rounds.positions.follow(None)
         for shard in self._run.content.shards.values():
             shard.follow(None)
 
@@ -150,6 +151,7 @@ class Primary:
             base = feed.received
             tasks.create_task(self._receive(call, base))
             feed.add(Line({"event": "run", "header": run.header_of(content).to_json()}))
+            run.rounds.positions.follow(feed.note_position)
             for shard in content.shards.values():
                 # One at a time: memory grows by one shard.
                 await asyncio.to_thread(shard.follow, feed)
@@ -162,6 +164,9 @@ class Primary:
             run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
             while run.content is content:
                 await asyncio.sleep(POLL_SECONDS)
+            number = feed.add(Line({"event": "reset"}))
+            while feed.received < number:
+                await asyncio.sleep(WAIT_SECONDS)
             raise _Left("the run was reset")
 
     async def _send(self, call: Call) -> None:

@@ -11,6 +11,7 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.run.initialization import make_shard
+from pyps.run.positions import Positions
 from pyps.run_header import RestoredRun, RunHeader
 from pyps.service.standby.feed import roster_from
 from pyps.storage.plain import push_from_plain, quick_checksum_of
@@ -24,6 +25,7 @@ class FollowedShards:
         self.header = header
         self.work: Mapping[str, Any] | None = None
         self.finished = False
+        self.positions = Positions()
         self._shards: dict[int, Shard] = {}
         self._rosters: dict[int, Roster] = {}
         # The pieces that have come of a shard's state, with its first event.
@@ -96,4 +98,6 @@ class FollowedShards:
             shard = self._shards.pop(shard_id)
             states[shard_id] = shard.given_up()
             header = dataclasses.replace(header, behaviour=shard.behaviour.texts)
-        return RestoredRun(header, states, self.work, num_workers=max(rosters, default=0))
+        return RestoredRun(
+            header, states, self.work, num_workers=max(rosters, default=0), positions=self.positions.to_plain()
+        )
