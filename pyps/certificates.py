@@ -69,7 +69,8 @@ class Authority:
         try:
             read = load_pem_private_key((folder / "ca.key").read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
-            raise InvalidArgument(f"the CA's key {folder / 'ca.key'} cannot be read: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidArgument(f"the CA's key {folder / 'ca.key'} cannot be read: {reason}") from None
         assert isinstance(read, ec.EllipticCurvePrivateKey)
         self._key = read
 

@@ -131,15 +131,18 @@ def run(
     if checkpoint_dir is not None:
         if not (isinstance(checkpoint_dir, str | os.PathLike) and str(checkpoint_dir)):
             raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder's path")
-        # Actors have other working directories.
+        # Where servers leave their addresses, too.
         if is_remote(Path(checkpoint_dir)):
             raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder that all nodes see, no URL")
+        # Actors have other working directories.
         checkpoint_dir = Path(checkpoint_dir).expanduser().absolute()
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
     if unknown := settings.keys() - known:
         raise ConfigError(
             f"there is no setting {min(unknown)!r} for servers on Ray; there are {', '.join(sorted(known))}"
         )
+    if settings.get("init_from"):
+        settings["init_from"] = Path(str(settings["init_from"])).expanduser().absolute()
     settings |= {"expected_workers": workers, "checkpoint_dir": checkpoint_dir, "resume": resume or None}
     given = {name: str(value) for name, value in settings.items() if value not in (None, "")}
     config = check_job(given, num_servers=servers, num_workers=workers)

@@ -24,7 +24,7 @@ from pyps_wire.errors import PypsError
 _BUNDLE = "What Ray keeps for each {}, as CPU=4,GPU=1."
 
 
-@with_settings(*OF_A_JOB, *KEPT, "checkpoint_seconds", "insecure")
+@with_settings(*OF_A_JOB, *KEPT, "checkpoint_seconds", "init_from", "insecure")
 def ray(
     command: WorkerCommand,
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,

@@ -31,7 +31,7 @@ _OWN_OF_SERVERS = _OWN | dict.fromkeys(
 )
 
 
-@with_settings(*OF_A_JOB, "checkpoint_seconds")
+@with_settings(*OF_A_JOB, "checkpoint_seconds", "init_from")
 def slurm(
     command: WorkerCommand,
     servers: Annotated[int, typer.Option(help="Servers, each on a node of its own.", min=1, max=SERVERS_MAX)] = 2,

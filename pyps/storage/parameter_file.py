@@ -44,7 +44,8 @@ class ParameterFile:
         try:
             self._tensors = _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
         except (OSError, SafetensorError) as error:
-            raise InvalidArgument(f"--init-from {path} cannot be read: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidArgument(f"--init-from {path} cannot be read: {reason}") from None
 
     def check(self, model: Model) -> None:
         """Raise ModelMismatch where the file lacks a tensor of the model, or has it in another shape or kind."""
@@ -115,7 +116,7 @@ def save_for_torch(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]], *
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:
     # The library checks the file, but reads no bfloat16 without torch.
-    with safe_open(path, framework="np"), path.open("rb") as file:
+    with path.open("rb") as file, safe_open(path, framework="np"):
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)

@@ -60,7 +60,8 @@ def test_a_file_that_does_not_fit_is_refused_with_all_that_differs(tmp_path: Pat
     ("name", "content", "words"),
     [
         ("a.safetensors", b"nothing", "cannot be read"),
-        ("none.safetensors", None, "cannot be read: .*No such file"),
+        ("none.safetensors", None, "cannot be read: No such file or directory$"),
+        ("none.pt", None, "cannot be read: No such file or directory$"),
         ("a.pt", b"nothing", "is no state dict that torch saved"),
         ("a.pt", {"optimizer": 3}, "holds more than tensors by their names: save model.state_dict"),
         ("a.safetensors", {"w": torch.tensor([1.0, torch.nan])}, "holds NaN or infinity, in tensor 'w'"),
