@@ -26,6 +26,7 @@ from pyps.config import ConfigError, ServerConfig
 from pyps.run.handshake import RunState
 from pyps.run.observers import Standstill
 from pyps.run.run import SOFTWARE, Run
+from pyps.run_header import RestoredRun
 from pyps.service import hosting
 from pyps.service.calls import LATE_MIN, WaitingCalls
 from pyps.service.executor import KernelExecutor
@@ -236,8 +237,17 @@ class Server:
                 lease_seconds=config.standby_lease_seconds,
                 threads=self._threads,
                 on_end=self._end_with_primary,
-                claim=checkpoints.claim_epoch if checkpoints is not None else lambda restored: restored,
+                claim=self._claim if checkpoints is not None else lambda restored: restored,
             )
+
+    def _claim(self, restored: RestoredRun) -> RestoredRun:
+        """Claim a run's next epoch for a standby; a folder that cannot be written does not end the run."""
+        assert self._checkpoints is not None
+        try:
+            return self._checkpoints.claim_epoch(restored)
+        except CheckpointError as error:
+            log.error("this standby takes over without its folder for checkpoints", reason=error)
+            return restored
 
     def _resume(self) -> None:
         """Restore the newest checkpoint where that is asked for; else take the first parameters from their file."""

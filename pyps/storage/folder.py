@@ -253,8 +253,10 @@ class CheckpointFolder:
 
     def claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Note, durably, that the next epoch is taken: two lives of a server never serve under one epoch."""
-        epoch = max(restored.header.epoch, epoch_of(self.path, self._disk))
         try:
+            # A standby's is not made before.
+            self._disk.make_folder(self.path)
+            epoch = max(restored.header.epoch, epoch_of(self.path, self._disk))
             self._disk.put(self.path / "epoch", [f"{epoch + 1}\n".encode()])
             self._disk.sync_folder(self.path)
         except OSError as error:

@@ -21,9 +21,9 @@ SGD = ("sgd", {"learning_rate": 1.0})
 
 @pytest.fixture
 def pair(start_server_process):
-    def start(*flags, lease="1"):
+    def start(*flags, lease="1", own=()):
         primary = start_server_process(*FLAGS, *flags)
-        standby = start_server_process("--standby-of", primary.data, "--standby-lease-seconds", lease, *FLAGS)
+        standby = start_server_process("--standby-of", primary.data, "--standby-lease-seconds", lease, *FLAGS, *own)
         return primary, standby
 
     return start
@@ -95,9 +95,12 @@ def both_know(primary, standby, *clients):
         wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows the standby")
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
-def test_no_acknowledged_push_is_lost_with_a_killed_server(pair, transport):
-    primary, standby = pair()
+@pytest.mark.parametrize(("transport", "folder"), [("grpc", "new"), ("tcp", "file/in it"), ("shm", "")])
+def test_no_acknowledged_push_is_lost_with_a_killed_server(pair, tmp_path, transport, folder):
+    """Whether the standby can write checkpoints or not."""
+    (tmp_path / "file").touch()
+    own = ("--checkpoint-dir", str(tmp_path / folder), "--checkpoint-seconds", "0.5") if folder else ()
+    primary, standby = pair(own=own)
     workers = [Pushing(name, primary.data, transport=transport).start() for name in "ab"]
     both_know(primary, standby, *(worker.client for worker in workers))
     for worker in workers:
