@@ -73,7 +73,8 @@ class Connection:
         self._elsewhere: list[str] = []
         # How often it was looked for since it last answered a Hello.
         self._tries = 0
-        self.place = self.address = launch.servers[index]
+        # The address that was looked up last.
+        self.place = self.address = self._found = launch.servers[index]
         self.name = f"server {index} ({self.place})"
         self.route = Route(self.name)
         # The server's epoch, as last heard.
@@ -146,9 +147,9 @@ class Connection:
             address = address_of(self.place, index_at=self._index_at)
         except (InvalidArgument, ServerUnavailable) as error:
             raise LinkLost(str(error)) from None
-        if self._had_channel and address != self.address:
+        if self._had_channel and address != self._found:
             logger.info("%s is at %s now", self.name, address)
-        self.address = address
+        self.address = self._found = address
 
     def _index_at(self, address: str) -> int | None:
         """Return the index in the run of the server at an address; None if it has none yet."""
