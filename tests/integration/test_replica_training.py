@@ -78,6 +78,23 @@ def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
     assert_close(kept(servers, tmp_path), reference(10, rule=rule, schedule="--schedule" in extra))
 
 
+def test_a_replica_sends_again_what_a_server_had_not_saved(start_server, start_python, tmp_path):
+    flags, go_on = ("--checkpoint-seconds", "1000"), tmp_path / "go on"
+    [server] = serve(start_server, 1, *flags, checkpoints=tmp_path)
+    script = ("--steps", "10", "--rule", "adam", "--pause-at", "6", "--pause", str(go_on))
+    job = ReplicaJob(start_python, [server], *script)
+    wait_until(lambda: {shard.version for shard in shards_of(job.addresses)} == {5}, DEADLINE, "five steps")
+    server.stop()
+    _, *later = sorted(tmp_path.glob("server-0/checkpoint-*.json"))
+    for checkpoint in later:
+        checkpoint.unlink()
+    port = server.data.rpartition(":")[2]
+    again = serve(start_server, 1, *flags, "--resume", "--port", port, checkpoints=tmp_path)
+    go_on.touch()
+    job.ended_well()
+    assert_close(kept(again, tmp_path), reference(10, rule="adam"))
+
+
 @pytest.mark.parametrize(("rule", "flags"), [("sgd", ("--clip-norm", "0.5")), ("adagrad", ())])
 def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_process(
     start_server, start_python, tmp_path, rule, flags

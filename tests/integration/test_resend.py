@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import Client
+from pyps_client import Client, Launch, LocalTraining
 from pyps_wire.common_pb2 import REASON_EPOCH
 from support import ServerThread, Start, checksums, inspect, status_of, wait_until
 from training import backward, batches, mlp, parameters_of, remote
@@ -187,6 +188,33 @@ def test_torch_trains_as_without_crashes(start_server, crashing, compute, option
     found, wanted = trained(doomed.server, events), trained(unbroken, [nothing] * len(events))
     np.testing.assert_array_equal(found, wanted)
     assert checksums(doomed.server.control) == checksums(unbroken.control)
+
+
+def overlapped(model: torch.nn.Module, server: ServerThread) -> Any:
+    return remote(model, server, overlap="step")
+
+
+def local(model: torch.nn.Module, server: ServerThread) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return LocalTraining(model, inner, launch=Launch(server.data), outer="average", sync_every=2, overlap="step")
+
+
+@pytest.mark.parametrize("made", [overlapped, local])
+def test_pushes_that_go_beside_the_computation_count_once(crashing, made):
+    doomed, model = crashing("--staleness", "none"), mlp()
+    with made(model, doomed.server) as optimizer:
+        for number, batch in enumerate(batches(24)):
+            if number == 6:
+                doomed.save()
+            if number in (10, 14, 19):
+                # While a push is under way, or waits for the next step to be taken note of.
+                doomed.crash()
+            backward(model, batch)
+            optimizer.step()
+        optimizer.close()
+        [receipt] = optimizer.receipts
+    assert [version for version, _ in checksums(doomed.server.control).values()] == [receipt.sequence]
+    assert receipt.sequence > 6
 
 
 def test_a_worker_forgets_what_a_checkpoint_holds_and_says_where_it_keeps_too_little(crashing, caplog):
