@@ -79,12 +79,13 @@ def test_an_optimizer_or_local_training_sends_the_place_and_the_first_batch_of_i
 ) -> None:
     server = start_server("--optimizer", "sgd:learning_rate=0.1", "--protocol", "async")
 
-    def examples(batches: int | None, *, local: bool) -> list[int]:
+    def examples(batches: int | None, *, local: bool = False, **options: Any) -> list[int]:
         loader = DataLoader(torch.arange(float(LENGTH)), batch_size=7, sampler=sampler_of())
-        model, launch = torch.nn.Linear(1, 1), Launch(server.data, run_id="r", worker_id="w", worker_index=0)
+        names: Any = {"run_id": "r", "worker_id": "w", "transport": "grpc"}
+        model, launch = torch.nn.Linear(1, 1), Launch(server.data, worker_index=0, **names)
         inner, trained = torch.optim.SGD(model.parameters(), lr=0.1), []
         make = {True: lambda: LocalTraining(model, inner, sync_every=1, launch=launch)}
-        optimizer: Any = make.get(local, lambda: RemoteOptimizer(model, inner, launch=launch))()
+        optimizer: Any = make.get(local, lambda: RemoteOptimizer(model, inner, launch=launch, **options))()
         for batch in islice(loader, batches):
             optimizer.zero_grad()
             model(batch[:, None] / LENGTH).sum().backward()
@@ -93,7 +94,7 @@ def test_an_optimizer_or_local_training_sends_the_place_and_the_first_batch_of_i
         optimizer.close()
         return trained
 
-    trained = examples(2, local=False) + examples(1, local=True) + examples(None, local=False)
+    trained = examples(2) + examples(1, local=True) + examples(3, overlap="backward") + examples(None)
     assert sorted(trained) == part(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from typing import Any
@@ -52,6 +53,18 @@ def after_step(optimizer: Any) -> bytes:
     sampler = None if newest is None else newest()
     if sampler is not None and _counted() is optimizer:
         sampler.stepped()
+    return _position(optimizer, sampler)
+
+
+def before_step(optimizer: Any) -> bytes:
+    """Return the position after a step that is to come."""
+    sampler = None if newest is None else copy.copy(newest())
+    if sampler is not None and (_counted is None or _counted() in (None, optimizer)):
+        sampler.stepped()
+    return _position(optimizer, sampler)
+
+
+def _position(optimizer: Any, sampler: Any) -> bytes:
     position = optimizer.data_position
     if position is None:
         return b"" if sampler is None else json.dumps({sampler.key: sampler.place()}).encode()

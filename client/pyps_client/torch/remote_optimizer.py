@@ -449,9 +449,11 @@ class RemoteOptimizer(OfRun):
             )
 
     def _check(self, is_first: bool) -> None:
-        """Refuse a model or settings that were changed, before anything is sent ahead of a step."""
+        """Refuse a model or settings that were changed, before anything is sent ahead of a step; note its position."""
         self._joining.rates.check(self.param_groups, follow=True)
         self._own_model.check(is_first)
+        if place.newest is not None or self.data_position is not None:
+            self._steps.data_position = place.before_step(self)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._guard.generation != fork.generation or self._ending.begun.locked():
