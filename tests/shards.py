@@ -389,11 +389,12 @@ class RunDriver:
         self._sequences = dict.fromkeys(names, 0)
 
     def push(self, name: str, value: float = 1.0, base_version: int = 0, shard_id: int = 0, **fields: Any) -> Receipt:
+        position = fields.pop("position", b"")
         self._sequences[name] += 1
         payload = np.full(self.run.content.shards[shard_id].length, value, np.float32).tobytes()
         fields = {"example_count": 1, **fields}
         gradient = Gradient(name, 1, self._sequences[name], base_version, 0, FLOAT32, payload, **fields)
-        return self.run.push(PushPlan(shard_id, gradient), run_id="r").receipt
+        return self.run.push(PushPlan(shard_id, gradient, data_position=position), run_id="r").receipt
 
     def may_proceed(self, name: str, clock: int = 0, **call: Any) -> bool:
         return self.run.may_proceed("r", name, 1, clock=clock, **{"wake": lambda: None, **call})

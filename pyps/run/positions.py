@@ -51,6 +51,13 @@ class Positions:
             if len(self._kept) > WORKERS_MAX:
                 self._kept.popitem(last=False)
 
+    def withdraw(self, worker_id: str, incarnation: int, sequence: int) -> None:
+        """Forget the position of a worker's newest push, which was refused: else two of them would hide all before."""
+        with self._lock:
+            kept = self._kept.get(worker_id)
+            if kept is not None and kept.incarnation == incarnation and [n for n, _ in kept.newest][-1:] == [sequence]:
+                kept.newest.pop()
+
     def of_predecessor(
         self,
         worker_id: str,

@@ -332,6 +332,8 @@ class RoundController:
             self._made_again[shard.shard_id] = receipt.min_version
         if receipt.duplicate:
             return
+        if plan.data_position and not _is_taken(receipt):
+            self.positions.withdraw(gradient.worker_id, gradient.incarnation, gradient.sequence)
         if _is_taken(receipt):
             effects = self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)
             if effects.notices:

@@ -11,11 +11,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from client_support import addresses, make_client
+from pyps.core.receipt import Outcome
+from pyps.run.handshake import Greeting
 from pyps.run.positions import WORKERS_MAX, Positions
 from pyps.storage.checkpoint_set import convert
 from pyps_client import Client, InvalidArgument, Launch, LimitExceeded, LocalTraining, RemoteOptimizer
 from pyps_client.data import worker_sampler
 from pyps_client.data.samplers import permutation
+from shards import MODEL, RunDriver
 from support import Start
 
 TENSORS = {"w": np.zeros(4, np.float32)}
@@ -106,9 +109,9 @@ def test_a_script_hands_over_words_of_its_own_to_a_worker_with_its_number(start_
         first.push({"w": np.ones(4, np.float32)})
         with join(server, worker_id="host-2", worker_index=3) as twin:
             assert twin.restored_position == b"", "the other lives"
-        for wrong in (b"x" * 65537, "text"):
+        for wrong, what in ((b"x" * 65537, "65537 bytes"), ("text", "a str")):
             first.data_position = wrong  # type: ignore[assignment]
-            with pytest.raises(InvalidArgument, match="must be bytes, 65536 at most"):
+            with pytest.raises(InvalidArgument, match=f"data_position is {what}; expected None or bytes, 65536 at"):
                 first.push({"w": np.ones(4, np.float32)})
     with join(server, worker_id="host-3", worker_index=3) as successor:
         assert successor.restored_position == b"file 7, line 12"
@@ -139,3 +142,13 @@ def test_the_position_of_a_push_counts_once_all_shards_have_it_and_never_goes_ba
         positions.note(f"w{index}", None, 1, 1, b"x")
     assert len(positions.to_plain()) == WORKERS_MAX
     assert found(9, life=3) == b""
+
+
+def test_refused_pushes_hide_no_position_of_one_that_was_taken() -> None:
+    driver = RunDriver("w", staleness="polynomial:rounds_max=2")
+    for sequence in range(1, 6):
+        # From the fourth on the gradient is too old.
+        receipt = driver.push("w", base_version=0 if sequence > 3 else sequence - 1, position=b"%d" % sequence)
+        assert (receipt.outcome is Outcome.REJECTED) == (sequence > 3)
+    successor = Greeting("r", "w", 2, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")
+    assert driver.run.position_for(successor) == b"3"

@@ -69,7 +69,8 @@ def _position(optimizer: Any, sampler: Any) -> bytes:
     if position is None:
         return b"" if sampler is None else json.dumps({sampler.key: sampler.place()}).encode()
     if not isinstance(position, bytes) or len(position) > POSITION_BYTES_MAX:
-        raise InvalidArgument(f"data_position must be bytes, {POSITION_BYTES_MAX} at most, or None.")
+        what = f"{len(position)} bytes" if isinstance(position, bytes) else f"a {type(position).__name__}"
+        raise InvalidArgument(f"data_position is {what}; expected None or bytes, {POSITION_BYTES_MAX} at most.")
     return position
 
 
