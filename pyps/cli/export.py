@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from pyps import logs
@@ -101,6 +103,8 @@ def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], for
         else:
             save_file(contiguous, temporary, {"format": "pt"})
         temporary.replace(file)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

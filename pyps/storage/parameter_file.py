@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -102,16 +103,21 @@ def save_for_torch(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]], *
     """Write a state dict as torch.save does, or as a folder of torch.distributed.checkpoint. Raises OSError."""
     try:
         import torch
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
     except ImportError:
         raise InvalidArgument("this format takes torch, which is not installed here: write safetensors") from None
     state = {name: torch.from_numpy(np.array(values)) for name, values in tensors.items()}
-    if not distributed:
-        torch.save(state, path)
-        return
-    with NamedTemporaryFile(dir=path.parent) as file:
-        torch.save(state, file.name)
-        torch_save_to_dcp(file.name, path)
+    try:
+        if not distributed:
+            torch.save(state, path)
+            return
+        with NamedTemporaryFile(dir=path.parent) as file:
+            torch.save(state, file.name)
+            torch_save_to_dcp(file.name, path)
+    except (RuntimeError, CheckpointException) as error:
+        # So torch says that a disk is full.
+        raise OSError(errno.EIO, str(error).partition("\n")[0]) from None
 
 
 def _of_safetensors(path: Path) -> dict[str, Stored]:
@@ -151,7 +157,9 @@ def _of_torch(path: Path) -> dict[str, Stored]:
     inner = [loaded[name] for name in _MODELS if name in loaded] if isinstance(loaded, Mapping) else []
     state = inner[0] if inner and isinstance(inner[0], Mapping) else loaded
     kinds = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(one, torch.Tensor) for name, one in state.items()
+    ):
         raise InvalidArgument(
             f"--init-from {path} holds more than tensors by their names: save model.state_dict() alone"
         )
