@@ -426,13 +426,13 @@ def _check_protocol(config: ServerConfig) -> None:
         protocol.check(config.expected_workers)
 
 
-# Parsers of texts with their own grammar, which raise InvalidArgument or ValueError.
 def _check_standby_of(config: ServerConfig) -> None:
     host, _, port = config.standby_of.rpartition(":")
     if config.standby_of and not (host and port.isdecimal()):
         raise ValueError(f"{config.standby_of!r} is no address: expected host:port of a server's data port")
 
 
+# Parsers of texts with their own grammar, which raise InvalidArgument or ValueError.
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "lane_port": _check_lane_port,
     "standby_of": _check_standby_of,

@@ -81,7 +81,7 @@ def prune(
     ] = False,
 ) -> None:
     """Remove old checkpoints, and the shards that no other checkpoint names. Their servers must have ended."""
-    for parent in sorted({path.parent for path in _paths(folders)}):
+    for parent in sorted({path.parent for path in _paths(folders, set_aside=set_aside)}):
         with closing(CheckpointFolder(parent)) as own:
             try:
                 removed = own.prune(keep, set_aside=set_aside)
@@ -109,8 +109,8 @@ def convert(
     )
 
 
-def _paths(folders: list[Path]) -> list[Path]:
-    paths = [path for folder in folders for path in paths_of(folder)]
+def _paths(folders: list[Path], *, set_aside: bool = False) -> list[Path]:
+    paths = [path for folder in folders for path in paths_of(folder, set_aside=set_aside)]
     if not paths:
         fail(f"there is no checkpoint in {', '.join(map(str, folders))}")
     return paths

@@ -131,6 +131,8 @@ class Membership:
         # Guarded by _lock, the members too: callers get copies. In order of joining.
         self._members: dict[str, Member] = {}
         self.num_alive = 0
+        # The lives that have ended, over all workers.
+        self.num_ended = 0
         # How many workers the job has; 0 for not known.
         self.expected_workers = expected_workers
         self._expectation = Expectation(expected_workers)
@@ -202,6 +204,7 @@ class Membership:
                 member.replica, member.parts = replica, parts
             else:
                 self._members.pop(worker_id, None)
+                self.num_ended += before[0]
             self._members[worker_id] = member
             self._moved(member, before=before)
             if replica or parts:
@@ -635,6 +638,7 @@ class Membership:
         if now != before:
             self._roster = None
             self.num_alive += now[0] - before[0]
+            self.num_ended += before[0] > now[0]
 
     def _forget_unheard(self, now: float) -> bool:
         """Forget one worker that called only Hello and has been silent since; return False if there is none."""

@@ -98,7 +98,7 @@ class Shard:
         self.version = version
         self.examples = examples
         # How often something changed that no version says: the ledger, gradients that wait, rates.
-        self.moves = 0
+        self.moves = self.durable_moves = 0
         self.finished = False
         self._parameters = take(parameters)
         self._readable = read_only(self._parameters)

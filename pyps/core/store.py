@@ -76,8 +76,9 @@ class Store(Protocol):
     version: int
     # With the version it says whether anything has changed that a checkpoint holds.
     moves: int
-    # The newest version that a checkpoint holds. Set by the checkpoint's writer.
+    # The newest version that a checkpoint holds, and the moves by then. Set by the checkpoint's writer.
     durable_version: int
+    durable_moves: int
     # The number of examples behind the applied gradients.
     examples: int
     behaviour: Behaviour

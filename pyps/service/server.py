@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pyps import _kernels, logs
 from pyps.config import ConfigError, ServerConfig
+from pyps.core.store import Store
 from pyps.run.handshake import RunState
 from pyps.run.observers import Standstill
 from pyps.run.run import SOFTWARE, Run
@@ -49,7 +50,7 @@ from pyps.service.tls import Tls
 from pyps.service.transport import Host, Transport
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
-from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
+from pyps.storage.checkpoint import CheckpointError
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.parameter_file import ParameterFile
 from pyps.storage.update_log import UpdateLog
@@ -383,14 +384,14 @@ class Server:
         next_at = self._clock() + self._config.checkpoint_seconds
         progress: tuple[int, dict[int, int]] | None = None
         saved_end = progress
-        num_alive = 0
+        num_ended = 0
         while True:
             await asyncio.sleep(TICK_SECONDS)
             over = self._run.done or self._run.state == RunState.FINISHED
             before, progress = progress, (self._run.content.epoch, _versions(self._run))
-            before_alive, num_alive = num_alive, self._run.membership.num_alive
+            ended_before, num_ended = num_ended, self._run.membership.num_ended
             # The pushes that a worker keeps are gone with it.
-            has_left = self._config.resends and num_alive < before_alive
+            has_left = self._config.resends and num_ended > ended_before
             due = self._clock() >= next_at or self._is_unsaved() or has_left
             # Other shards of the last push may still be under way: an end is saved once nothing changes any more.
             at_end = over and progress == before and (due or progress != saved_end)
@@ -432,7 +433,7 @@ class Server:
         """Write a checkpoint where there is a folder and a run; return False when it failed, which ends nothing."""
         if self._checkpoints is None or self._run.content.partition is None or self._run.measures:
             return True
-        if only_changes and _holds(self._checkpoints.newest, self._run):
+        if only_changes and self._checkpoints.newest and all(map(_is_durable, self._run.content.shards.values())):
             return True
         try:
             self._checkpoints.save(self._run.snapshot)
@@ -552,11 +553,8 @@ def _versions(run: Run) -> dict[int, int]:
     return {shard_id: shard.version for shard_id, shard in run.content.shards.items()}
 
 
-def _holds(checkpoint: Path | None, run: Run) -> bool:
-    try:
-        return checkpoint is not None and Checkpoint(checkpoint).versions == _versions(run)
-    except CheckpointDamaged:
-        return False
+def _is_durable(shard: Store) -> bool:
+    return (shard.version, shard.moves) == (shard.durable_version, shard.durable_moves)
 
 
 def _check_ready_file(path: Path | None) -> None:

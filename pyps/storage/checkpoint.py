@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,10 +160,8 @@ def _read_manifest(path: Path, disk: Disk) -> dict[str, Any]:
         raise CheckpointDamaged(f"{path} is no JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
         raise CheckpointDamaged(f"{path} is not what was written: its checksum differs")
-    if manifest["format_version"] != FORMAT_VERSION:
-        raise CheckpointDamaged(
-            f"{path} has format version {manifest['format_version']}, this software reads {FORMAT_VERSION}"
-        )
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
+        raise CheckpointDamaged(f"{path} has format version {version}, this software reads {FORMAT_VERSION}")
     return manifest
 
 
@@ -183,10 +182,11 @@ class Writer:
         """Write each shard again, as into a new folder."""
         self._written = {}
 
-    def write(self, path: Path, snapshot: Snapshot) -> tuple[int, dict[int, int]]:
+    def write(self, path: Path, snapshot: Snapshot, *, require: Callable[[], bool]) -> int:
         """Write the files of shards that moved, then the manifest; return when all is on the disk.
 
-        Return the bytes written but for the manifest, and each shard's version. Raises OSError or MemoryError.
+        Return the bytes written but for the manifest. Raises OSError or MemoryError, and what `require` raises: it is
+        the folder's `Ownership.require`, called when the files are written.
 
         Shards are copied one at a time, each under its lock, and written before the next: they may be of different
         moments, as asynchronous workers see them anyway, and memory grows by one shard. A coordinator's vectors are of
@@ -214,10 +214,15 @@ class Writer:
                     num_bytes += entry.num_bytes
                 entries.append(entry)
                 written[shard_id] = moves, entry
+        if require():
+            raise OSError(errno.ESTALE, "the folder was made again meanwhile")
         work, positions = snapshot.work, snapshot.positions
         put_manifest(path, snapshot.header, entries, self._disk, machine=state, work=work, positions=positions)
         self._written = written
-        return num_bytes, {entry.shard_id: entry.version for entry in entries}
+        for shard_id, ((_, _, num_moves), entry) in written.items():
+            shard = snapshot.shards[shard_id]
+            shard.durable_version, shard.durable_moves = entry.version, num_moves
+        return num_bytes
 
 
 def _kept(shard_id: int, state: ShardState, machine: VectorMachine | None) -> tuple[ShardState, Mapping[str, Floats]]:

@@ -98,8 +98,9 @@ class CheckpointSet:
                 own = replace(header, epoch=epoch, server_index=server, partition=plan)
                 work = None if server else self.checkpoints[0].work
                 put_manifest(path, own, entries[server], disk, machine=machine, work=work, positions=positions)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoints for {num_servers} servers: {error}") from None
+        except (OSError, MemoryError) as error:
+            reason = error if isinstance(error, OSError) else "the memory does not suffice"
+            raise CheckpointError(f"the checkpoints for {num_servers} servers cannot be written: {reason}") from None
         return [Checkpoint(path, disk) for path in paths]
 
 
@@ -175,25 +176,21 @@ def newest_set(sources: Sequence[Path]) -> CheckpointSet:
 
 
 def folders_of(source: Path) -> list[Path]:
-    """Return the folders of the servers in a job's folder; a server's own stands for itself."""
+    """Return the folders of the servers in a job's folder; a server's own stands for itself. Raises CheckpointError."""
+    try:
+        entries = disk_of(source).sizes(source)
+    except OSError:
+        raise CheckpointError(f"there is no folder {source}") from None
     # A job's folder has server-0, server-1...
-    inside = [
-        source / name
-        for name, size in sorted(disk_of(source).sizes(source).items())
-        if name[:7] == "server-" and size < 0
-    ]
+    inside = [source / name for name, size in sorted(entries.items()) if name[:7] == "server-" and size < 0]
     return inside or [source]
 
 
-def paths_of(source: Path) -> list[Path]:
-    """Return the checkpoints in a folder of a job or a server, each server's newest first. Raises CheckpointError."""
+def paths_of(source: Path, *, set_aside: bool = False) -> list[Path]:
+    """Return the checkpoints in a folder of a job or a server, each server's newest first; see `checkpoint_paths`."""
     if source.suffix == ".json":
         return [source]
-    try:
-        folders = folders_of(source)
-    except OSError:
-        raise CheckpointError(f"there is no folder {source}") from None
-    return [path for folder in folders for path in checkpoint_paths(folder)]
+    return [path for folder in folders_of(source) for path in checkpoint_paths(folder, set_aside=set_aside)]
 
 
 def _checkpoints(source: Path) -> Iterator[Checkpoint]:

@@ -71,12 +71,14 @@ class CheckpointFolder:
         # Why the last try to write one failed, empty where it did not, and how many failed.
         self.failure = ""
         self.failures = 0
-        self._ownership = None if later else self._own()
+        self._ownership: Ownership | None = None
+        if not later:
+            self._own()
 
     def _own(self) -> Ownership:
         path = self.path
         try:
-            ownership = self._disk.own(path)
+            self._ownership = ownership = self._disk.own(path)
         except InUse as error:
             raise CheckpointError(
                 f"the checkpoint folder {path} is in use by {error}: give each server a folder of its own"
@@ -202,12 +204,12 @@ class CheckpointFolder:
 
     def _write(self, snapshot: Snapshot) -> Saved:
         started = time.monotonic()
-        self._ownership = self._ownership or self._own()
+        ownership = self._ownership or self._own()
         try:
-            if self._ownership.require():
+            if ownership.require():
                 self._writer.forget()
             path = self.next_path()
-            num_bytes, versions = self._writer.write(path, snapshot)
+            num_bytes = self._writer.write(path, snapshot, require=ownership.require)
         except (OSError, MemoryError, InUse) as error:
             self._remove_unnamed()
             reason = str(error) if isinstance(error, InUse) else "the memory does not suffice"
@@ -215,8 +217,6 @@ class CheckpointFolder:
             survivor = f"{self.newest} stays the newest" if self._newest_is_there() else "there is none before it"
             raise CheckpointError(f"no checkpoint could be written in {self.path}: {reason}; {survivor}") from None
         self.newest, self.saved_at = path, time.time()
-        for shard_id, version in versions.items():
-            snapshot.shards[shard_id].durable_version = version
         try:
             self.prune(self._keep)
         except (OSError, CheckpointError) as error:
@@ -234,6 +234,8 @@ class CheckpointFolder:
     def _remove_unnamed(self) -> None:
         """Remove what is unfinished, and the files of shards that no checkpoint names, as far as that is possible."""
         try:
+            if self._ownership is not None:
+                self._ownership.require()
             names = self._disk.sizes(self.path)
             files = self._disk.sizes(self.path / SHARDS) if SHARDS in names else {}
             unfinished = [self.path / name for name in names if name.startswith(UNFINISHED)]
@@ -244,8 +246,8 @@ class CheckpointFolder:
             named = set().union(*(files_of(self.path / name, self._disk) for name in manifests))
             for file in sorted(files.keys() - named):
                 self._disk.remove(self.path / SHARDS / file)
-        except FileNotFoundError:
-            # The folder is gone.
+        except (FileNotFoundError, InUse):
+            # The folder is gone, or another server writes there.
             return
         except (OSError, CheckpointDamaged) as error:
             # What a damaged checkpoint names is not known.
@@ -288,15 +290,16 @@ def epoch_of(path: Path, disk: Disk | None = None) -> int:
     return max(epochs)
 
 
-def checkpoint_paths(path: Path, disk: Disk | None = None) -> list[Path]:
-    """Return the checkpoints in a folder, whole or not, newest first. Raises CheckpointError."""
+def checkpoint_paths(path: Path, disk: Disk | None = None, *, set_aside: bool = False) -> list[Path]:
+    """Return the checkpoints in a folder, with those set aside too, newest first. Raises CheckpointError."""
+    pattern = _USED_NAME if set_aside else _NAME
     try:
-        names = [name for name in (disk or disk_of(path)).sizes(path) if _NAME.fullmatch(name)]
+        names = [name for name in (disk or disk_of(path)).sizes(path) if pattern.fullmatch(name)]
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {path} cannot be listed: {error.strerror}; make it readable first"
         ) from None
-    return [path / name for name in sorted(names, key=lambda name: _numbers([name], _NAME), reverse=True)]
+    return [path / name for name in sorted(names, key=lambda name: _numbers([name], pattern), reverse=True)]
 
 
 def _numbers(names: Iterable[str], pattern: re.Pattern[str]) -> list[int]:

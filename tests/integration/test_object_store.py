@@ -54,9 +54,17 @@ def test_a_folder_there_is_like_one_on_a_disk(bucket, tmp_path, root):
     assert run is not None and again.newest == written
     for shard_id, shard in shards.items():
         assert everything(restored(shard, run.shards[shard_id])) == everything(shard)
+    # Of its new owner, whose manifest follows.
+    again._disk.put(path / "shards" / "under way", [b""])
     with pytest.raises(CheckpointError, match="was taken by process"):
         write_checkpoint(folder, shards)
+    assert "under way" in again._disk.sizes(path / "shards")
     again.forget("run-1", reset=lambda name: None)
+    assert again.resume() is None
+    # The next owner comes amid a save, whose files it removes.
+    shards[1].state = lambda: (CheckpointFolder(path), adagrad_shards()[1].state())[1]
+    with pytest.raises(CheckpointError, match="was taken by process"):
+        write_checkpoint(again, shards)
     assert again.resume() is None
     with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
         newest_set([path.parent])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from client_support import gradients_like, make_client, small_model
+from pyps.storage.folder import newest
 from pyps_client import Client, Launch, LocalTraining
 from pyps_wire.common_pb2 import REASON_EPOCH
 from support import ServerThread, Start, checksums, inspect, status_of, wait_until
@@ -254,12 +255,22 @@ def test_a_worker_forgets_what_a_checkpoint_holds_and_says_where_it_keeps_too_li
         assert (client.pull()["w"] == 1 - 13).all()
 
 
-def test_a_worker_that_leaves_takes_nothing_along_that_no_checkpoint_holds(start_server, tmp_path):
-    server = start_server("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "1000")
+@pytest.mark.parametrize("protocol", ["async", "hardsync"])
+def test_a_worker_that_leaves_takes_nothing_along_that_no_checkpoint_holds(start_server, tmp_path, protocol):
+    flags = ("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "1000", "--protocol", protocol)
+    server = start_server(*flags)
+
+    def workers() -> set[str]:
+        saved = newest(tmp_path)
+        states = saved.load().shards.values() if saved else ()
+        return {entry.worker_id for state in states for entry in state.ledger.entries}
+
     with make_client(server.data, worker_id="stays"):
-        with make_client(server.data) as client:
+        wait_until(lambda: newest(tmp_path) is not None, what="the first checkpoint")
+        # Under hardsync it waits for the other's, so that no version tells of it.
+        with make_client(server.data, worker_id="leaves") as client:
             client.push(gradients_like(small_model(), 0))
-        wait_until(lambda: status_of(server).durable_version == 1, what="a checkpoint with its push")
+        wait_until(lambda: workers() == {"leaves"}, what="a checkpoint with its push")
 
 
 def test_servers_that_say_so_let_pushes_be_lost(crashing):

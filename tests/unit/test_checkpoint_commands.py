@@ -1,5 +1,6 @@
 """`pyps checkpoint`: what the commands say of folders, and what they leave in them."""
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,11 @@ def test_a_converted_run_is_exported_as_before_and_what_it_set_aside_is_removed_
     before, after = (load_file(job.parent / f"{name}.safetensors") for name in ("before", "after"))
     assert {name: values.tobytes() for name, values in before.items()} == {n: v.tobytes() for n, v in after.items()}
     assert "server-0: 0 checkpoints removed." in told("prune", job, "--keep", "1")
-    assert "server-0: 4 checkpoints removed." in told("prune", job, "--keep", "1", "--set-aside")
+    told("convert", job, "--servers", 1, "--into", job)
+    lines = told("prune", job, "--keep", "1", "--set-aside").splitlines()
+    # Of the others nothing is left but what was set aside.
+    removed = enumerate(("5 checkpoints", "1 checkpoint", "1 checkpoint"))
+    assert lines == [f"{job}/server-{i}: {number} removed." for i, number in removed]
     assert len([*job.glob("server-*/shards/*")]) == 1
 
 
@@ -88,3 +93,16 @@ def test_an_export_for_torch_is_the_model_too(job, tmp_path):
             name: values.tobytes() for name, values in expected.items()
         }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "job", "safetensors", "torch", "whole"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_no_part(job, tmp_path, form):
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # To the process a file that may not grow is a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+    try:
+        said = told("export", tmp_path / "file", "--checkpoint", job, "--format", form, status=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert f"{tmp_path / 'file'} cannot be written: " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]

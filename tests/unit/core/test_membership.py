@@ -63,7 +63,7 @@ def test_a_later_process_takes_the_name_over_and_the_earlier_ones_farewell_does_
     with pytest.raises(Superseded, match="later process"):
         members.heard("a", 1, now=2.0)
     assert members.leave("a", 1, now=2.0, failed=False) is NONE
-    assert members.num_alive == 1
+    assert (members.num_alive, members.num_ended) == (1, 1)
 
 
 def test_an_earlier_process_gets_the_name_of_a_dead_one_and_not_of_a_live_one(members):
@@ -80,6 +80,7 @@ def test_a_worker_that_leaves_no_longer_counts_and_has_to_say_hello_to_come_back
     assert members.leave("a", 1, now=1.0, failed=True, message="out of memory").departed == ("a",)
     left = known(members, "a")
     assert (left.state, left.message, members.num_alive) == (WorkerState.FAILED, "out of memory", 0)
+    assert members.num_ended == 1
     with pytest.raises(UnknownWorker):
         members.heard("a", 1, now=2.0)
     members.join("a", 1, now=3.0)

@@ -40,7 +40,7 @@ def test_first_parameters_are_held_once_and_the_message_at_hand_beside_them():
 def test_a_restored_model_is_held_once(tmp_path):
     run = serving()
     path = tmp_path / "checkpoint-00000001.json"
-    Writer(tmp_path, Disk()).write(path, run.snapshot())
+    Writer(tmp_path, Disk()).write(path, run.snapshot(), require=lambda: False)
 
     def restored() -> Run:
         fresh = Run(resolve({}, {}, warn=print))
