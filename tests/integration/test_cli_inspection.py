@@ -7,8 +7,6 @@ from concurrent import futures
 
 import grpc
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from pyps.cli import status as status_command
@@ -137,20 +135,6 @@ def test_status_needs_the_token_of_its_servers(start_server, tmp_path):
     assert server.control in shell("status", "--servers", server.control, "--token-file", str(token))
     refused = shell("status", "--servers", server.control, "--token-file", str(tmp_path / "none"), status=2)
     assert "none cannot be read: No such file or directory" in " ".join(refused.split())
-
-
-def test_export_gives_plain_pytorch_the_tensors_under_their_names(start_server, tmp_path):
-    servers = [start_server("--checkpoint-dir", str(tmp_path / f"server-{index}")) for index in range(2)]
-    expected = train(servers)
-    assert shell("save", "--servers", controls(servers)).count("checkpoint-0000000") == 2
-    file = tmp_path / "saved.safetensors"
-    folders = [argument for index in range(2) for argument in ("--checkpoint", str(tmp_path / f"server-{index}"))]
-    assert "5,002 parameters" in shell("export", str(file), *folders)
-    tensors = load_file(file)
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert tensor.dtype is torch.float32
-        np.testing.assert_array_equal(tensor.numpy(), expected[name], strict=True)
 
 
 def test_export_eval_save_and_replay_say_what_they_need(start_server, tmp_path):

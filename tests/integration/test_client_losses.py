@@ -17,8 +17,8 @@ from client_support import (
     start_servers,
 )
 from pyps_client import RunFinished, ServerUnavailable, StateLost
-from pyps_client.push import GroupRate, Plan
-from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
+from pyps_client.push import GroupRate
+from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from support import inspect, wait_until
 
 MakeProxy = Callable[[str], CuttingProxy]
@@ -59,50 +59,6 @@ def test_a_push_over_a_lost_connection_is_applied_exactly_once(start_server, mak
                 reference.check(client.pull())
             assert set(client.session.held_versions.values()) == {step + 1}
     assert proxy.num_cuts == 8
-
-
-def test_workers_go_on_after_kill_and_resume(start_server_process, tmp_path):
-    """What was applied after the checkpoint is gone, and said so by a new epoch; training goes on from there."""
-    tensors = small_model()
-    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--durability", "none"]
-    server = start_server_process(*checkpoints)
-    client = make_client(server.data)
-    for step in range(3):
-        client.push(gradients_like(tensors, step))
-        client.pull()
-    at_checkpoint = client.pull()
-    port = server.data.rsplit(":", 1)[1]
-    server.terminate()
-    with ThreadPoolExecutor(1) as pool:
-        pushing = pool.submit(client.push, gradients_like(tensors, 3))
-        restarted = start_server_process(*checkpoints, "--resume", "--port", port)
-        refused = pushing.result(60)
-
-    # The gradient was of another epoch's parameters: refused, and the client has pulled by itself.
-    assert {receipt.reason for receipt in refused} == {REASON_EPOCH}
-    assert not client.session.pull_needed
-    assert client.session.held_versions.epochs == (1,)
-    assert client.refused == {}
-    resumed = client.pull()
-    for name, tensor in at_checkpoint.items():
-        np.testing.assert_array_equal(resumed[name], tensor)
-
-    client.push(gradients_like(tensors, 4))
-    client.pull()
-    restarted.kill()
-    start_server_process(*checkpoints, "--resume", "--port", port)
-    refused = client.session.exchange(Plan([client._gradient], [client._parameters]))
-    assert {receipt.reason for receipt in refused} == {REASON_EPOCH}
-    assert client.session.pull_needed
-    resumed = client.pull()
-
-    assert client.session.epoch == 2
-    assert client.session.held_versions.epochs == (2,)
-    for name, tensor in at_checkpoint.items():
-        np.testing.assert_array_equal(resumed[name], tensor)
-    receipts = client.push(gradients_like(tensors, 5))
-    assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
-    client.close()
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -14,7 +14,8 @@ import torch
 from client_support import gradients_like, make_client, small_model
 from pyps.storage.folder import newest
 from pyps_client import Client, Launch, LocalTraining
-from pyps_wire.common_pb2 import REASON_EPOCH
+from pyps_client.push import Plan
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
 from support import ServerThread, Start, checksums, inspect, status_of, wait_until
 from training import backward, batches, mlp, parameters_of, remote
 
@@ -281,4 +282,12 @@ def test_servers_that_say_so_let_pushes_be_lost(crashing):
         doomed.crash()
         receipts = client.push(gradients_like(small_model(), 2))
         assert {receipt.reason for receipt in receipts} == {REASON_EPOCH}
+        # The client has pulled by itself, and goes on.
+        assert not client.session.pull_needed and client.session.held_versions.epochs == (1,) and not client.refused
         assert {version for version, _ in checksums(doomed.server.control).values()} == {0}
+        steps(client, 1)
+        doomed.crash()
+        refused = client.session.exchange(Plan([client._gradient], [client._parameters]))
+        assert {receipt.reason for receipt in refused} == {REASON_EPOCH} and client.session.pull_needed
+        client.pull()
+        assert {receipt.outcome for receipt in client.push(gradients_like(small_model(), 3))} == {OUTCOME_APPLIED}

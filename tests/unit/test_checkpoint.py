@@ -35,26 +35,10 @@ from shards import (
     restored,
     restored_run,
     roster,
-    waiting,
     write_checkpoint,
 )
 
 folder = checkpoint_folder
-
-
-def test_a_restored_run_is_the_same_bit_for_bit(folder: CheckpointFolder) -> None:
-    shards = adagrad_shards()
-    write_checkpoint(folder, shards)
-    run = folder.resume()
-    assert run is not None
-    assert run.header == HEADER
-    assert [state.examples for state in run.shards.values()] == [70, 105]
-    for shard_id, shard in shards.items():
-        before, after = shard.state(), run.shards[shard_id]
-        assert (after.version, after.ledger) == (before.version, before.ledger)
-        assert after.learning_rate == before.learning_rate == 0.1
-        assert after.parameters.tobytes() == before.parameters.tobytes()
-        assert after.slots["accumulator"].tobytes() == before.slots["accumulator"].tobytes()
 
 
 def test_a_protocol_that_is_told_anew_brings_its_policy_and_no_other_changes_it(folder: CheckpointFolder) -> None:
@@ -94,17 +78,6 @@ def test_a_run_comes_back_under_backup_workers_where_one_gradient_waits(folder: 
         assert run.rounds.behaviour.aggregation.text == "backup:b=1", kept
 
 
-def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:
-    shards = {
-        shard_id: make_shard(np.zeros(16), shard_id=shard_id, rule="adagrad", settings={}, pending=pending)
-        for shard_id, pending in enumerate((waiting(1.5), (), waiting(2.5, 3.5)))
-    }
-    write_checkpoint(folder, shards)
-    run = folder.resume()
-    assert run is not None
-    assert [state.pending for state in run.shards.values()] == [waiting(1.5), (), waiting(2.5, 3.5)]
-
-
 def test_a_manifest_says_which_file_has_which_shard(folder: CheckpointFolder) -> None:
     shards = adagrad_shards()
     path = write_checkpoint(folder, shards)
@@ -140,6 +113,7 @@ def test_only_a_shard_that_has_moved_is_written_again(folder: CheckpointFolder, 
     assert [name[:12] for name in third - first] == ["shard-000000"] and len(third & first) == 1
     assert 0 < saved.num_bytes < Checkpoint(saved.path).num_bytes
     read = Checkpoint(saved.path).load()
+    assert read.header == header
     for shard_id, shard in shards.items():
         again = restored(shard, read.shards[shard_id], epoch=3, shard_id=shard_id)
         assert everything(again) == everything(shard)

@@ -68,25 +68,6 @@ def restored_driver(restored: RestoredRun) -> Driver:
     return Driver(machine, shards)
 
 
-def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder):
-    driver = begun()
-    for k in (1, 2, 3):
-        iterate(driver, k)
-    save(folder, driver)
-
-    again = restored_driver(folder.resume())
-
-    assert again.machine.names == ("g", "s2", "s3", "x", "y2", "y3")
-    assert (again.machine.iteration, again.machine.text) == (3, "state 3")
-    assert again.epoch == 2
-    for name in again.machine.names:
-        assert again.held(name).tobytes() == driver.held(name).tobytes()
-    again.make("one", np.ones(SIZE))
-    again.execute(Instruction(Operation.ALLOC, target="t"))
-    iterate(again, 4)
-    assert again.machine.names == ("g", "one", "s3", "s4", "t", "x", "y3", "y4")
-
-
 def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder):
     driver = begun()
     iterate(driver, 1)
