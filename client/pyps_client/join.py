@@ -158,10 +158,12 @@ class Handshake:
         if as_observer:
             request.role = ROLE_OBSERVER
         reply = channel.call("Hello", request, HelloReply, timeout_seconds=timeout_seconds)
+        if reply.state == RUN_STATE_DRAINING:
+            connection.note_standby(reply.standby)
+            words = f"{reply.standby} serves the run in its place" if reply.standby else "the server is shutting down"
+            raise LinkLost(words)
         if request.role == ROLE_WORKER:
             connection.greeted(self.sender, reply)
-        if reply.state == RUN_STATE_DRAINING:
-            raise LinkLost("the server is shutting down")
         connection.answered(reply)
         if request.role == ROLE_WORKER:
             self._on_hello(connection, reply)

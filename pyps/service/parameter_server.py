@@ -12,8 +12,9 @@ from functools import partial
 from typing import TypeVar
 
 from pyps.roles import HELLO_AS_WORKER, Role
-from pyps.run.handshake import Greeting, check_name
+from pyps.run.handshake import Greeting, RunState, check_name
 from pyps.run.initialization import Initialization
+from pyps.run.run import SOFTWARE
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.limits import check_message_bytes
@@ -24,6 +25,7 @@ from pyps.service.waiting import LongPoll, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import codec_numbered
+from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import InvalidArgument
 
 # Figures that a worker may report.
@@ -46,7 +48,14 @@ class ParameterServer:
         self._transports = transports
 
     async def Hello(self, message: bytes, context: Call) -> bytes:
-        """Let a caller join or observe the run."""
+        """Let a caller join or observe the run, or tell it who serves it."""
+        if elsewhere := self._run.elsewhere:
+            return wire.HelloReply(
+                protocol_version=PROTOCOL_VERSION,
+                software=SOFTWARE,
+                state=int(RunState.DRAINING),  # type: ignore[arg-type]
+                standby=elsewhere,
+            ).SerializeToString()
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, term = await self._off_loop_where(large, partial(self._welcome, message, context.role))
         offers = [await transport.offer(greeting) for transport in self._transports]

@@ -152,6 +152,8 @@ class Server:
         )
         self._primary = Primary(self._run, self._host.feed, partial(Link, config))
         self._primary.on_fenced = self.stop
+        if self._checkpoints is not None:
+            self._primary.on_guard = self._checkpoints.note_standby
         self._primary.on_request = partial(self.stop, "its standby takes over by an operator's word")
         # Of a server that was started as a standby.
         self._follower: Follower | None = None
@@ -174,7 +176,7 @@ class Server:
         metrics = MetricsServer(collector, self._host)
         addresses = self._bind(control, metrics)
         self._stand_by(addresses)
-        self._resume()
+        self._resume(addresses)
         self._add_inspector(control.server, addresses)
         services = self._services(addresses)
         self._set_health(_Health.SERVING)
@@ -250,7 +252,7 @@ class Server:
             log.error("this standby takes over without its folder for checkpoints", reason=error)
             return restored
 
-    def _resume(self) -> None:
+    def _resume(self, addresses: Addresses) -> None:
         """Restore the newest checkpoint where that is asked for; else take the first parameters from their file."""
         restored, file = None, self._config.init_from
         if self._checkpoints is None or self._follower is not None:
@@ -262,8 +264,10 @@ class Server:
             restored = self._checkpoints.resume()
             if restored is None:
                 log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
-        if restored is not None:
+        if restored is not None and self._checkpoints is not None:
             self._run.restore(restored)
+            if (standby := self._checkpoints.standby) not in ("", addresses.data):
+                self._primary.resume(standby)
         if file is not None and restored is None:
             self._run.source = ParameterFile(file)
         elif file is not None:

@@ -265,6 +265,25 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
         return replace(restored, header=replace(restored.header, epoch=epoch))
 
+    @property
+    def standby(self) -> str:
+        """Where the standby of this folder's server was found last, if it could take over; "" for none."""
+        try:
+            return self._disk.read(self.path / "standby").decode().strip()
+        except OSError:
+            return ""
+
+    def note_standby(self, address: str) -> None:
+        """Note, durably, where the server's standby is; "" for none. A later life asks it before it serves."""
+        try:
+            if address:
+                self._disk.put(self.path / "standby", [f"{address}\n".encode()])
+            else:
+                self._disk.remove(self.path / "standby")
+            self._disk.sync_folder(self.path)
+        except OSError as error:
+            log.warning("the standby is not noted", folder=self.path, reason=error.strerror)
+
 
 def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:
     """Return the newest checkpoint in a folder whose manifest and files are there, or None. Takes no lock."""

@@ -82,6 +82,7 @@ class Follower:
         self._news = asyncio.Event()
         self._backlog_bytes = 0
         self._drained = asyncio.Event()
+        run.elsewhere = link.address
         run.refuse(f"this server is a standby of {link.address} and serves only once that has ended")
 
     @property
@@ -114,11 +115,19 @@ class Follower:
         await self._take_over()
         await self._keep_telling()
 
-    def give_up(self) -> None:
-        """Take over only after having followed again: the server lives, and goes on without this one."""
-        if not self._reason and self._is_whole:
-            log.warning("the server lives and goes on alone: this standby begins again", server=self._link.address)
-            self._is_whole = False
+    def takes_over(self, epoch: int) -> bool:
+        """Answer the server, which has lost sight of this standby, whether that takes its place.
+
+        A server in the epoch that is followed lives, and goes on alone: then this standby takes over only after having
+        followed again. One in another epoch has begun again, and lacks what is here.
+        """
+        if not self._reason and self._is_whole and self._shards is not None:
+            if epoch != self._shards.header.epoch:
+                self._reason = "it has begun again without what it had answered"
+            else:
+                log.warning("the server lives and goes on alone: this standby begins again", server=self._link.address)
+                self._is_whole = False
+        return bool(self._reason)
 
     def promote(self, *, validate_only: bool = False) -> None:
         """Take over by an operator's word; a server that lives hands over first. Raises PypsError where it cannot."""
@@ -276,6 +285,7 @@ class Follower:
         await asyncio.to_thread(lambda: self._run.restore(self._claim(shards.given_up())))
         if shards.finished:
             self._run.finish("it had finished before")
+        self._run.elsewhere = ""
         self._run.refuse("")
         self.has_taken_over = True
         self._took_over.set()

@@ -41,6 +41,8 @@ class Primary:
         self.on_fenced: Callable[[str], None] = lambda reason: None
         # The standby asks for its turn.
         self.on_request: Callable[[], None] = lambda: None
+        # Notes the standby for later lives of this server, on a thread.
+        self.on_guard: Callable[[str], None] = lambda address: None
         # A random name of this life.
         self._life = secrets.token_hex(8)
         # Where the standby is found; "" for none.
@@ -52,6 +54,8 @@ class Primary:
         self._ending: asyncio.Task[None] | None = None
         # Finds out what became of a standby that was lost while answers waited for it.
         self._finding: asyncio.Task[None] | None = None
+        # Whether this server has just begun again, and serves nobody until that is found out.
+        self.is_withheld = False
         # Whether the standby has taken over, or is about to by this server's own word.
         self.handed_over = False
         self.fenced = ""
@@ -62,7 +66,7 @@ class Primary:
         feed = self._feed
         if self.fenced or not self.address:
             return self.fenced
-        if not feed.guards:
+        if not (feed.guards or self.is_withheld):
             return f"{self.address} is receiving the shards"
         if self._following is None:
             return f"no word from {self.address}: nothing is answered until it says whether it has taken over"
@@ -159,6 +163,7 @@ class Primary:
                 while feed.received < number:
                     await asyncio.sleep(WAIT_SECONDS)
             feed.add_work(run.work)
+            await asyncio.to_thread(self.on_guard, self.address)
             feed.guard(True)
             feed.add(Line({"event": "synced"}))
             run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
@@ -206,6 +211,12 @@ class Primary:
 
     # When the standby is lost.
 
+    def resume(self, address: str) -> None:
+        """Serve nobody until it is known whether the standby of a former life of this server has taken over."""
+        self.address, self.is_withheld = address, True
+        self._run.refuse(f"this server has begun again, and asks its standby, {address}, whether that has taken over")
+        self._finding = asyncio.create_task(self._find())
+
     async def _find(self) -> None:
         """Find out whether the standby has ended, has taken over, or neither; answers wait until that is known."""
         run, address, said_at = self._run, self.address, 0.0
@@ -238,6 +249,9 @@ class Primary:
         if self._finding is not None:
             self._finding.cancel()
             self._finding = None
+        if self.is_withheld:
+            self.is_withheld = False
+            self._run.refuse("")
 
     def _go_on(self, why: str) -> None:
         """Serve without a standby."""
@@ -245,14 +259,17 @@ class Primary:
         self._run.rounds.followed = False
         self._feed.guard(False)
         self._run.events.add("standby", f"the server goes on alone: {why}", warning=True, address=self.address)
+        asyncio.get_running_loop().run_in_executor(None, self.on_guard, "")
         self.address = self._run.standby = ""
 
     def fence(self, address: str, epoch: int) -> None:
         """Give way to the server that has taken over, for good."""
+        self.is_withheld = False
         self._stop_finding()
         run_id = self._run.content.run_id
         self.fenced = f"{address} has taken over run {run_id!r} under epoch {epoch}: this server serves it no more"
         self._feed.fence(self.fenced)
+        self._run.elsewhere = address
         self._run.refuse(self.fenced)
         self._run.events.add("standby", self.fenced, warning=True)
         self.on_fenced(self.fenced)
@@ -299,8 +316,13 @@ class StandbyService:
         content, standby = self._run.content, self._standby
         reply = wire.MeetReply(epoch=content.epoch, has_taken_over=standby is not None and standby.has_taken_over)
         if not request.has_taken_over:
-            if standby is not None:
-                standby.give_up()
+            if standby is not None and not standby.has_taken_over:
+                reply.has_taken_over = standby.takes_over(request.epoch)
+                reply.epoch = request.epoch
+            elif content.run_id == request.run_id:
+                # It may have begun again itself since it took over.
+                serves = not self._primary.is_withheld
+                reply.has_taken_over |= content.epoch > request.epoch - serves
         # Of two under one epoch, the one that was started again from a checkpoint gives way.
         elif (
             (standby is None or standby.has_taken_over)

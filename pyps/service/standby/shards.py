@@ -45,16 +45,16 @@ class FollowedShards:
         if line["event"] == "piece":
             self._add_piece(shard_id, payload)
             return True
-        if shard_id in self._differs:
-            return True
         try:
             is_same = self._follow(self._shards[shard_id], line, payload)
         except Exception:
             # Whatever it is, the server has done it: the shard comes again.
             is_same = False
-        if not is_same:
-            self._differs.add(shard_id)
-        return is_same
+        if is_same or shard_id in self._differs:
+            # One that differs goes on meanwhile: it may have to be taken over as it is.
+            return True
+        self._differs.add(shard_id)
+        return False
 
     def _add_piece(self, shard_id: int, payload: bytes | memoryview) -> None:
         about, pieces = self._pieces[shard_id]
