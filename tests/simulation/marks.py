@@ -28,6 +28,10 @@ WANTED = (
         for part in ("", "=")
     ),
     *(f"hold {method}" for method in ("Push", "Exchange", "Pull=", "Push=")),
+    # A server or its standby ends or stands still, their connection breaks, and the standby takes over.
+    *(f"{kind} {doing}" for kind in ("crash", "power", "stop", "pause") for doing in ("guarded", "following")),
+    *(f"{kind} Follow{part}" for kind in ("cut", "late") for part in ("", "=")),
+    *("hold following", "hold guarded", "flip following", "takeover"),
     # A worker ends wherever it is.
     *(f"kill {doing}" for doing in ("connecting", "computing", "pushing", "exchanging", "pulling", "leaving")),
     # No room for each step of a checkpoint.

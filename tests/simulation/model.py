@@ -33,6 +33,8 @@ class Model:
         # Of each shard's later lives, by epoch: the epoch and the version that it goes on from. And all lives.
         self.parents: dict[tuple[int, int], tuple[int, int]] = {}
         self.lives: dict[int, list[int]] = defaultdict(lambda: [0])
+        # The lives of shards that began with all that the life before had answered.
+        self.takeovers: set[tuple[int, int]] = set()
         self.problems: list[str] = []
 
     def see(self, who: str, shard: int, epoch: int, version: int, state: State) -> None:
@@ -111,10 +113,16 @@ class Model:
             elif epoch in line and version <= line[epoch]:
                 taken = receipt.version_after if receipt.outcome == OUTCOME_APPLIED else receipt.min_version
                 counts = receipt.outcome == OUTCOME_APPLIED or (receipt.outcome == OUTCOME_PENDING and taken)
-                # What a later life does again counts there.
-                counts = counts and taken <= line[epoch]
+                # What a later life does again counts there; what a standby took over counts as it was.
+                counts = counts and (taken <= line[epoch] or self._is_promised(shard, seen_in, epoch))
                 if counts and is_in != (version >= taken):
                     self._wrong(f"{what} made version {taken}, and is {'' if is_in else 'not '}in {where}")
+
+    def _is_promised(self, shard: int, epoch: int, former: int) -> bool:
+        """Return whether an epoch holds all that was answered in a former one, by takeovers alone."""
+        while epoch > former and (shard, epoch) in self.takeovers:
+            epoch, _ = self.parents[shard, epoch]
+        return epoch == former
 
     def _wrong(self, what: str) -> None:
         self.problems.append(what)

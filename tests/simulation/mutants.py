@@ -43,6 +43,11 @@ class Mutant:
 _SHARD, _FOLDER = "pyps.core.shard:Shard", "pyps.storage.folder:CheckpointFolder"
 _LOOKUP = "self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)"
 _RECORD = "self._ledger.record(gradient.worker_id, gradient.incarnation, receipt, roster=roster)"
+_STANDBY = "pyps.service.standby"
+_PUSH = "made = shard.push(gradient, roster=roster).receipt"
+_PUSH_TWICE = (
+    f"{_PUSH}\n            shard.push(gradient._replace(sequence=gradient.sequence + 1_000_000), roster=roster)"
+)
 _WRITER, _MANIFEST = "pyps.storage.checkpoint:Writer.write", "pyps.storage.checkpoint:put_manifest"
 
 MUTANTS = (
@@ -147,5 +152,76 @@ MUTANTS = (
         "pyps_client.push:Outgoing._take",
         "reply.epoch == held.epoch",
         "True",
+    ),
+    Mutant(
+        "a push is answered before the standby has received it",
+        "pyps.service.conversation:Conversation._release",
+        "self._feed.guards and",
+        "False and",
+    ),
+    Mutant("a standby makes an update twice", f"{_STANDBY}.shards:FollowedShards._follow", _PUSH, _PUSH_TWICE),
+    Mutant("events overtake others", f"{_STANDBY}.feed:Feed.add", "_queue.append(event)", "_queue.appendleft(event)"),
+    Mutant(
+        "a server whose place was taken goes on",
+        f"{_STANDBY}.primary:StandbyService.Meet",
+        "self._primary.fence(request.address, request.epoch)",
+        "pass",
+    ),
+    Mutant(
+        "a server that finds its place taken goes on",
+        f"{_STANDBY}.primary:Primary._find",
+        "self.fence(address, reply.epoch)",
+        'self._go_on("it lives")',
+    ),
+    Mutant(
+        "a silent standby is taken for one that has ended",
+        f"{_STANDBY}.primary:Primary._find",
+        "await look(address) is Found.REFUSED",
+        "True",
+    ),
+    Mutant(
+        "a standby takes over under its server's epoch",
+        f"{_STANDBY}.shards:FollowedShards.given_up",
+        "self.header, {}",
+        "dataclasses.replace(self.header, epoch=self.header.epoch - 1), {}",
+    ),
+    Mutant(
+        "a shard that differs stays so",
+        f"{_STANDBY}.follower:Follower._applied",
+        "self._again.append(shard_id)",
+        "pass",
+    ),
+    Mutant(
+        "answers go before the standby has all shards", f"{_STANDBY}.primary:Primary._serve", "feed.guard(True)", "pass"
+    ),
+    Mutant(
+        "a standby waits for a silent server for ever",
+        f"{_STANDBY}.follower:Follower._look",
+        "silent_seconds >= self._lease_seconds",
+        "False",
+    ),
+    Mutant(
+        "a server that begins again does not ask its standby",
+        "pyps.service.server:Server._resume",
+        "self._primary.resume(standby)",
+        "pass",
+    ),
+    Mutant(
+        "a standby does not say who serves",
+        "pyps.service.parameter_server:ParameterServer.Hello",
+        "elsewhere := self._run.elsewhere",
+        'elsewhere := ""',
+    ),
+    Mutant(
+        "gradients that wait are not taken over",
+        f"{_STANDBY}.shards:FollowedShards.given_up",
+        "states[shard_id] = shard.given_up()",
+        "states[shard_id] = dataclasses.replace(shard.given_up(), pending=())",
+    ),
+    Mutant(
+        "receipts are not taken over",
+        f"{_STANDBY}.shards:FollowedShards._follow",
+        "made = shard.push(gradient",
+        "made = shard.push(gradient._replace(sequence=gradient.sequence + 1_000_000)",
     ),
 )

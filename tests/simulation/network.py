@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pyps.service.standby.link import ANSWER_SECONDS, Found
 from tests.simulation.world import Process, Thread, Waiter, World, wake_all
 
 # Messages on their way to a caller that does not take them; then the sender waits.
@@ -54,6 +55,8 @@ class Network:
         self.slowness: dict[tuple[str, str], float] = {}
         # By caller and address: a stream of delays, so that a plan with less in it goes alike elsewhere.
         self.randoms: dict[tuple[str, str], random.Random] = {}
+        # Machines that are gone, until when: nobody says that nothing listens there.
+        self.gone_until: dict[str, float] = {}
         # Called with each message before it leaves: the link, its direction, the method, whether it is a call's end.
         self.on_message: Callable[[Link, bool, str, int], None] = lambda link, up, method, size: None
         # Whole calls that were made, for later repetition.
@@ -66,6 +69,16 @@ class Network:
     def _release(self) -> None:
         for link in list(self.links):
             link.release()
+
+    async def look(self, address: str) -> Found:
+        """Answer the question of a server whether another one listens."""
+        assert self.world.process is not None
+        asks = self.world.process.name, address
+        if max(self.held_until.get(asks, 0.0), self.gone_until.get(address, 0.0)) > self.world.now:
+            await asyncio.sleep(ANSWER_SECONDS)
+            return Found.SILENT
+        await asyncio.sleep(0.002)
+        return Found.OPEN if address in self.servers else Found.REFUSED
 
     def repeat(self, link: Link, path: str, message: bytes) -> None:
         """Deliver a message once more, as what kept a copy of it might: nobody takes the answer."""
@@ -82,7 +95,7 @@ class Link:
     def __init__(self, network: Network, client: Process, address: str):
         self.network, self.client, self.address = network, client, address
         self.key = client.name, address
-        self.broken = False
+        self.broken = self._brings_late = False
         # Why, once its calls fail.
         self.reason = ""
         # Whether it fails without a word to the client, as where a machine vanished.
@@ -116,7 +129,7 @@ class Link:
         world.at(arrival - world.now, None, partial(self._arrive, up, deliver))
 
     def _arrive(self, up: bool, deliver: Callable[[], None]) -> None:
-        if self.broken and not up:
+        if self.broken and (not up or not self._brings_late):
             return
         if up:
             server = self.network.servers.get(self.address)
@@ -148,9 +161,8 @@ class Link:
         world, network = self.network.world, self.network
         network.links.remove(self)
         self._waiting.clear()
-        if late is None:
-            # What was on its way is lost.
-            self._arrive = lambda up, deliver: None  # type: ignore[method-assign]
+        # Else what was on its way is lost.
+        self._brings_late = late is not None
         world.note("cut", *self.key, reason, "" if late is None else f"late {late:g}")
         for call in list(self.calls):
             self.client.at(0.001, partial(call.end, Code.UNAVAILABLE, reason))
@@ -334,6 +346,92 @@ class Channel:
             for call in list(self._link.calls):
                 call.cancel()
             self._network.world.at(0.001, None, partial(self._link.cut, "the channel was closed"))
+
+
+class AioWaiter:
+    """A coroutine that is parked."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(self) -> bool:
+        if self.future.done():
+            return False
+        self.future.set_result(None)
+        return True
+
+
+class AioCall:
+    """A call of a server to another one, as grpc.aio's."""
+
+    def __init__(self, call: Rpc):
+        self._call = call
+        call.begin()
+
+    async def _woken(self) -> None:
+        waiter = AioWaiter()
+        self._call._waiters.append(waiter)  # type: ignore[arg-type]
+        try:
+            await waiter.future
+        except asyncio.CancelledError:
+            # As gRPC does.
+            self.cancel()
+            raise
+
+    async def read(self) -> Any:
+        call = self._call
+        while not (call._replies or call._ended):
+            await self._woken()
+        if call._error is not None and not call._replies:
+            raise call._error
+        return call.__next__() if call._replies else grpc.aio.EOF
+
+    async def write(self, message: bytes) -> None:
+        if self._call._ended:
+            raise self._call._error or asyncio.InvalidStateError("RPC already finished.")
+        self._call.send(message)
+        await asyncio.sleep(0.0005)
+
+    async def code(self) -> None:
+        while not self._call._ended:
+            await self._woken()
+
+    async def result(self, message: bytes) -> Any:
+        self._call.send(message)
+        self._call.half_close()
+        while not self._call._ended:
+            await self._woken()
+        if self._call._error is not None:
+            raise self._call._error
+        return self._call.__next__()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AioChannel:
+    """A server's grpc.aio.Channel to another one."""
+
+    def __init__(self, network: Network, address: str):
+        process = network.world.process
+        assert process is not None
+        self._link = Link(network, process, address)
+
+    def stream_stream(self, path: str) -> Any:
+        return lambda metadata: AioCall(Rpc(self._link, path))
+
+    def unary_unary(self, path: str, serialize: Any, parse: Any) -> Any:
+        return lambda request, timeout, metadata: AioCall(Rpc(self._link, path, timeout, parse)).result(
+            serialize(request)
+        )
+
+    async def __aenter__(self) -> AioChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for call in list(self._link.calls):
+            call.cancel()
+        self._link.network.world.at(0.001, None, partial(self._link.cut, "the channel was closed"))
 
 
 class GrpcServer:

@@ -28,6 +28,8 @@ KINDS = {
     "jump": 2,
     # A server's disk has no room for some operations.
     "full": 3,
+    # A number of a standby's changes in its memory.
+    "flip": 3,
 }
 # What they meet: a message of the network by number, an operation of the server's disk, or a time.
 # A server that finds no room begins again until there is.
@@ -72,11 +74,18 @@ class Plan:
     faults: tuple[Fault, ...]
     # How the servers end at last: by a crash, without power, or asked to.
     final: str
+    # Whether each server has a standby, which follows it under another number; on the same machine, so that a refused
+    # connection is an end; and whether a server is started again in the old way where its standby may have taken over.
+    standby: bool = False
+    near: bool = False
+    unaware: bool = False
 
     def __str__(self) -> str:
         what = (
             f"{self.num_servers} servers, {self.protocol}, steps {self.steps}, save every {self.checkpoint_seconds} s"
         )
+        if self.standby:
+            what += f", standbys {'near' if self.near else 'far'}{', unaware' if self.unaware else ''}"
         return "\n  ".join([f"seed {self.seed}: {what}", *map(str, self.faults)])
 
     def smaller(self) -> Iterator[Plan]:
@@ -92,6 +101,10 @@ class Plan:
                 yield replace(self, steps=steps[:-1])
             if count > 1:
                 yield replace(self, steps=(*steps[:place], count // 2, *steps[place + 1 :]))
+        if self.standby:
+            yield replace(self, standby=False)
+        if self.unaware:
+            yield replace(self, unaware=False)
         if self.switch_share:
             yield replace(self, switch_share=0.0)
         if self.final == "power":
@@ -112,7 +125,8 @@ class Plan:
 
 def draw(seed: int) -> Plan:
     r = random.Random(seed)
-    num_servers, num_workers = r.choice((1, 1, 2)), r.choice((1, 2, 2, 3))
+    standby = seed % 3 == 2
+    num_servers, num_workers = 1 if standby else r.choice((1, 1, 2)), r.choice((1, 2, 2, 3))
     protocol = r.choice(PROTOCOLS if num_servers == 1 else PROTOCOLS[:-1])
     return Plan(
         seed=seed,
@@ -122,15 +136,18 @@ def draw(seed: int) -> Plan:
         steps=tuple(r.randint(3, 10) for _ in range(num_workers)),
         exchange_share=r.choice((0.0, 0.5, 1.0)),
         switch_share=r.choice((0.0, 0.02)),
-        faults=_faults(r, num_servers, num_workers),
+        faults=_faults(r, num_servers, num_workers, standby=standby),
         final=r.choice(("crash", "power", "stop")),
+        standby=standby,
+        near=r.random() < 0.5,
+        unaware=r.random() < 0.3,
     )
 
 
-def _faults(r: random.Random, num_servers: int, num_workers: int) -> tuple[Fault, ...]:
+def _faults(r: random.Random, num_servers: int, num_workers: int, *, standby: bool) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     for _ in range(r.choice((0, 1, 1, 2, 2, 3, 4))):
-        fault = _fault(r, num_servers, num_workers)
+        fault = _fault(r, num_servers, num_workers, standby=standby)
         if faults and r.random() < 0.5 and faults[-1].meets == "message" and fault.kind in BY_MESSAGE:
             # Soon after the one before, which is not over yet.
             fault = replace(fault, meets="message", place=faults[-1].place + r.randint(0, 12))
@@ -138,10 +155,20 @@ def _faults(r: random.Random, num_servers: int, num_workers: int) -> tuple[Fault
     return tuple(faults)
 
 
-def _fault(r: random.Random, num_servers: int, num_workers: int) -> Fault:
-    kind = r.choices(list(KINDS), KINDS.values())[0]
-    server, worker = r.randrange(num_servers), f"worker-{r.randrange(num_workers)}"
-    of_server = kind in ("crash", "power", "stop", "full") or (kind in ("pause", "jump") and r.random() < 0.6)
+def _fault(r: random.Random, num_servers: int, num_workers: int, *, standby: bool) -> Fault:
+    kinds = KINDS if standby else dict(list(KINDS.items())[:-1])
+    kind = r.choices(list(kinds), kinds.values())[0]
+    places = num_servers * (2 if standby else 1)
+    server, worker = r.randrange(places), f"worker-{r.randrange(num_workers)}"
+    between = standby and kind in ("hold", "slow") and r.random() < 0.6
+    if kind == "flip":
+        server = r.randrange(num_servers, places)
+    of_server = (
+        between
+        or kind == "flip"
+        or kind in ("crash", "power", "stop", "full")
+        or (kind in ("pause", "jump") and r.random() < 0.6)
+    )
     meets = [name for name, kinds in (("message", BY_MESSAGE), ("disk", BY_DISK)) if kind in kinds]
     if not of_server and "disk" in meets:
         meets.remove("disk")
@@ -161,5 +188,5 @@ def _fault(r: random.Random, num_servers: int, num_workers: int) -> Fault:
         place,
         round(seconds, 3),
         delay=r.choice((0.0, 0.001, 0.01, 0.1)) if met == "message" else 0.0,
-        server=server,
+        server=(server + num_servers) % places if between else server,
     )

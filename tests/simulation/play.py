@@ -32,7 +32,7 @@ from pyps_wire.partition import Tensor, partition
 from tests.simulation import world as virtual
 from tests.simulation.disk import Folder, SimDisk
 from tests.simulation.model import Model
-from tests.simulation.network import Channel, GrpcServer, Link, Network
+from tests.simulation.network import AioChannel, Channel, GrpcServer, Link, Network, RpcFailed
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.world import Process, Stuck, World
 
@@ -44,6 +44,8 @@ OPTIMIZER = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters=
 # All faults are over after so long; a call may wait for 60 s, and for 80 s on a connection that is silent.
 SECONDS_MAX = 400.0
 SERVER = {"heartbeat_seconds": 0.7, "lease_seconds": 3.0, "stall_seconds": 90.0, "drain_seconds": 5.0}
+
+CHECKED_VERSIONS = 2
 
 # What the product asks of the system, and what answers instead.
 CLIENT = "pyps_client"
@@ -104,6 +106,25 @@ PATCHES: dict[str, dict[str, Any]] = {
         "_check_ready_file": lambda path: None,
         "give_back_free_memory": lambda: None,
     },
+    "pyps.service.standby.feed": {"threading": virtual.threading, "CHECKED_VERSIONS": CHECKED_VERSIONS},
+    "pyps.service.standby.follower": {
+        "time": virtual.time,
+        "ThreadPoolExecutor": virtual.Pool,
+        "look": lambda address: History.active.network.look(address),
+        "is_loopback": lambda address: History.active.plan.near,
+    },
+    "pyps.service.standby.link": {
+        "grpc": SimpleNamespace(
+            aio=SimpleNamespace(
+                insecure_channel=lambda address, options: AioChannel(History.active.network, address),
+                AioRpcError=RpcFailed,
+            )
+        ),
+    },
+    "pyps.service.standby.primary": {
+        "look": lambda address: History.active.network.look(address),
+        "secrets": SimpleNamespace(token_hex=lambda size: f"{World.active.process.name} {World.active.now}"),
+    },
     "pyps.storage.folder": {"time": virtual.time, "threading": virtual.threading},
 }
 
@@ -123,7 +144,14 @@ def simulated() -> Iterator[None]:
     patches = [
         *((importlib.import_module(name), patch) for name, patch in PATCHES.items()),
         (hosting.Port, {"_keep_room": lambda port: _nothing()}),
-        (pyps.service.server.Server, {"_add_inspector": lambda *_: None, "_announce": lambda *_: None}),
+        (
+            pyps.service.server.Server,
+            {
+                "_add_inspector": lambda *_: None,
+                "_announce": lambda *_: None,
+                "_end_late": lambda server: World.active.process.die("crash", 0.5),
+            },
+        ),
     ]
     try:
         for owner, patch in patches:
@@ -192,14 +220,16 @@ class History:
             else:
                 of = fault.target if fault.meets == "disk" else ""
                 self._met.setdefault((fault.meets, of, int(fault.place)), []).append(fault)
+        # Where each server of the run serves: at its own place, or at its standby's.
+        self.serving = list(range(plan.num_servers))
         # Processes that are to come back, and whether the run was lost before it was saved.
         self.num_returning = 0
-        self.lost = False
+        self.lost = self._is_ending = False
 
     def play(self) -> History:
         """Let everything happen, and check it."""
         plan, world = self.plan, self.world
-        self.servers = [Server(self, index) for index in range(plan.num_servers)]
+        self.servers = [Server(self, place) for place in range(plan.num_servers * (2 if plan.standby else 1))]
         self.workers = [WorkerProcess(self, index) for index in range(len(plan.steps))]
         for process in (*self.servers, *self.workers):
             world.at(world.random.uniform(0.0, 0.3), None, process.start)
@@ -226,21 +256,42 @@ class History:
         return self._are_ready()
 
     def _are_ready(self) -> bool:
-        return not self.num_returning and all(each.is_ready for each in self.servers)
+        return (
+            not self.num_returning
+            and not any(each.paused for each in self.servers)
+            and all(sum(each.serves for each in self.pair(index)) == 1 for index in range(self.plan.num_servers))
+        )
+
+    def pair(self, place: int) -> list[Server]:
+        """Return the server in a place, and its standby if there is one."""
+        return self.servers[place % self.plan.num_servers :: self.plan.num_servers]
+
+    def standby_of(self, place: int) -> int | None:
+        """Return the place of the server that one in this place is to follow."""
+        plan, pair = self.plan, range(place % self.plan.num_servers, len(self.servers), self.plan.num_servers)
+        serving = self.serving[pair[0]]
+        if place == serving or not plan.standby:
+            return None
+        # Whoever starts it again may not know that its standby has taken over.
+        unaware = plan.unaware and place == pair[0] and not self.servers[place].was_fenced
+        return None if unaware and self.servers[serving].serves else serving
 
     def _end(self) -> None:
         """See what the servers hold at the end, and what their disks do after another end of them."""
         world = self.world
-        for server in self.servers:
+        before = [server for server in self.servers if server.serves]
+        for server in before:
             server.see("at the end")
             if server.num_bytes:
                 world.fail(f"{server.name} holds {server.num_bytes} bytes of calls at the end")
         self.network.on_message = lambda *_: None
-        self._met.clear()
+        self._is_ending = True
         self._full_until.clear()
-        before = list(self.servers)
+        if self.plan.standby:
+            world.run(lambda: all(each.server._primary.is_guarded for each in before), seconds_max=world.now + 60.0)
+        seconds = 10.0 if self.plan.standby else 0.1
         for server in before:
-            server.stop(0.1) if self.plan.final == "stop" else server.die(self.plan.final, 0.1)
+            server.stop(seconds) if self.plan.final == "stop" else server.die(self.plan.final, seconds)
         world.run(lambda: all(each.dead for each in before), seconds_max=world.now + 60.0)
         world.run(lambda: self.lost or self._are_ready(), seconds_max=world.now + 60.0)
 
@@ -270,7 +321,7 @@ class History:
 
     def _begin(self, fault: Fault, met: str, link: Link | None = None) -> None:
         world, target = self.world, self._process(fault.target)
-        if target is None or target.dead:
+        if target is None or target.dead or self._is_ending:
             return
         state = target.state() if fault.meets == "time" or fault.kind in ("crash", "power", "pause", "kill") else ""
         world.note("fault", fault, met)
@@ -283,12 +334,16 @@ class History:
             target.stop(fault.seconds)
         elif fault.kind == "pause":
             target.pause(fault.seconds)
+        elif fault.kind == "flip":
+            target.flip()
         elif fault.kind == "jump":
             target.clock_error += fault.seconds
         elif fault.kind == "full":
             self._full_until[fault.target] = self._operations.get(fault.target, 0) + int(4 * fault.seconds) + 1
         elif fault.kind == "hold":
             self.network.hold(*key, fault.seconds)
+            if isinstance(target, Server):
+                self.network.hold(self.servers[fault.server].name, address_of(target.place), fault.seconds)
         elif fault.kind == "slow":
             self.network.slowness[key] = 40.0
             world.at(fault.seconds, None, partial(self.network.slowness.pop, key, None))
@@ -306,10 +361,14 @@ class History:
 class Server(Process):
     """One life of a server."""
 
-    def __init__(self, history: History, index: int):
-        super().__init__(history.world, f"server-{index}")
-        self._history, self.index = history, index
+    def __init__(self, history: History, place: int):
+        super().__init__(history.world, f"server-{place}")
+        self._history, self.place, self.index = history, place, place % history.plan.num_servers
         self.server: Any = None
+        self.was_fenced = False
+        self._follows = False
+        # Shards that a flip has changed while they followed, and the version at which that will be noticed.
+        self._flipped: list[tuple[Any, int]] = []
         self._down_seconds = 0.1
 
     def start(self) -> None:
@@ -317,19 +376,22 @@ class Server(Process):
         self.at(0, lambda: self.loop.call_soon(self._begin))
 
     def _begin(self) -> None:
-        plan = self._history.plan
+        plan, standby_of = self._history.plan, self._history.standby_of(self.place)
         config = ServerConfig(
             protocol=plan.protocol,
             staleness="none",
-            port=7610 + 10 * self.index,
-            control_port=7611 + 10 * self.index,
+            port=7610 + 10 * self.place,
+            control_port=7611 + 10 * self.place,
             checkpoint_dir=PurePosixPath(f"/{self.name}"),  # type: ignore[arg-type]
             checkpoint_seconds=plan.checkpoint_seconds,
             checkpoint_keep=2,
             resume=True,
             threads=2,
+            standby_of="" if standby_of is None else address_of(standby_of),
+            standby_lease_seconds=2.0,
             **SERVER,
         )
+        self._follows = standby_of is not None
         try:
             self.server = pyps.service.server.Server(config, instruction_set="any", clock=virtual.time.monotonic)
         except CheckpointError as error:
@@ -337,22 +399,64 @@ class Server(Process):
             self.world.note("no start:", error)
             self.die("crash", 1.0)
             return
+        if self._follows:
+            self.server._run.on_ready = self._on_takeover
         self.loop.create_task(self.server.run(signals=False, on_ready=self._on_start)).add_done_callback(self._ended)
 
     def _on_start(self, _: object) -> None:
-        history, model, content = self._history, self._history.model, self.server._run.content
+        history, model = self._history, self._history.model
         newest = self.server._checkpoints.newest
+        if self._follows:
+            return
         if newest is None:
-            if any(model.durable[shard, 0] for shard in range(SHARDS) if self._history.server_of(shard) == self.index):
+            shards = [shard for shard in range(SHARDS) if history.server_of(shard) == self.index]
+            if any(model.durable[shard, model.lives[shard][-1]] for shard in shards):
                 self.world.fail(
                     f"{self.name} came back without its run, of which receipts had told that it was durable"
                 )
-            history.lost = bool(model.receipts) or any(states for states in model.states.values())
+            if not any(each.serves for each in history.pair(self.place)):
+                history.lost = bool(model.receipts) or any(states for states in model.states.values())
             return
-        parent = Checkpoint(newest, history.disk()).header.epoch
+        parent, run = Checkpoint(newest, history.disk()).header.epoch, self.server._run
+        refuse = run.refuse
+
+        def begin(reason: str = "") -> None:
+            refuse(reason)
+            if not reason:
+                run.refuse = refuse
+                self._go_on(parent)
+                self.see("after its restart")
+
+        if run._unavailable:
+            # Its standby may have taken over.
+            run.refuse = begin
+        else:
+            begin()
+
+    def _on_takeover(self) -> None:
+        header, model = self.server._follower._shards.header, self._history.model
+        # All that its server has answered is here.
+        for shard in self.server._run.content.shards:
+            model.saved(shard, header.epoch)
+            model.takeovers.add((shard, header.epoch + 1))
+        for flipped, noticed_at in self._flipped:
+            if (
+                flipped.version < noticed_at
+                and flipped.version == self.server._run.content.shards[flipped.shard_id].version
+            ):
+                # Before anybody could notice.
+                self._history.lost = True
+                return
+        self.world.note("takeover", self.name, self.server._follower._reason)
+        self.world.marks["takeover"] += 1
+        self._history.serving[self.index] = self.place
+        self._go_on(header.epoch)
+        self.see("after its takeover")
+
+    def _go_on(self, parent: int) -> None:
+        content = self.server._run.content
         for shard_id, shard in content.shards.items():
-            model.restored(shard_id, content.epoch, shard.version, parent)
-        self.see("after its restart")
+            self._history.model.restored(shard_id, content.epoch, shard.version, parent)
 
     def _ended(self, task: Any) -> None:
         if self.dead:
@@ -361,15 +465,21 @@ class Server(Process):
             if not isinstance(error, CheckpointError):
                 self.world.fail(f"{self.name} ended by {error!r}")
             self.world.note("end:", repr(error))
-        elif task.result() == 0:
+        elif task.result() == 0 and not self._follows:
             content = self.server._run.content
-            for shard_id in content.shards:
+            self.was_fenced = bool(self.server._primary.fenced)
+            for shard_id in () if self.was_fenced else content.shards:
                 self._history.model.saved(shard_id, content.epoch)
         self.die("crash", self._down_seconds)
 
     @property
-    def is_ready(self) -> bool:
-        return not self.dead and self.server is not None and self.server._run.is_ready
+    def serves(self) -> bool:
+        return (
+            not self.dead
+            and self.server is not None
+            and self.server._run.is_ready
+            and not self.server._run._unavailable
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -382,13 +492,24 @@ class Server(Process):
             version, state = shard.read(lambda version, values: (version, tuple(values.tolist())))
             self._history.model.see(f"{self.name} {when}", shard_id, content.epoch, version, state)
 
+    def flip(self) -> None:
+        follower = self.server._follower if self.server is not None else None
+        if follower is not None and follower._shards is not None and not follower.has_taken_over:
+            for shard in list(follower._shards._shards.values())[:1]:
+                shard._parameters[shard.version % SIZE] += 0.25
+                self._flipped.append((shard, shard.version // CHECKED_VERSIONS * CHECKED_VERSIONS + CHECKED_VERSIONS))
+
     def state(self) -> str:
         """What it is doing, for the marks."""
         if self.server is None:
             return "starting"
         run, states = self.server._run, []
+        if (follower := self.server._follower) is not None and not follower.has_taken_over:
+            return "following" if follower._is_whole else "receiving"
         if not run.is_ready:
             return "empty"
+        if self.server._primary.is_guarded:
+            states.append("guarded")
         if self.server._checkpoints._saving.locked():
             states.append("saving")
         if any(shard.num_pending for shard in run.content.shards.values()):
@@ -404,7 +525,7 @@ class Server(Process):
 
     def die(self, how: str, seconds: float) -> None:
         """End at once, and come back after a while: with what the disk still has."""
-        history, network, address = self._history, self._history.network, address_of(self.index)
+        history, network, address = self._history, self._history.network, address_of(self.place)
         if self.dead:
             return
         if self.server is not None and history.plan.spares_workers:
@@ -417,8 +538,9 @@ class Server(Process):
             folder = history.root.entries.get(self.name)
             if isinstance(folder, Folder):
                 folder.crash(self.random)
+            network.gone_until[address] = self.world.now + seconds
         if listening is not None:
-            for link in [each for each in network.links if each.address == address]:
+            for link in [each for each in network.links if each.address == address or each.client is self]:
                 if how == "power":
                     # Its callers hear nothing until it is back.
                     link.silent = True
@@ -430,7 +552,9 @@ class Server(Process):
 
     def _come_back(self) -> None:
         self._history.num_returning -= 1
-        later = self._history.servers[self.index] = Server(self._history, self.index)
+        later = Server(self._history, self.place)
+        later.was_fenced = self.was_fenced
+        self._history.servers[self.place] = later
         later.start()
 
 
@@ -479,8 +603,10 @@ class WorkerProcess(Process):
             self._train()
         except RunFinished:
             pass
-        except StateLost:
+        except StateLost as error:
             self._history.lost = True
+            if any(each.serves and each.server._follower for each in self._history.servers):
+                self.world.fail(f"{self.name} ended beside a server that had taken over: {error}")
         except Superseded as error:
             self.world.note(error)
         except PypsError as error:

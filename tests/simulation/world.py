@@ -312,6 +312,27 @@ class Flag:
         return self._is_set or World.active.park(self._waiters, timeout) or self._is_set
 
 
+class Condition:
+    """threading.Condition, of which nobody waits for the lock: no thread lets others go on while it has it."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[Waiter] = deque()
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        wake_all(self._waiters)
+
+    def wait_for(self, predicate: Callable[[], object]) -> object:
+        while not (result := predicate()):
+            World.active.park(self._waiters)
+        return result
+
+
 class Queue:
     """queue.SimpleQueue."""
 
@@ -331,10 +352,11 @@ class Queue:
 
 
 class Pool:
-    """ThreadPoolExecutor."""
+    """ThreadPoolExecutor. One of a single thread does one thing after the other."""
 
-    def __init__(self, *_: object, **__: object):
-        self._running = 0
+    def __init__(self, size: int = 0, **_: object):
+        self._size, self._running = size, 0
+        self._queue: deque[Callable[[], None]] = deque()
         self._closed = False
         self._waiters: deque[Waiter] = deque()
 
@@ -353,8 +375,13 @@ class Pool:
             finally:
                 self._running -= 1
                 wake_all(self._waiters)
+                if self._queue:
+                    Thread(target=self._queue.popleft(), name="kernel").start()
 
-        Thread(target=run, name="kernel").start()
+        if self._size == 1 and self._running > 1:
+            self._queue.append(run)
+        else:
+            Thread(target=run, name="kernel").start()
         return future
 
     def shutdown(self, **_: object) -> None:
@@ -452,7 +479,12 @@ time = SimpleNamespace(
     sleep=_sleep,
 )
 threading = SimpleNamespace(
-    Thread=Thread, Lock=Lock, Event=Flag, Timer=_timer, get_ident=lambda: id(World.active.thread) or 1
+    Thread=Thread,
+    Lock=Lock,
+    Event=Flag,
+    Condition=Condition,
+    Timer=_timer,
+    get_ident=lambda: id(World.active.thread) or 1,
 )
 queue = SimpleNamespace(SimpleQueue=Queue)
 _thread = SimpleNamespace(allocate_lock=Lock)
