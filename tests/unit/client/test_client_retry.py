@@ -1,6 +1,7 @@
 """How a missing server is waited for; all lines about its silence count by one clock, and tell of all that are lost."""
 
 import contextlib
+import logging
 import re
 import threading
 import time
@@ -211,3 +212,15 @@ def test_heartbeats_and_waits_agree(monkeypatch, caplog):
     [there] = re.findall(r"is there after (\d+) s", caplog.text)
     [silent, *_] = re.findall(r"; for (\d+) s so far", caplog.text)
     assert int(there) >= int(silent) >= 1
+
+
+def test_a_place_is_told_when_the_server_moves_and_not_at_each_look_for_its_standby(caplog):
+    caplog.set_level(logging.INFO)
+    with contextlib.closing(Connection(0, launch=Launch(servers=("127.0.0.1:1",)))) as connection:
+        connection.note_standby("127.0.0.1:2")
+        looked = []
+        for _ in range(4):
+            looked.append(connection.channel and connection.address)
+            connection.cancel()
+    assert [address[-1] for address in looked] == ["1", "2", "1", "2"]
+    assert "now" not in caplog.text
