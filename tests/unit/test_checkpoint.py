@@ -154,13 +154,10 @@ def test_without_resume_a_folder_with_checkpoints_is_refused_with_the_choice(fol
         folder.require_empty()
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_one_clear_error_and_left_free(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be used: Not a directory"):
         CheckpointFolder(tmp_path / "file" / "inside")
-
-
-def test_a_disk_without_room_is_one_clear_error_and_leaves_the_folder_free(tmp_path: Path) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
     try:

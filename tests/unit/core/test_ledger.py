@@ -140,19 +140,6 @@ def kept(ledger: Ledger) -> Ledger:
     return Ledger(LedgerState.from_plain(json.loads(json.dumps(plain)), receipts))
 
 
-def test_a_ledger_comes_back_from_a_checkpoint_and_answers_as_before():
-    ledger = filled(range(20))
-    ledger.record(
-        "b", 2, receipt(5)._replace(reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"), roster=NOBODY
-    )
-    ledger.record("b", 2, receipt(6)._replace(outcome=Outcome.PENDING, waiting_for=("a", "c")), roster=NOBODY)
-    again = kept(ledger)
-    assert (again.entries(), again.num_bytes) == (ledger.entries(), ledger.num_bytes)
-    for worker_id, incarnation in (("a", 1), ("b", 2)):
-        answers = [ledger.lookup(worker_id, incarnation, s) for s in range(25)]
-        assert [again.lookup(worker_id, incarnation, s) for s in range(25)] == answers
-
-
 # Properties, through a real shard: every push of every life has a parameter of its own, which counts how
 # often the push was applied.
 
