@@ -273,16 +273,20 @@ class CheckpointFolder:
         except OSError:
             return ""
 
-    def note_standby(self, address: str) -> None:
-        """Note, durably, where the server's standby is; "" for none. A later life asks it before it serves."""
+    def note_standby(self, address: str) -> bool:
+        """Note, durably, where the server's standby is; "" for none. A later life asks it before it serves.
+
+        Return whether that is done.
+        """
         try:
             if address:
                 self._disk.put(self.path / "standby", [f"{address}\n".encode()])
             else:
                 self._disk.remove(self.path / "standby")
             self._disk.sync_folder(self.path)
-        except OSError as error:
-            log.warning("the standby is not noted", folder=self.path, reason=error.strerror)
+        except OSError:
+            return False
+        return True
 
 
 def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:

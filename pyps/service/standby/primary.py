@@ -41,8 +41,8 @@ class Primary:
         self.on_fenced: Callable[[str], None] = lambda reason: None
         # The standby asks for its turn.
         self.on_request: Callable[[], None] = lambda: None
-        # Notes the standby for later lives of this server, on a thread.
-        self.on_guard: Callable[[str], None] = lambda address: None
+        # Notes the standby for later lives of this server, on a thread; returns whether that is done.
+        self.on_guard: Callable[[str], bool] = lambda address: True
         # A random name of this life.
         self._life = secrets.token_hex(8)
         # Where the standby is found; "" for none.
@@ -163,12 +163,18 @@ class Primary:
                 while feed.received < number:
                     await asyncio.sleep(WAIT_SECONDS)
             feed.add_work(run.work)
-            await asyncio.to_thread(self.on_guard, self.address)
+            is_noted = await asyncio.to_thread(self.on_guard, self.address)
             feed.guard(True)
             feed.add(Line({"event": "synced"}))
             run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
+            if not is_noted:
+                what = (
+                    "the folder of checkpoints cannot be written: a later life of this server would not ask its standby"
+                )
+                run.events.add("standby", what, warning=True, address=self.address)
             while run.content is content:
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS if is_noted else ASK_SECONDS)
+                is_noted = is_noted or await asyncio.to_thread(self.on_guard, self.address)
             number = feed.add(Line({"event": "reset"}))
             while feed.received < number:
                 await asyncio.sleep(WAIT_SECONDS)
