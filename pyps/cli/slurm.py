@@ -36,6 +36,9 @@ def slurm(
     command: WorkerCommand,
     servers: Annotated[int, typer.Option(help="Servers, each on a node of its own.", min=1, max=SERVERS_MAX)] = 2,
     workers: Annotated[int, typer.Option(help="Workers, each a task.", min=1, max=WORKERS_MAX)] = 1,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Give each server a standby, on a node of its own, for when it dies.")
+    ] = False,
     run_id: Annotated[str, typer.Option(help="The name of the run, and of the job.")] = "pyps",
     folder: Annotated[
         Path | None,
@@ -74,6 +77,7 @@ def slurm(
     chosen = _CHOSEN.format(
         run_id=run_id,
         servers=servers,
+        nodes=2 * servers if standby else servers,
         workers=workers,
         server_sbatch=for_all + _lines("--server-sbatch", server_sbatch, refused=_OWN_OF_SERVERS),
         worker_sbatch=for_all + _lines("--worker-sbatch", worker_sbatch, refused=_OWN),
@@ -130,7 +134,7 @@ _CHOSEN = """\
 #!/bin/bash
 # A job of servers and workers, as `pyps slurm --print` writes it. Choose here, above the line.
 #SBATCH --job-name={run_id} --requeue --open-mode=append
-#SBATCH --no-kill --nodes={servers} --ntasks-per-node=1
+#SBATCH --no-kill --nodes={nodes} --ntasks-per-node=1
 {server_sbatch}#SBATCH hetjob
 #SBATCH --no-kill --ntasks={workers}
 {worker_sbatch}
@@ -139,6 +143,8 @@ export PYPS_RUN_ID={run_id}
 folder={folder}
 # --resume continues what is there; a requeued job does by itself.
 resume={resume}
+# On the nodes beyond so many each server has a standby.
+num_servers={servers}
 server_flags=({server_flags})
 worker=({worker})
 """

@@ -1,5 +1,5 @@
-"""docker/compose.yaml on a real engine: three workers train on two servers by mutual TLS, one worker dies, the others
-finish.
+"""docker/compose.yaml on a real engine: three workers train on two servers by mutual TLS, a worker and a server die,
+and the others finish with a standby.
 
 Once over lanes between the containers, and once through memory that they share.
 
@@ -26,6 +26,7 @@ BUILD_SECONDS = 900
 TRAINING_SECONDS = 240
 
 SERVERS = ("server-0", "server-1")
+STANDBYS = ("standby-0", "standby-1")
 WORKERS = ("worker-0", "worker-1", "worker-2")
 
 # Launch settings that servers refuse, and the reason.
@@ -100,14 +101,14 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("DIGITS_EPOCHS", "1000000")
     cluster = Cluster(request.param)
     try:
-        cluster.compose("up", "-d")
+        cluster.compose("--profile", "standby", "up", "-d")
         yield cluster
         print(cluster.compose("logs", "--no-color"))
     finally:
-        cluster.compose("down", "--volumes", "--remove-orphans")
+        cluster.compose("--profile", "standby", "down", "--volumes", "--remove-orphans")
 
 
-def test_the_others_finish_after_one_worker_s_container_was_killed(cluster):
+def test_the_others_finish_after_containers_of_one_worker_and_of_one_server_were_killed(cluster):
     containers = cluster.containers()
     expect_few_rights(containers)
     expected = dict.fromkeys(WORKERS, cluster.transport)
@@ -127,17 +128,26 @@ def test_the_others_finish_after_one_worker_s_container_was_killed(cluster):
     if cluster.transport != "shm":
         expect_refusals(containers["server-1"]["Id"])
 
+    def standby_says(*words: str) -> bool:
+        said = cluster.compose("logs", "--no-color", "standby-1")
+        return all(each in said for each in words)
+
+    wait_until(lambda: standby_says("all shards are here"), TRAINING_SECONDS, "a standby that follows")
+    cluster.compose("kill", "-s", "SIGKILL", "server-1")
+    # It counts the workers that have joined it, and ends with the last of three.
+    joined = [f"worker joined worker={name}" for name in WORKERS]
+    wait_until(lambda: standby_says(*joined), TRAINING_SECONDS, "all workers' going on with the standby")
     cluster.compose("kill", "-s", "SIGKILL", "worker-2")
     # Far enough for the accuracy, too.
     enough = version() + 1500
     wait_until(lambda: version() >= enough, TRAINING_SECONDS, "the others' going on")
     assert completed("docker", "exec", containers["server-0"]["Id"], "pyps", "stop").returncode == 0
-    ids = [containers[service]["Id"] for service in SERVERS + WORKERS]
+    ids = [containers[service]["Id"] for service in SERVERS + STANDBYS + WORKERS]
     ended = completed("docker", "wait", *ids, seconds=TRAINING_SECONDS)
-    assert ended.stdout.split() == ["0", "0", "0", "0", "137"]
+    assert ended.stdout.split() == ["0", "137", "0", "0", "0", "0", "137"]
     logs = cluster.compose("logs", "--no-color")
     assert logs.count("held-out accuracy 0.9") == 2
-    assert logs.count("worker shares its memory") == (6 if cluster.transport == "shm" else 0)
+    assert logs.count("worker shares its memory") == (8 if cluster.transport == "shm" else 0)
 
 
 def expect_few_rights(containers: dict[str, Any]) -> None:
@@ -168,7 +178,7 @@ def test_every_compose_of_this_machine_reads_the_files():
     commands = compose_commands()
     assert commands
     for compose, example, profile in product(
-        commands, EXAMPLES.values(), ((), ("--profile", "inspect"), ("--profile", "observe"))
+        commands, EXAMPLES.values(), ((), ("--profile", "inspect"), ("--profile", "standby"), ("--profile", "observe"))
     ):
         read = run(*compose, *example, *profile, "config")
         assert "worker-2" in read

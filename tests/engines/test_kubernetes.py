@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -44,6 +45,8 @@ IMAGES, KEYS, START, LOOK, KEEP, START_JOBSET, KEEP_JOBSET = (text[1:] for text 
 [OVERLAY] = (text.removeprefix("yaml\n") for text in BLOCKS if text.startswith("yaml\n"))
 INLINE = [line for line in re.findall(r"`(kubectl [^`\n]+)`", PAGE) if line != "kubectl exec"]
 VARIANTS = ("base", "jobset", "mine")
+FOLLOWED = "components: [../standby]"
+assert f"`{FOLLOWED}`" in PAGE
 OLDEST = "1.29"
 # Of a worker in the tests, which go on until they have seen what they are about, and then stop the run.
 EPOCHS = 10**6
@@ -63,6 +66,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mine = clone / "deploy/kubernetes/mine"
     mine.mkdir()
     (mine / "kustomization.yaml").write_text(OVERLAY, encoding="utf-8")
+    followed = clone / "deploy/kubernetes/followed"
+    followed.mkdir()
+    (followed / "kustomization.yaml").write_text(f"{OVERLAY}{FOLLOWED}\n", encoding="utf-8")
     return clone
 
 
@@ -127,7 +133,7 @@ def environment(objects: list[Object], pod: Pod) -> dict[str, str]:
     return variables
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "followed"])
 def test_every_manifest_is_one_by_the_schemas_of_kubernetes_and_of_jobset(clone, variant):
     jobset = clone / "deploy/kubernetes/jobset"
     newest = ".".join(kubernetes_validate.latest_version().split(".")[:2])
@@ -182,6 +188,29 @@ def test_names_numbers_keys_and_ports_are_those_of_pyps_and_of_each_other(clone,
             assert [pod for pod in pods if chosen <= pod.template["metadata"]["labels"].items()] == servers
         if one["kind"] == "Service":
             assert {port["name"]: port["port"] for port in one["spec"]["ports"]} == ports
+
+
+def test_each_server_has_a_standby_where_that_is_said_and_follows_one_that_serves_in_its_place(clone, tmp_path):
+    objects = render(clone / "deploy/kubernetes/followed")
+    servers, standbys = (
+        [pod for pod in pods_of(objects) if pod.host.startswith(name)] for name in ("pyps-server", "pyps-standby")
+    )
+    names = describe(clone / "deploy/kubernetes/common/keys/server.crt").names
+    (tmp_path / "pyps").write_text('#!/bin/sh\n[ $1 = serve ] && echo "$*" || echo "$SAID"\n', encoding="utf-8")
+    (tmp_path / "pyps").chmod(0o700)
+
+    def follows(pod: Pod, said: str) -> str:
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTNAME": pod.host, "SAID": said}
+        done = subprocess.run(pod.container["command"], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.rpartition(f"--checkpoint-dir /data/server-{pod.index}")[2].strip()
+
+    for server, standby in zip(servers, standbys, strict=True):
+        assert {server.address, standby.address} <= {*names}
+        assert server.container == standby.container and server["affinity"] == standby["affinity"]
+        for said in ("RUN_STATE_READY", "RUN_STATE_DRAINING"):
+            assert follows(standby, said) == f"--standby-of {server.address}:7610"
+        assert follows(server, "RUN_STATE_DRAINING") == ""
+        assert follows(server, "RUN_STATE_READY") == f"--standby-of {standby.address}:7610"
 
 
 def test_kubectl_understands_every_command_of_the_page(clone):

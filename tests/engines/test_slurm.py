@@ -183,6 +183,23 @@ def test_a_job_fails_at_once_where_a_server_ends_by_itself(cluster, tmp_path):
     assert all((tmp_path / folder / f"log-of-server-{index}.txt").stat().st_size for index in (0, 1))
 
 
+def test_a_job_goes_on_with_a_standby_where_a_server_is_killed(cluster, tmp_path):
+    job = Job(cluster, tmp_path, "pyps slurm --standby --servers 1 --workers 2 -- python train.py")
+    job.wait_until_it_trains(workers=2)
+    log = tmp_path / "runs/pyps/log-of-standby-0.txt"
+    wait_until(lambda: "all shards are here" in log.read_text(encoding="utf-8"), what="a standby that follows")
+
+    cluster.run("kill -9 $(pgrep -x pyps)", on="node0")
+
+    wait_until(lambda: "has taken over" in log.read_text(encoding="utf-8"), DEADLINE_SECONDS, "the standby")
+    before = len(job.steps("came to"))
+    wait_until(lambda: len(job.steps("came to")) > before + 4, DEADLINE_SECONDS, "the workers' going on")
+    job.let_end()
+    assert job.wait() == ("COMPLETED", "0:0")
+    assert len(job.steps("begins at")) == 2
+    assert "last checkpoint" not in job.output
+
+
 @pytest.mark.parametrize(("program", "end"), [("true", ("COMPLETED", "0:0")), ("nosuchprogram", ("FAILED", "127:0"))])
 def test_a_job_without_servers_ends(cluster, tmp_path, program, end):
     job = Job(cluster, tmp_path, f"pyps slurm --workers 2 -- {program}")
