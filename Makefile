@@ -73,7 +73,7 @@ proto: ## Generate client/pyps_wire/*_pb2* from proto/
 fuzz: $(STAMP) ## Fuzz the C++ that reads bytes of others, with clang's libFuzzer; SECONDS=600
 	$(BIN)/python scripts/fuzz.py --seconds $(if $(SECONDS),$(SECONDS),60)
 
-robustness: $(STAMP) ## As root: one fault a run, then a soak of MINUTES=20; renews docs/robustness.md in an hour and a half
+robustness: $(STAMP) ## As root: one fault a run, then a soak of MINUTES=20; renews docs/robustness.md in two hours
 	$(BIN)/python benchmarks/faults.py --json out/robustness/faults.json
 	$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),20) --json out/robustness/soak.json
 	$(BIN)/python benchmarks/document.py out/robustness --into docs

@@ -408,7 +408,7 @@ def gpu_table(results: Results) -> str:
 
 def faults_table(results: Results) -> str:
     """What each fault cost each protocol, a line a run."""
-    found = figures.rows(results, "faults")
+    found = [row for row in figures.rows(results, "faults") if "accuracy" not in row]
     rows = []
     for fault in dict.fromkeys(row["fault"] for row in found):
         for row in (row for row in found if row["fault"] == fault):
@@ -420,6 +420,24 @@ def faults_table(results: Results) -> str:
             rows.append((fault, f"`{row['protocol']}`", *cells, *counts, end))
     headings = ("fault", "protocol", "noticed, s", "longest step of others, s", "all are back, s")
     return _table((*headings, "acknowledged", "lost", "twice", "end"), rows, left=2) if rows else "*Not measured.*"
+
+
+def digits_table(results: Results) -> str:
+    """What the digits came to while everybody was killed, a line a run."""
+    rows = [
+        (
+            f"{'a standby each' if 'followed' in row['fault'] else 'checkpoints alone'}",
+            "portions" if "portions" in row["fault"] else "its own part",
+            f"`{row['protocol']}`",
+            f"{row['accuracy']:.3f}",
+            *(f"{row[name]:,}" for name in ("acknowledged", "lost", "applied_twice")),
+            f"{row['still_s']:.1f}",
+        )
+        for row in figures.rows(results, "faults")
+        if "accuracy" in row
+    ]
+    headings = ("servers have", "a worker trains on", "protocol", "accuracy", "acknowledged", "lost", "twice")
+    return _table((*headings, "longest step, s"), rows, left=3) if rows else "*Not measured.*"
 
 
 def same_bits_sentence(results: Results) -> str:
@@ -522,6 +540,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "gpu_table": gpu_table,
     "kernel_text": kernel_text,
     "faults_table": faults_table,
+    "digits_table": digits_table,
     "same_bits_sentence": same_bits_sentence,
     "soak_sentence": soak_sentence,
     "ps_lite_table": ps_lite_table,

@@ -6,6 +6,9 @@ Two servers and three workers are processes in network namespaces, a link each (
 coordinator are started again a second after they were killed, as by an engine. Servers write a checkpoint every two
 seconds, and a log of updates, in which each acknowledged push is looked for afterwards. Leases are short
 (`LEASE_SECONDS`): what a lease finds takes as much longer as `--lease-seconds` is longer.
+
+The faults named "digits" kill each server twice and each of four workers once, at random (`--seed`), while they train
+on scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -54,6 +58,9 @@ STEPS = 20
 STILL_SECONDS = 0.5
 SOON_SECONDS = 2.0
 SENT = ("worker_id", "incarnation", "sequence")
+# Between two kills of the digits' servers and workers, and how often each server is killed.
+PAUSE_SECONDS, KILLS_EACH = (2.0, 8.0), 2
+ACCURACY_MIN = 0.95
 # Room for a dozen checkpoints.
 DISK_BYTES = 16 * 2**20
 ITERATIONS = 100
@@ -108,9 +115,11 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def start_again(self) -> None:
+    def start_again(self, *flags: str) -> None:
+        """Start it again, with more flags if there are some."""
         self._process.wait()
         time.sleep(RESTART_SECONDS)
+        self.command = [*self.command, *flags]
         self._start()
 
     def wait(self, seconds: float) -> None:
@@ -126,7 +135,8 @@ class Cluster:
     folder: Path
     switch: Switch
     launched: bool
-    standby: bool
+    fault: Fault
+    seed: int
     lines: list[tuple[float, str, str]] = field(default_factory=list)
     children: dict[str, Child] = field(default_factory=dict)
 
@@ -164,18 +174,18 @@ class Cluster:
             "PYPS_LEASE_SECONDS": f"{LEASE_SECONDS:g}",
             "PYPS_STANDBY_LEASE_SECONDS": f"{STANDBY_LEASE_SECONDS:g}",
             "PYPS_HEARTBEAT_SECONDS": "1",
+            "PYPS_DURABILITY": self.fault.durability,
             "PYPS_PROCESS_HOOKS": "1",
             "OMP_NUM_THREADS": "1",
         }
 
     def _start(self) -> None:
-        host = self.switch.server_address
-        addresses = ",".join(f"{host}:{7610 + 10 * index}" for index in range(NUM_SERVERS))
         for index in range(NUM_SERVERS):
-            self._start_server(f"server {index}", port=7610 + 10 * index)
-        if self.standby:
-            self._start_server("standby", "--standby-of", addresses.partition(",")[0], port=7640)
-        shared = {"PYPS_SERVERS": addresses, "PYPS_RUN_ID": "faults", "PYPS_WORKER_COUNT": str(NUM_WORKERS)}
+            self._start_server(f"server {index}")
+        for index in range(self.fault.standbys):
+            self._start_server(f"standby {index}", *self.following(f"server {index}"))
+        addresses = ",".join(self.address(f"server {index}") for index in range(NUM_SERVERS))
+        shared = {"PYPS_SERVERS": addresses, "PYPS_RUN_ID": "faults", "PYPS_WORKER_COUNT": str(self.num_workers)}
         if self.protocol == "sandblaster":
             work = ("--portions", "15", "--iterations", str(ITERATIONS), "--tolerance", "0", "--loss-tolerance", "0")
             self._add("coordinator", [*self.switch.on_server, *PYPS, "coordinate", *work], shared)
@@ -184,12 +194,23 @@ class Cluster:
             own["PYPS_WORKER_ID"] = f"worker-{index}"
             self._add(f"worker {index}", [*place, *self._worker(index)], shared | own)
 
-    def _start_server(self, name: str, *flags: str, port: int) -> None:
-        command = [*self.switch.on_server, *PYPS, "serve", "--host", "0.0.0.0", "--insecure", *self.flags, *flags]
-        for number, flag in enumerate(("--port", "--control-port", "--metrics-port", "--lane-port"), start=port):
+    @property
+    def num_workers(self) -> int:
+        return len(self.switch.on_workers)
+
+    def address(self, server: str) -> str:
+        return f"{self.switch.server_address}:{port_of(server)}"
+
+    def following(self, server: str) -> tuple[str, ...]:
+        return ("--no-resume", "--standby-of", self.address(server))
+
+    def _start_server(self, name: str, *flags: str) -> None:
+        command = [*self.switch.on_server, *PYPS, "serve", "--host", "0.0.0.0", "--insecure", *self.flags]
+        ports = ("--port", "--control-port", "--metrics-port", "--lane-port")
+        for number, flag in enumerate(ports, start=port_of(name)):
             command += [flag, str(number)]
-        command += ["--run-id", "faults", "--expected-workers", str(NUM_WORKERS)]
-        command += ["--checkpoint-dir", str(self.folder / "disk" / name)] + ["--resume"] * (name != "standby")
+        command += ["--run-id", "faults", "--expected-workers", str(self.num_workers)]
+        command += ["--checkpoint-dir", str(self.folder / "disk" / name), "--resume", *flags]
         if self.protocol != "sandblaster":
             command += ["--update-log", str(self.folder / "logs" / name)]
         self._add(name, command, {})
@@ -203,12 +224,9 @@ class Cluster:
         self._add("launcher", [*command, "--", "sh", "-c", f"exec {journal}"], {})
 
     def _worker(self, index: int) -> list[str]:
+        what = ["--sandblaster", "--pace", "0.05"] * (self.protocol == "sandblaster") or self.fault.train
         command = [sys.executable, str(HERE / "faults_worker.py"), str(self.folder / "end")]
-        return [
-            *command,
-            str(self.folder / f"journal-{index}"),
-            *["--sandblaster", "--pace", "0.05"] * (self.protocol == "sandblaster"),
-        ]
+        return [*command, str(self.folder / f"journal-{index}"), *what]
 
     def _add(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
         self.children[name] = Child(name, command, self.settings | environment, self.lines)
@@ -228,13 +246,33 @@ class Cluster:
         while time.monotonic() < deadline:
             late = [
                 worker
-                for worker in range(NUM_WORKERS)
+                for worker in range(self.num_workers)
                 if sum(step["at"] > after for step in self.steps(worker)) < count and not self.ended(worker)
             ]
             if not late:
                 return True
             time.sleep(0.2)
         return False
+
+    def wait_for_checkpoints(self) -> None:
+        """Wait until each server has begun a checkpoint, and ended it."""
+        folders = [path for path in (self.folder / "disk").iterdir() if path.is_dir()]
+        # The first may have begun before.
+        wanted = {path: newest_checkpoint(path) + 2 for path in folders}
+        deadline = time.monotonic() + AGAIN_SECONDS
+        while any(newest_checkpoint(path) < number for path, number in wanted.items()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("no checkpoint after a worker's end")
+            time.sleep(0.1)
+
+    def wait_for_standby(self, server: str) -> None:
+        """Wait until the server's standby has all it has."""
+        command = [*self.switch.on_server, *PYPS, "status", "--servers", f"127.0.0.1:{port_of(server) + 1}"]
+        deadline = time.monotonic() + AGAIN_SECONDS
+        while "follows" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no standby follows {server}")
+            time.sleep(0.2)
 
     def ended(self, worker: int) -> bool:
         return not self.launched and self.children[f"worker {worker}"].returncode is not None
@@ -292,6 +330,44 @@ def full(cluster: Cluster) -> Iterator[None]:
     filler.unlink()
 
 
+def port_of(server: str) -> int:
+    kind, _, index = server.partition(" ")
+    return {"server": 7610, "standby": 7650}[kind] + 10 * int(index)
+
+
+def newest_checkpoint(folder: Path) -> int:
+    return max((int(path.stem.rpartition("-")[2]) for path in folder.glob("checkpoint-*.json")), default=0)
+
+
+@contextlib.contextmanager
+def killed_at_random(cluster: Cluster) -> Iterator[None]:
+    """Kill each server KILLS_EACH times and each worker once; a server that has a standby changes places with it."""
+    draw = random.Random(cluster.seed)
+    victims = [f"server {index}" for index in range(NUM_SERVERS)] * KILLS_EACH
+    victims += [f"worker {index}" for index in range(cluster.num_workers)]
+    draw.shuffle(victims)
+    places = {f"server {index}": (f"server {index}", f"standby {index}") for index in range(cluster.fault.standbys)}
+    back = 0.0
+    for victim in victims:
+        serving, following = places.get(victim, (victim, ""))
+        is_worker = victim.startswith("worker")
+        if following:
+            cluster.wait_for_standby(serving)
+        elif is_worker and not places:
+            # What a worker keeps for a server that was away dies with it: by its next step all was sent.
+            cluster.wait_for_steps(1, after=back, seconds=AGAIN_SECONDS)
+        time.sleep(draw.uniform(*PAUSE_SECONDS))
+        cluster.children[serving].signal(signal.SIGKILL)
+        if following:
+            places[victim] = following, serving
+        cluster.children[serving].start_again(*(cluster.following(following) if following else ()))
+        if not is_worker:
+            back = time.monotonic()
+        elif not places:
+            cluster.wait_for_checkpoints()
+    yield
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is done, whose own lines do not count as having noticed it, and for how long."""
@@ -299,8 +375,12 @@ class Fault:
     do: Callable[[Cluster], contextlib.AbstractContextManager[None]]
     victim: str = ""
     seconds: float = 0.0
-    # Whether server 0 has a standby.
-    standby: bool = False
+    # How many servers have a standby.
+    standbys: int = 0
+    durability: str = "resend"
+    num_workers: int = NUM_WORKERS
+    # Flags of the workers.
+    train: tuple[str, ...] = ()
 
 
 def of_process(name: str) -> dict[str, Fault]:
@@ -319,10 +399,16 @@ FAULTS = {
     "cut worker 1's link": Fault(lambda cluster: cut(cluster, 1), "worker 1", CUT_SECONDS),
     "1 Mbit/s for worker 1": Fault(lambda cluster: slow(cluster, 1), "worker 1", SLOW_SECONDS),
     "full disk of servers": Fault(full, seconds=FULL_SECONDS),
-    "kill -9 server 0, followed": Fault(lambda cluster: ended(cluster, "server 0"), "server 0", standby=True),
+    "kill -9 server 0, followed": Fault(lambda cluster: ended(cluster, "server 0"), "server 0", standbys=1),
     "SIGSTOP server 0, followed": Fault(
-        lambda cluster: stopped(cluster, "server 0"), "server 0", STOPPED_SECONDS, standby=True
+        lambda cluster: stopped(cluster, "server 0"), "server 0", STOPPED_SECONDS, standbys=1
     ),
+    "kill -9 server 0, not resent": Fault(lambda cluster: killed(cluster, "server 0"), "server 0", durability="none"),
+    **{
+        f"{data} {how}": Fault(killed_at_random, standbys=standbys, num_workers=4, train=train)
+        for how, standbys in (("resent", 0), ("followed", NUM_SERVERS))
+        for data, train in (("digits", ("--digits",)), ("digits by portions", ("--digits", "--portions")))
+    },
 }
 
 
@@ -342,11 +428,13 @@ def main() -> int:
     for protocol in options.protocols.split(","):
         for name, fault in FAULTS.items():
             if applies(fault, protocol) and any(part in name for part in options.faults.split(",")):
-                row = one(protocol, name, fault, keep=options.keep)
+                row = one(protocol, name, fault, seed=options.seed, keep=options.keep)
                 print(json.dumps(row), flush=True)
                 rows[protocol, name] = row
                 write_results(options.json, [*rows.values()], lease_s=LEASE_SECONDS, checkpoint_s=CHECKPOINT_SECONDS)
                 failed |= bool(row["applied_twice"]) or not row["goes_on"]
+                failed |= bool(row["lost"]) and fault.durability == "resend"
+                failed |= fault.num_workers != NUM_WORKERS and row.get("accuracy", 0.0) < ACCURACY_MIN
     return 1 if failed else 0
 
 
@@ -354,46 +442,54 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--protocols", default=",".join(PROTOCOLS), help="by default all")
     parser.add_argument("--faults", default="", help="those with one of these texts in their name")
+    parser.add_argument("--seed", type=int, default=1, help="of whom the digits lose when")
     parser.add_argument("--keep", type=Path, help="keep the lines of all processes here, a file a run")
     parser.add_argument("--json", type=Path, help="also write every measurement here; what it has of others stays")
     return parser.parse_args()
 
 
 def applies(fault: Fault, protocol: str) -> bool:
-    """`pyps run` has no Sandblaster, only that has a coordinator, and a standby follows all but that."""
+    """`pyps run` has no Sandblaster, only that has a coordinator, and what is about pushes is not about that."""
     if protocol == "sandblaster":
-        return fault.victim != "launcher" and not fault.standby
-    return fault.victim != "coordinator"
+        return fault.victim != "launcher" and not fault.standbys and fault.durability != "none" and not fault.train
+    return fault.victim != "coordinator" and (not fault.train or protocol == "async")
 
 
-def one(protocol: str, name: str, fault: Fault, *, keep: Path | None) -> dict[str, Any]:
+def one(protocol: str, name: str, fault: Fault, *, seed: int, keep: Path | None) -> dict[str, Any]:
     """One run with one fault."""
-    with tempfile.TemporaryDirectory(prefix="pyps-faults-") as kept, Switch("1gbit", NUM_WORKERS) as switch:
+    with tempfile.TemporaryDirectory(prefix="pyps-faults-") as kept, Switch("1gbit", fault.num_workers) as switch:
         folder = Path(kept)
         launched = fault.victim == "launcher"
-        with Cluster(protocol, folder, switch, launched, fault.standby) as cluster:
-            begun = cluster.wait_for_steps(STEPS, seconds=START_SECONDS)
-            # A checkpoint of what they have trained, and training after it.
-            time.sleep(2 * CHECKPOINT_SECONDS)
-            at = time.monotonic()
-            with fault.do(cluster):
-                time.sleep(fault.seconds)
-            over = time.monotonic()
-            goes_on = begun and cluster.wait_for_steps(STEPS, after=over, seconds=AGAIN_SECONDS)
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            text = "".join(f"{when - at:8.2f} {who}: {line}\n" for when, who, line in cluster.lines)
-            (keep / f"{protocol} {name.replace('/', ' in a ')}.log").write_text(text, encoding="utf-8")
-        steps = [cluster.steps(worker) for worker in range(NUM_WORKERS)]
-        ends = [[step["at"] for step in of if "crc" not in step] for of in steps]
+        cluster = Cluster(protocol, folder, switch, launched, fault, seed)
+        at = time.monotonic()
+        try:
+            with cluster:
+                begun = cluster.wait_for_steps(STEPS, seconds=START_SECONDS)
+                # A checkpoint of what they have trained, and training after it.
+                time.sleep(2 * CHECKPOINT_SECONDS)
+                at = time.monotonic()
+                with fault.do(cluster):
+                    time.sleep(fault.seconds)
+                over = time.monotonic()
+                goes_on = begun and cluster.wait_for_steps(STEPS, after=over, seconds=AGAIN_SECONDS)
+        finally:
+            if keep is not None:
+                keep.mkdir(parents=True, exist_ok=True)
+                text = "".join(f"{when - at:8.2f} {who}: {line}\n" for when, who, line in cluster.lines)
+                (keep / f"{protocol} {name.replace('/', ' in a ')} {seed}.log").write_text(text, encoding="utf-8")
+        steps = [cluster.steps(worker) for worker in range(fault.num_workers)]
+        ends = [[(step["at"], step["life"]) for step in of if not {"crc", "accuracy"} & step.keys()] for of in steps]
         others = [of for worker, of in enumerate(ends) if fault.victim not in {f"worker {worker}", "launcher"}]
         row = {"protocol": protocol, "fault": name, "begun": begun, "goes_on": goes_on}
         row |= noticed(cluster.lines, at, fault)
         # The longest step of a worker that was not hit itself, and when the last of all was back to its pace.
-        row["still_s"] = max((length for length, _ in gaps(others, at, over)), default=0.0)
-        row["again_s"] = max((end - at for _, end in gaps(ends, at, over)), default=0.0) if goes_on else None
+        row["still_s"] = max((length for length, _, is_step in gaps(others, at, over) if is_step), default=0.0)
+        row["again_s"] = max((end - at for _, end, _ in gaps(ends, at, over)), default=0.0) if goes_on else None
         crcs = sorted({step["crc"] for of in steps for step in of if "crc" in step})
-        return row | kept_of(folder, steps) | ({"crcs": crcs} if crcs else {})
+        accuracies = [step["accuracy"] for of in steps for step in of if "accuracy" in step]
+        row |= {"crcs": crcs} if crcs else {}
+        row |= {"accuracy": min(accuracies)} if accuracies else {}
+        return row | kept_of(folder, steps)
 
 
 def noticed(lines: Sequence[tuple[float, str, str]], at: float, fault: Fault) -> dict[str, Any]:
@@ -404,11 +500,18 @@ def noticed(lines: Sequence[tuple[float, str, str]], at: float, fault: Fault) ->
     return {"noticed_s": None, "noticed_by": None, "noticed": None}
 
 
-def gaps(ends: Sequence[Sequence[float]], at: float, over: float) -> list[tuple[float, float]]:
-    """The length and the end of each long step that was under way while the fault lasted, or soon after."""
+def gaps(ends: Sequence[Sequence[tuple[float, int]]], at: float, over: float) -> list[tuple[float, float, bool]]:
+    """The length and the end of each long step that was under way while the fault lasted, or soon after.
+
+    Between two lives of a worker is no step.
+    """
     pairs = (pair for of in ends for pair in itertools.pairwise(of))
     soon = over + SOON_SECONDS
-    return [(end - begin, end) for begin, end in pairs if end > at and begin < soon and end - begin > STILL_SECONDS]
+    return [
+        (end - begin, end, life == before)
+        for (begin, before), (end, life) in pairs
+        if end > at and begin < soon and end - begin > STILL_SECONDS
+    ]
 
 
 def kept_of(folder: Path, steps: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
