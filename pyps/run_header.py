@@ -90,9 +90,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """A run as read from a checkpoint. `header.epoch` is the last one in use: serve under the next.
+    """A run as read from a checkpoint, or as a standby has it, whose arrays the run that continues from it owns.
 
-    The run that continues from it owns the arrays.
+    `header.epoch` is the last one in use: serve under the next.
     """
 
     header: RunHeader
@@ -103,6 +103,8 @@ class RestoredRun:
     # How many workers were active, or expected, when it ended; 0 where that is not known.
     num_workers: int = 0
     positions: Mapping[str, Any] = field(default_factory=dict)
+    # Whether a checkpoint holds it; none may hold what a standby has received.
+    is_durable: bool = True
 
 
 def _tensor_from(plain: Mapping[str, Any]) -> Tensor:

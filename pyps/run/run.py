@@ -340,8 +340,10 @@ class Run:
                 rounds=self.rounds,
                 epoch=epoch,
                 now=self.clock(),
-                origin=f"resumed from a checkpoint of update {version}",
+                origin=f"{'resumed from a checkpoint' if restored.is_durable else 'taken over'} at update {version}",
             )
+            for shard in content.shards.values() if not restored.is_durable else ():
+                shard.durable_version = 0
             if restored.machine is not None:
                 content.machine.restore(restored.machine)
             if restored.work is not None:

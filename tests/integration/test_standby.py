@@ -63,6 +63,8 @@ def test_a_standby_goes_on_with_the_same_bits_when_its_server_is_drained(start_s
         assert status_of(standby).epoch == 1
         assert "took over" in status_of(standby).standby
         assert {version for version, _ in checksums(standby.control).values()} == {10}
+        # No checkpoint holds what a standby has, so that workers keep it.
+        assert status_of(standby).durable_version == 0
 
 
 def test_an_operator_makes_a_standby_take_over_and_a_server_in_the_old_place_gives_way(start_server):

@@ -103,4 +103,4 @@ def test_servers_begin_with_a_file_tell_the_worker_and_leave_it_out_on_resume(
     assert "--init-from is left out: the run is resumed" in second.output()
     with make_client(second.data, run_id="kept") as client:
         np.testing.assert_array_equal(client.pull()["bias"], trained["bias"])
-    assert "resumed from a checkpoint of update 1, which replace them" in caplog.text
+    assert "resumed from a checkpoint at update 1, which replace them" in caplog.text

@@ -98,6 +98,5 @@ class FollowedShards:
             shard = self._shards.pop(shard_id)
             states[shard_id] = shard.given_up()
             header = dataclasses.replace(header, behaviour=shard.behaviour.texts)
-        return RestoredRun(
-            header, states, self.work, num_workers=max(rosters, default=0), positions=self.positions.to_plain()
-        )
+        num_workers, positions = max(rosters, default=0), self.positions.to_plain()
+        return RestoredRun(header, states, self.work, num_workers=num_workers, positions=positions, is_durable=False)

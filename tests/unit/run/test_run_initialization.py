@@ -161,7 +161,7 @@ def test_a_server_whose_clock_is_set_back_goes_on_taking_lives_of_the_present(
     push(shards[0], np.ones(16), epoch=3, incarnation=now)
     write_checkpoint(folder, shards)
     restored = restored_run(folder)
-    assert restored.content.origin == "resumed from a checkpoint of update 3"
+    assert restored.content.origin == "resumed from a checkpoint at update 3"
     adagrad = RuleSettings.make("adagrad", ({"learning_rate": 0.1},))
     restored.hello(replace(greeting_of("a"), run_id="run-1", incarnation=now, optimizer=adagrad))
     with pytest.raises(InvalidArgument, match="days ahead of this server's clock"):
