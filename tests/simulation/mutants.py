@@ -85,9 +85,9 @@ MUTANTS = (
     ),
     Mutant(
         "a version is told as durable that came after the copy",
-        f"{_FOLDER}._write",
-        "].durable_version = version",
-        "].durable_version = snapshot.shards[shard_id].version",
+        _WRITER,
+        "= entry.version, num_moves",
+        "= shard.version, num_moves",
     ),
     Mutant(
         "a checkpoint goes on changing while it is written",
