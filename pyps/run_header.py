@@ -100,8 +100,10 @@ class RestoredRun:
     # The queue of portions, and the machine of a coordinator; None where the checkpoint holds none.
     work: Mapping[str, Any] | None = None
     machine: MachineState | None = None
-    # How many workers were active, or expected, when it ended; 0 where that is not known.
+    # How many workers were active, or expected, when it ended, or had ended; 0 where that is not known.
     num_workers: int = 0
+    # By name, the state of each worker that the server knew, and how many the job has; None where that is not known.
+    workers: tuple[Mapping[str, str], int] | None = None
     positions: Mapping[str, Any] = field(default_factory=dict)
     # Whether a checkpoint holds it; none may hold what a standby has received.
     is_durable: bool = True

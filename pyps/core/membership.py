@@ -42,6 +42,8 @@ class WorkerState(StrEnum):
 
 
 _ALIVE = WorkerState.ALIVE
+# Of a replica whose processes differ, the first of them counts.
+_OF_REPLICA = (_ALIVE, WorkerState.FAILED, WorkerState.EXPIRED, WorkerState.FINISHED)
 _ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
 
 
@@ -133,6 +135,10 @@ class Membership:
         self.num_alive = 0
         # The lives that have ended, over all workers.
         self.num_ended = 0
+        # By name, how the workers stood at the server whose place this one took; those that join again are members.
+        self._former: dict[str, WorkerState] = {}
+        # When those of them that lived, and have not joined again, are gone.
+        self._former_until = 0.0
         # How many workers the job has; 0 for not known.
         self.expected_workers = expected_workers
         self._expectation = Expectation(expected_workers)
@@ -322,6 +328,10 @@ class Membership:
         """
         effects = NONE
         with self._lock:
+            if now > self._former_until and _ALIVE in self._former.values():
+                former = self._former.items()
+                self._former = {n: WorkerState.EXPIRED if state is _ALIVE else state for n, state in former}
+                self._roster = None
             gone: list[Member] = []
             for member in list(self._members.values()):
                 silent = now - member.heard_at
@@ -343,6 +353,7 @@ class Membership:
     def stood_still(self, seconds: float, *, now: float) -> Effects:
         """Prolong all leases by the time in which the server was suspended and received nothing."""
         with self._lock:
+            self._former_until += seconds
             for member in self._members.values():
                 if member.alive:
                     member.heard_at = max(member.heard_at, min(now, member.heard_at + seconds))
@@ -479,14 +490,30 @@ class Membership:
         with self._lock:
             return list(dict.fromkeys(entry.name for entry in self._entries() if entry.arrived))
 
+    def states(self) -> dict[str, WorkerState]:
+        """Return by name how the workers stand, each replica once, also those that have not joined since a takeover."""
+        with self._lock:
+            of_name: dict[str, list[WorkerState]] = {}
+            for member in self._members.values():
+                of_name.setdefault(member.name, []).append(member.state)
+            return self._former | {name: min(states, key=_OF_REPLICA.index) for name, states in of_name.items()}
+
+    def restore(self, states: Mapping[str, str], *, expected_workers: int, now: float) -> None:
+        """Count the workers of the server whose place is taken, by name with their states, as it did."""
+        with self._lock:
+            self._former = {name: WorkerState(state) for name, state in states.items()}
+            self._former_until = now + self.lease_seconds
+        self.expect(expected_workers)
+
     def done(self, *, expected_workers: int) -> bool:
         """Return whether at least one worker, and as many as expected, have joined, and all are gone."""
-        return len(self.names()) >= max(1, expected_workers) and self.num_alive == 0
+        states = self.states()
+        return len(states) >= max(1, expected_workers) and _ALIVE not in states.values()
 
     def finished(self, *, expected_workers: int) -> bool:
         """Return whether the run is `done` and each worker finished rather than failed."""
         done = self.done(expected_workers=expected_workers)
-        return done and all(member.state is WorkerState.FINISHED for member in self.all())
+        return done and set(self.states().values()) == {WorkerState.FINISHED}
 
     def require_own(self, worker_id: str, incarnation: int, secret: bytes, *, replica: str = "") -> None:
         """Raise NotAllowed for a call that names a known worker or replica without its secret.
@@ -618,11 +645,14 @@ class Membership:
 
     def _entries(self) -> list[Entry]:
         """Return the entries of a roster, without processes of a replica's earlier lives."""
+        members = self._members.values()
+        known = {m.name for m in members} if self._former else set()
+        gone = (n for n, state in self._former.items() if state is not _ALIVE and n not in known)
         return [
             Entry(m.worker_id, m.name, m.parts, m.active, m.pushed_at is not None or not m.alive)
-            for m in self._members.values()
+            for m in members
             if not m.replica or self._lives.is_latest(m.replica, m.incarnation)
-        ]
+        ] + [Entry(name, name, (), active=False, arrived=True) for name in gone]
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, active: bool) -> None:
         before = _roster_key(member)

@@ -123,7 +123,7 @@ class RoundController:
         with self._lock:
             self._content = content
             self._made_again.clear()
-            if content.initializer is None and not self._membership.expected_workers:
+            if content.initializer is None and (former_workers or not self._membership.expected_workers):
                 # Workers that had pushed to a round before the server ended will probably return. Where they send again
                 # what no checkpoint holds, each round must have all of them.
                 former: dict[int, set[str]] = {}

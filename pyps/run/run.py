@@ -349,6 +349,9 @@ class Run:
             if restored.work is not None:
                 self.work.restore(restored.work)
             self.rounds.positions.restore(restored.positions)
+            if restored.workers is not None:
+                known, expected_workers = restored.workers
+                self.membership.restore(known, expected_workers=expected_workers, now=self.clock())
             self._begin_log(content)
             self._set_content(content, former_workers=restored.num_workers)
         self.rounds.resume(in_force, kept=kept, configured=configured)

@@ -55,8 +55,10 @@ def _answering(
         threads = self._threads[kind]
         reply = await asyncio.get_running_loop().run_in_executor(threads, method, self, request, context)
         feed = self._host.feed
-        if changes and feed.guards and (received := feed.wait()) is not None:
-            await received
+        if changes and feed.guards:
+            feed.note_workers(self._run.membership)
+            if (received := feed.wait()) is not None:
+                await received
         return reply
 
     return answer

@@ -184,6 +184,10 @@ class ParameterServer:
             message=convert.for_people(request.message),
         )
         await self._work.begin(self._run.rounds.complete_rounds)
+        if (feed := self._host.feed).guards:
+            feed.note_workers(self._run.membership)
+            if (received := feed.wait()) is not None:
+                await received
         return wire.LeaveReply(num_workers=left).SerializeToString()
 
     async def _off_loop_where(self, large: bool, work: Callable[[], T]) -> T:

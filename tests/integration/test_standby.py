@@ -211,3 +211,17 @@ def test_a_standby_ends_with_the_job(start_server):
     with make_client(primary.data) as client:
         standby = follow(start_server, primary, client)
     assert (primary.wait(), standby.wait()) == (0, 0)
+
+
+@pytest.mark.parametrize(("exit_when", "ended"), [("gone", "failed"), ("finished", "finished")])
+def test_workers_that_ended_before_a_takeover_count_as_they_did_at_the_server(start_server, exit_when, ended):
+    flags = ("--exit-when", exit_when, "--expected-workers", "3")
+    primary = start_server(*QUICK, *flags)
+    with make_client(primary.data, run_id="r", worker_id="stays") as client:
+        first = make_client(primary.data, run_id="r", worker_id="ends")
+        standby = follow(start_server, primary, client, flags=flags)
+        shell("set", "--servers", primary.control, "--expected-workers", "2")
+        first.close(ended)
+        primary.stop()
+        client.pull()
+    assert standby.wait() == 0

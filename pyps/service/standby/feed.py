@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from pyps.core.membership import Membership
 from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Updated
 from pyps.core.roster import Roster
 from pyps.core.store import ShardState, Store
@@ -55,6 +56,8 @@ class Feed:
         self._queue: deque[Event | Line] = deque()
         self._is_open = False
         self._rosters: dict[int, Roster] = {}
+        # What was sent last of the workers.
+        self._workers: tuple[Mapping[str, str], int] | None = None
         # Why nothing is answered any more; "" where it is.
         self._fence = ""
         # Answers that wait on the event loop, with the number of the last event before each.
@@ -66,6 +69,7 @@ class Feed:
         with self._changed:
             self._queue.clear()
             self._rosters.clear()
+            self._workers = None
             self.received, self._is_open = self.recorded, True
 
     def close(self) -> None:
@@ -105,6 +109,14 @@ class Feed:
         self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes
     ) -> None:
         self.add(Line({"event": "position", "of": [worker_id, index, incarnation, sequence]}, position))
+
+    def note_workers(self, membership: Membership) -> None:
+        """Send how the workers stand, and how many are expected, where that has changed."""
+        with self._changed:
+            workers = membership.states(), membership.expected_workers
+            if workers != self._workers:
+                self._workers = workers
+                self.add(Line({"event": "workers", "workers": workers}))
 
     def add_work(self, work: WorkQueue) -> None:
         """Send the queue of portions as it is, if there is one."""

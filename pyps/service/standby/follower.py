@@ -228,6 +228,8 @@ class Follower:
                 log.info("all shards are here: this standby can take over", server=self._link.address)
             case "work" if self._shards is not None:
                 self._shards.work = json.loads(bytes(payload))
+            case "workers" if self._shards is not None:
+                self._shards.workers = line["workers"]
             case "position" if self._shards is not None:
                 worker_id, index, incarnation, sequence = line["of"]
                 self._shards.positions.note(worker_id, index, incarnation, sequence, bytes(payload))

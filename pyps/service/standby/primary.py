@@ -163,6 +163,7 @@ class Primary:
                 while feed.received < number:
                     await asyncio.sleep(WAIT_SECONDS)
             feed.add_work(run.work)
+            feed.note_workers(run.membership)
             is_noted = await asyncio.to_thread(self.on_guard, self.address)
             feed.guard(True)
             feed.add(Line({"event": "synced"}))
@@ -174,6 +175,7 @@ class Primary:
                 run.events.add("standby", what, warning=True, address=self.address)
             while run.content is content:
                 await asyncio.sleep(POLL_SECONDS if is_noted else ASK_SECONDS)
+                feed.note_workers(run.membership)
                 is_noted = is_noted or await asyncio.to_thread(self.on_guard, self.address)
             number = feed.add(Line({"event": "reset"}))
             while feed.received < number:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from pyps.core.behaviour import Behaviour
+from pyps.core.membership import WorkerState
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.run.initialization import make_shard
@@ -24,6 +25,8 @@ class FollowedShards:
     def __init__(self, header: RunHeader):
         self.header = header
         self.work: Mapping[str, Any] | None = None
+        # The state of each worker, by name, and how many the job has.
+        self.workers: tuple[Mapping[str, str], int] = {}, 0
         self.finished = False
         self.positions = Positions()
         self._shards: dict[int, Shard] = {}
@@ -98,5 +101,15 @@ class FollowedShards:
             shard = self._shards.pop(shard_id)
             states[shard_id] = shard.given_up()
             header = dataclasses.replace(header, behaviour=shard.behaviour.texts)
-        num_workers, positions = max(rosters, default=0), self.positions.to_plain()
-        return RestoredRun(header, states, self.work, num_workers=num_workers, positions=positions, is_durable=False)
+        (known, expected), num_workers = self.workers, max(rosters, default=0)
+        if num_workers:
+            # With those that are gone, which count as some that have pushed.
+            num_gone = sum(state != WorkerState.ALIVE for state in known.values())
+            num_workers = min(num_workers + num_gone, max(len(known), expected))
+        return RestoredRun(
+            *(header, states, self.work),
+            num_workers=num_workers,
+            workers=self.workers,
+            positions=self.positions.to_plain(),
+            is_durable=False,
+        )

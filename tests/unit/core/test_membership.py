@@ -216,3 +216,17 @@ def test_a_tick_without_waiting_calls_restarts_the_stall_time_of_the_gate(pair):
     for now, at_gate in ((100.0, ["c"]), (109.0, ["c"]), (109.5, []), (110.0, ["c"]), (119.0, ["c"])):
         assert look(pair, now=now, at_gate=at_gate) == []
     assert look(pair, now=120.0, at_gate=["c"]) == ["expected"]
+
+
+def test_after_a_takeover_workers_that_are_gone_have_come_and_the_others_have_a_lease_to_join_again(members):
+    members.restore({"ended": "finished", "dies": "alive", "lives": "alive"}, expected_workers=3, now=10.0)
+    assert roster(members) == ([], 2)
+    members.join("lives", 1, now=11.0)
+    members.pushed("lives", 1, now=11.0)
+    assert roster(members) == (["lives"], 1)
+    members.leave("lives", 1, now=12.0, failed=False)
+    members.expire(39.9)
+    assert not members.done(expected_workers=3)
+    members.expire(40.1)
+    assert members.done(expected_workers=3) and not members.finished(expected_workers=3)
+    assert roster(members) == ([], 0)
