@@ -15,7 +15,8 @@ BYTES_MAX = 64 * 2**10
 WORKERS_MAX = 1024
 
 
-Follower: TypeAlias = Callable[[str, int | None, int, int, bytes], None]
+# With the arguments of `note`; of a position that is withdrawn it is None.
+Follower: TypeAlias = Callable[[str, int | None, int, int, bytes | None], None]
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class Positions:
             kept = self._kept.get(worker_id)
             if kept is not None and kept.incarnation == incarnation and [n for n, _ in kept.newest][-1:] == [sequence]:
                 kept.newest.pop()
+                if self._follower is not None:
+                    self._follower(worker_id, kept.index, incarnation, sequence, None)
 
     def of_predecessor(
         self,
@@ -85,7 +88,7 @@ class Positions:
     def follow(self, follower: Follower | None) -> None:
         """Tell a follower, in place of any before it, what is kept, and then each position before its push is applied.
 
-        It is called under the lock, with the arguments of `note`.
+        It is called under the lock.
         """
         with self._lock:
             self._follower = follower

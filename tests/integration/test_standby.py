@@ -182,11 +182,12 @@ def test_an_operator_s_change_is_answered_once_the_standby_has_it(start_server, 
 
 @pytest.mark.parametrize("told", ["before", "after"])
 def test_the_place_in_the_data_is_the_standby_s_too(start_server, told):
-    primary = start_server(*QUICK)
+    # From the fourth push on the gradient is too old.
+    primary = start_server(*QUICK, "--staleness", "polynomial:rounds_max=2")
     first = make_client(primary.data, run_id="r")
     if told == "after":
         standby = follow(start_server, primary, first)
-    for step in range(3):
+    for step in range(5):
         first.data_position = bytes([step, 255])
         first.push(gradients_like(small_model(), step))
     if told == "before":

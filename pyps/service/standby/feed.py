@@ -106,9 +106,10 @@ class Feed:
         self.add(event)
 
     def note_position(
-        self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes
+        self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes | None
     ) -> None:
-        self.add(Line({"event": "position", "of": [worker_id, index, incarnation, sequence]}, position))
+        # One of no bytes is not kept.
+        self.add(Line({"event": "position", "of": [worker_id, index, incarnation, sequence]}, position or b""))
 
     def note_workers(self, membership: Membership) -> None:
         """Send how the workers stand, and how many are expected, where that has changed."""

@@ -232,7 +232,10 @@ class Follower:
                 self._shards.workers = line["workers"]
             case "position" if self._shards is not None:
                 worker_id, index, incarnation, sequence = line["of"]
-                self._shards.positions.note(worker_id, index, incarnation, sequence, bytes(payload))
+                if payload:
+                    self._shards.positions.note(worker_id, index, incarnation, sequence, bytes(payload))
+                else:
+                    self._shards.positions.withdraw(worker_id, incarnation, sequence)
             case "reset":
                 self._is_whole = False
             case "finished" if self._shards is not None:
