@@ -49,7 +49,7 @@ LOST_SECONDS = 60.0
 # Settings that the job makes itself, or has an argument for.
 _NO_SETTINGS = {
     *("host", "port", "control_port", "metrics_port", "ready_file"),
-    *("expected_workers", "run_id", "checkpoint_dir", "resume"),
+    *("expected_workers", "run_id", "checkpoint_dir", "resume", "standby_of", "standby_lease_seconds"),
 }
 # The file with a server's address, in its folder for checkpoints.
 ADDRESS = "address"
@@ -136,6 +136,11 @@ def run(
             raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder that all nodes see, no URL")
         # Actors have other working directories.
         checkpoint_dir = Path(checkpoint_dir).expanduser().absolute()
+    if settings.pop("standby", False) or "standby_of" in settings:
+        raise ConfigError(
+            "servers on Ray have no standby: Ray starts a server that died again, from its newest checkpoint "
+            "(checkpoint_dir), and workers send again what that lacks"
+        )
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
     if unknown := settings.keys() - known:
         raise ConfigError(

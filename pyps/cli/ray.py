@@ -33,6 +33,7 @@ def ray(
     server_resources: Annotated[str, typer.Option(help=_BUNDLE.format("server"))] = "CPU=1",
     max_restarts: Annotated[int, typer.Option(help="How often Ray starts a failed worker again.", min=-1)] = 3,
     run_id: RunId = "",
+    standby: Annotated[bool, typer.Option("--standby", hidden=True)] = False,
     **settings: Any,
 ) -> None:
     """Start servers and workers on a Ray cluster and end with them.
@@ -57,6 +58,7 @@ def ray(
             server_resources=_bundle("--server-resources", server_resources),
             max_restarts=max_restarts,
             run_id=run_id,
+            standby=standby,
             **settings,
         )
     except KeyboardInterrupt:

@@ -261,6 +261,8 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how, enviro
     [
         ({"workers": 0}, "workers is 0; expected a whole number, 1 or more"),
         ({"port": 7610}, "there is no setting 'port' for servers on Ray; there are batch_growth, "),
+        ({"standby": True}, "servers on Ray have no standby: Ray starts a server that died again, from its newest"),
+        ({"standby_of": "127.0.0.1:7610"}, "servers on Ray have no standby"),
         ({"resources": {"GPU": "1"}}, "resources has '1' of 'GPU'; expected a number above 0, as in {'GPU': 1}"),
         ({"resources": ["GPU"]}, "resources is ['GPU']; expected names and numbers, as in {'GPU': 1}"),
         ({"train_fn": 5}, "train_fn is 5; expected a function"),
