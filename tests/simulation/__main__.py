@@ -21,6 +21,8 @@ from tests.simulation.play import History, simulated
 
 # Histories of a batch, after which the garbage of dead processes is freed.
 BATCH = 100
+# Failures that are made small, and how many plans are tried for each.
+SHRUNK_MAX = 5
 SHRINK_TRIES_MAX = 300
 
 
@@ -87,10 +89,11 @@ def shrunk(plan: Plan) -> Plan:
 
 def find(mutant: Mutant, seeds: range) -> tuple[int, str]:
     """Return how many histories it took until one found the fault, and what it said; 0 for none."""
-    with simulated(), mutant.seeded():
-        for count, seed in enumerate(seeds, 1):
-            if failures := failures_of(draw(seed)):
-                return count, failures[0]
+    for start in range(0, len(seeds), BATCH):
+        with simulated(), mutant.seeded():
+            for count, seed in enumerate(seeds[start : start + BATCH], start + 1):
+                if failures := failures_of(draw(seed)):
+                    return count, failures[0]
     return 0, ""
 
 
@@ -117,7 +120,9 @@ def main() -> int:
     report = play_on(options.processes, seeds)
     print(f"{report.histories} histories in {time.monotonic() - began:.0f} s, of {report.lost} the run was never saved")
     print(*(f"{count:8}  {mark}" for mark, count in sorted(report.marks.items())), sep="\n")
-    for plan, failures in report.failures[:5]:
+    for plan, failures in report.failures[SHRUNK_MAX:]:
+        print(f"FAILED: seed {plan.seed}: {failures[0]}")
+    for plan, failures in report.failures[:SHRUNK_MAX]:
         small = shrunk(plan)
         with simulated():
             print(f"\nFAILED: {failures[0]}\n{plan}\nas small as it goes: {small}\n  {failures_of(small)[0]}")
