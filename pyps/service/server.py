@@ -262,11 +262,12 @@ class Server:
             self._checkpoints.require_empty()
         else:
             restored = self._checkpoints.resume()
-            if restored is None:
+            if restored is not None:
+                self._run.restore(restored)
+            else:
                 log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
-        if restored is not None and self._checkpoints is not None:
-            self._run.restore(restored)
             if (standby := self._checkpoints.standby) not in ("", addresses.data):
+                # Also without any checkpoint: the standby may hold what this server had answered.
                 self._primary.resume(standby)
         if file is not None and restored is None:
             self._run.source = ParameterFile(file)

@@ -405,10 +405,21 @@ class Server(Process):
 
     def _on_start(self, _: object) -> None:
         history, model = self._history, self._history.model
-        newest = self.server._checkpoints.newest
+        newest, run = self.server._checkpoints.newest, self.server._run
         if self._follows:
             return
-        if newest is None:
+        parent = None if newest is None else Checkpoint(newest, history.disk()).header.epoch
+        refuse = run.refuse
+
+        def begin(reason: str = "") -> None:
+            refuse(reason)
+            if reason:
+                return
+            run.refuse = refuse
+            if parent is not None:
+                self._go_on(parent)
+                self.see("after its restart")
+                return
             shards = [shard for shard in range(SHARDS) if history.server_of(shard) == self.index]
             if any(model.durable[shard, model.lives[shard][-1]] for shard in shards):
                 self.world.fail(
@@ -416,16 +427,6 @@ class Server(Process):
                 )
             if not any(each.serves for each in history.pair(self.place)):
                 history.lost = bool(model.receipts) or any(states for states in model.states.values())
-            return
-        parent, run = Checkpoint(newest, history.disk()).header.epoch, self.server._run
-        refuse = run.refuse
-
-        def begin(reason: str = "") -> None:
-            refuse(reason)
-            if not reason:
-                run.refuse = refuse
-                self._go_on(parent)
-                self.see("after its restart")
 
         if run._unavailable:
             # Its standby may have taken over.

@@ -6,8 +6,22 @@ import pytest
 
 from tests.simulation.__main__ import play, shrunk
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.plan import draw
+from tests.simulation.plan import Fault, Plan, draw
 from tests.simulation.play import History, simulated
+
+ONE = {"num_servers": 1, "protocol": "async", "exchange_share": 0.5, "switch_share": 0.0, "final": "crash"}
+# Rare ones that were not allowed once.
+FOUND = {
+    "a server that comes back without a checkpoint asks its standby": Plan(
+        seed=2969,
+        checkpoint_seconds=3.0,
+        steps=(1, 1),
+        faults=(Fault("power", "server-0", "disk", 33, 6.0),),
+        standby=True,
+        unaware=True,
+        **ONE,
+    ),
+}
 
 # About a minute with all tests of this file, on two processes.
 HISTORIES = 1000
@@ -21,6 +35,12 @@ def test_histories_with_faults_are_allowed(part):
     # The few of which nothing was saved yet end early.
     assert report.histories == each and report.lost < each // 5
     assert len(report.marks) > each // 2
+
+
+@pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
+def test_rare_histories_are_allowed(plan):
+    with simulated():
+        assert not History(plan).play().world.failures
 
 
 def test_a_seed_is_one_history():

@@ -115,14 +115,14 @@ class Follower:
         await self._take_over()
         await self._keep_telling()
 
-    def takes_over(self, epoch: int) -> bool:
+    def takes_over(self, run_id: str, epoch: int) -> bool:
         """Answer the server, which has lost sight of this standby, whether that takes its place.
 
         A server in the epoch that is followed lives, and goes on alone: then this standby takes over only after having
-        followed again. One in another epoch has begun again, and lacks what is here.
+        followed again. One in another epoch, or without a run, has begun again, and lacks what is here.
         """
         if not self._reason and self._is_whole and self._shards is not None:
-            if epoch != self._shards.header.epoch:
+            if not run_id or epoch != self._shards.header.epoch:
                 self._reason = "it has begun again without what it had answered"
             else:
                 log.warning("the server lives and goes on alone: this standby begins again", server=self._link.address)

@@ -234,8 +234,9 @@ class Primary:
                 self._go_on("its standby has ended")
                 return
             content = run.content
+            request = wire.MeetRequest(run_id=content.run_id if run.is_ready else "", epoch=content.epoch)
             try:
-                reply = await self._link(address).meet(wire.MeetRequest(run_id=content.run_id, epoch=content.epoch))
+                reply = await self._link(address).meet(request)
             except (PypsError, OSError):
                 pass
             else:
@@ -275,7 +276,8 @@ class Primary:
         self.is_withheld = False
         self._stop_finding()
         run_id = self._run.content.run_id
-        self.fenced = f"{address} has taken over run {run_id!r} under epoch {epoch}: this server serves it no more"
+        run = f"run {run_id!r}" if run_id else "this server's run"
+        self.fenced = f"{address} has taken over {run} under epoch {epoch}: this server serves it no more"
         self._feed.fence(self.fenced)
         self._run.elsewhere = address
         self._run.refuse(self.fenced)
@@ -325,9 +327,9 @@ class StandbyService:
         reply = wire.MeetReply(epoch=content.epoch, has_taken_over=standby is not None and standby.has_taken_over)
         if not request.has_taken_over:
             if standby is not None and not standby.has_taken_over:
-                reply.has_taken_over = standby.takes_over(request.epoch)
+                reply.has_taken_over = standby.takes_over(request.run_id, request.epoch)
                 reply.epoch = request.epoch
-            elif content.run_id == request.run_id:
+            elif self._run.is_ready and request.run_id in ("", content.run_id):
                 # It may have begun again itself since it took over.
                 serves = not self._primary.is_withheld
                 reply.has_taken_over |= content.epoch > request.epoch - serves
