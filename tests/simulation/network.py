@@ -50,6 +50,8 @@ class Network:
         self.world = world
         self.servers: dict[str, GrpcServer] = {}
         self.links: list[Link] = []
+        # Broken ones whose servers have yet to notice.
+        self.num_late = 0
         # By caller and address: until when nothing passes, and by how much all is slower.
         self.held_until: dict[tuple[str, str], float] = {}
         self.slowness: dict[tuple[str, str], float] = {}
@@ -169,11 +171,17 @@ class Link:
         for context in list(self.contexts) if late is None else ():
             context.server.process.at(0.002, context.lose)
         if late is not None:
+            network.num_late += 1
             world.at(late, None, self._end_late)
 
     def _end_late(self) -> None:
         for context in list(self.contexts):
             context.server.process.at(0, context.lose)
+        # By then the calls have ended.
+        self.network.world.at(0.1, None, self._ended_late)
+
+    def _ended_late(self) -> None:
+        self.network.num_late -= 1
 
 
 class Rpc:

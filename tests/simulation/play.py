@@ -257,7 +257,7 @@ class History:
 
     def _are_ready(self) -> bool:
         return (
-            not self.num_returning
+            not (self.num_returning or self.network.num_late)
             and not any(each.paused for each in self.servers)
             and all(sum(each.serves for each in self.pair(index)) == 1 for index in range(self.plan.num_servers))
         )
