@@ -426,7 +426,11 @@ class Server(Process):
                     f"{self.name} came back without its run, of which receipts had told that it was durable"
                 )
             if not any(each.serves for each in history.pair(self.place)):
-                history.lost = bool(model.receipts) or any(states for states in model.states.values())
+                # A run of which another server holds a part is not begun anew.
+                saved = any(
+                    name.startswith("checkpoint-") for each in history.root.entries.values() for name in each.entries
+                )
+                history.lost = saved or bool(model.receipts) or any(states for states in model.states.values())
 
         if run._unavailable:
             # Its standby may have taken over.
