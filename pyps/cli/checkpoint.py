@@ -16,10 +16,10 @@ from rich.text import Text
 from pyps import logs
 from pyps.cli.control import fail
 from pyps.cli.export import export
-from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged
+from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.checkpoint_set import convert as convert_set
 from pyps.storage.checkpoint_set import paths_of
-from pyps.storage.folder import CheckpointFolder
+from pyps.storage.folder import CheckpointFolder, noted_epoch
 from pyps.units import counted, in_bytes
 from pyps_wire.partition import SERVERS_MAX
 
@@ -59,7 +59,13 @@ def list_all(folders: Sources) -> None:
 def verify(folders: Sources) -> None:
     """Read all checkpoints and compare their checksums. Exits with 1 where one is damaged, and names it."""
     paths = _paths(folders)
-    damaged = []
+    damaged, lost = [], []
+    for folder in sorted({path.parent for path in paths}):
+        try:
+            noted_epoch(folder)
+        except CheckpointError as error:
+            lost.append(folder)
+            typer.echo(str(error))
     for path in paths:
         try:
             for _ in Checkpoint(path).read():
@@ -69,6 +75,8 @@ def verify(folders: Sources) -> None:
             typer.echo(str(error))
     if damaged:
         fail(f"{len(damaged)} of {counted(len(paths), 'checkpoint')} cannot be used")
+    if lost:
+        fail(f"{counted(len(paths), 'checkpoint')} as written, but {counted(len(lost), 'epoch')} lost")
     typer.echo(f"{counted(len(paths), 'checkpoint')}: all as written.")
 
 

@@ -34,6 +34,8 @@ from pyps_wire.errors import PypsError
 
 FORMAT_VERSION = 5
 SHARDS = "shards"
+# More is damage: each life of a server takes one.
+EPOCH_MAX = 2**62
 
 
 class CheckpointError(PypsError):

@@ -21,7 +21,15 @@ from pathlib import Path
 
 from pyps import logs
 from pyps.run_header import RestoredRun, Snapshot
-from pyps.storage.checkpoint import SHARDS, Checkpoint, CheckpointDamaged, CheckpointError, Writer, files_of
+from pyps.storage.checkpoint import (
+    EPOCH_MAX,
+    SHARDS,
+    Checkpoint,
+    CheckpointDamaged,
+    CheckpointError,
+    Writer,
+    files_of,
+)
 from pyps.storage.disk import UNFINISHED, Disk, InUse, Ownership
 from pyps.storage.object_store import disk_of
 
@@ -303,14 +311,32 @@ def newest(path: Path, disk: Disk | None = None) -> Checkpoint | None:
 
 
 def epoch_of(path: Path, disk: Disk | None = None) -> int:
-    """Return the largest epoch that a server with this folder may have served under."""
-    disk, epochs = disk or disk_of(path), [0]
-    with contextlib.suppress(OSError, ValueError):
-        epochs.append(int(disk.read(path / "epoch")))
+    """Return the largest epoch that a server with this folder may have served under. Raises CheckpointError."""
+    disk = disk or disk_of(path)
+    try:
+        epochs = [noted_epoch(path, disk)]
+    except CheckpointDamaged as error:
+        # More than the starts of any server, of which none takes less than a second.
+        epochs = [int(time.time())]
+        log.warning("an epoch is taken by the clock", reason=error, epoch=epochs[0])
     for checkpoint_path in checkpoint_paths(path, disk):
         with contextlib.suppress(CheckpointDamaged):
             epochs.append(Checkpoint(checkpoint_path, disk).header.epoch)
     return max(epochs)
+
+
+def noted_epoch(path: Path, disk: Disk | None = None) -> int:
+    """Return the epoch in the folder's file, else 0. Raises CheckpointDamaged, or CheckpointError where unreadable."""
+    file = path / "epoch"
+    try:
+        data = (disk or disk_of(path)).read(file)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}; make it readable first") from None
+    if (number := re.fullmatch(rb"\s*(\d{1,20})\s*", data)) is None or int(number[1]) > EPOCH_MAX:
+        raise CheckpointDamaged(f"{file} is damaged: it holds no epoch; the next server takes one by the clock")
+    return int(number[1])
 
 
 def checkpoint_paths(path: Path, disk: Disk | None = None, *, set_aside: bool = False) -> list[Path]:

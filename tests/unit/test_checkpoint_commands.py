@@ -36,6 +36,9 @@ def test_list_and_verify_name_what_is_damaged(job):
     assert [line.split()[0] for line in lines] == [f"checkpoint-0000000{number}" for number in (4, 3, 2, 1)]
     assert lines[0].split()[1:5] == ["3", "2", "to", "6"]
     assert "4 checkpoints: all as written." in told("verify", job)
+    (job / "server-0" / "epoch").write_bytes(b"")
+    damaged = told("verify", job, status=1)
+    assert f"{job}/server-0/epoch is damaged" in damaged and "4 checkpoints as written, but 1 epoch lost" in damaged
     shard = max((job / "server-0" / "shards").iterdir())
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + b"x")

@@ -288,3 +288,19 @@ def test_an_epoch_that_a_server_served_under_is_never_claimed_again(tmp_path, lo
     assert len(epochs) > 4
     assert set(epochs[:-1]) <= {0, 1}
     assert epochs[-1] == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"9" * 5000, b"-7", b"18446744073709551616", b"4\0"])
+def test_under_a_damaged_epoch_file_an_epoch_is_taken_that_none_had(folder, caplog, content):
+    write_checkpoint(folder)
+    file = folder.path / "epoch"
+    file.write_bytes(content)
+    first, second = restored_run(folder), restored_run(folder)
+    # As many as the seconds since 1970.
+    assert 1_700_000_000 < first.content.epoch < second.content.epoch < 2**40
+    reasons = [str(record.fields["reason"]) for record in caplog.records]  # type: ignore[attr-defined]
+    assert len(reasons) == 1 and reasons[0].startswith(f"{file} is damaged: it holds no epoch")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match=f"{file} cannot be read: Is a directory; make it readable first"):
+        folder.resume()
