@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -36,6 +37,7 @@ FORMAT_VERSION = 5
 SHARDS = "shards"
 # More is damage: each life of a server takes one.
 EPOCH_MAX = 2**62
+_NUMBER_MAX = 2**63 - 1
 
 
 class CheckpointError(PypsError):
@@ -69,17 +71,22 @@ class Checkpoint:
         self.path = path
         self._disk = disk or disk_of(path)
         manifest = _read_manifest(path, self._disk)
-        try:
-            self.header = RunHeader.from_json(manifest)
+        with _understanding(path):
+            self.header = header = RunHeader.from_json(manifest)
+            _require_numbers(header.epoch, header.server_index, most=EPOCH_MAX)
+            for behaviour in (header.behaviour, header.configured):
+                _require_numbers(behaviour["epoch_examples"])
+            _require_texts(header.run_id, header.model.name, *(tensor.name for tensor in header.model.tensors))
             self.written: str = manifest["written"]
+            _require_texts(self.written)
             self.shards = {entry.shard_id: entry for entry in _entries(manifest)}
+            if sorted(self.shards) != [one.shard_id for one in header.partition.of_server(header.server_index)]:
+                raise ValueError(f"the shards of server {header.server_index} are others")
             self.work: dict[str, Any] | None = manifest.get("work")
-            self.positions: dict[str, Any] = manifest.get("positions", {})
+            self.positions: dict[str, Any] = dict(manifest.get("positions", {}))
             machine = manifest.get("vector_machine")
             # Without the vectors, which are with the shards.
             self.machine = None if machine is None else _machine_state(machine)
-        except (KeyError, TypeError, ValueError, PypsError) as error:
-            raise CheckpointDamaged(f"{path} cannot be understood: {error!r}") from None
 
     @property
     def versions(self) -> dict[int, int]:
@@ -128,7 +135,12 @@ class Checkpoint:
             raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
         if (len(data), zlib.crc32(data)) != (entry.num_bytes, entry.checksum):
             raise CheckpointDamaged(f"{path} holds other bytes than were written")
-        return unpack(data)
+        with _understanding(path):
+            state, vectors = unpack(data)
+            sizes = {values.size for values in (state.parameters, *state.slots.values(), *vectors.values())}
+            if (sizes, state.version) != ({self.header.partition.shard(shard_id).length}, entry.version):
+                raise ValueError(f"{sizes} numbers of version {state.version}")
+            return state, vectors
 
     def load(self) -> RestoredRun:
         """Read and verify everything. Raises CheckpointDamaged."""
@@ -141,16 +153,45 @@ class Checkpoint:
 
 def files_of(path: Path, disk: Disk) -> set[str]:
     """Return the names of the files that a checkpoint needs. Raises CheckpointDamaged."""
-    return {entry.file for entry in _entries(_read_manifest(path, disk))}
+    with _understanding(path):
+        return {entry.file for entry in _entries(_read_manifest(path, disk))}
+
+
+@contextlib.contextmanager
+def _understanding(path: Path) -> Iterator[None]:
+    """Raise CheckpointDamaged for whatever fails: under a right checksum values may be absurd, too."""
+    try:
+        yield
+    except (CheckpointDamaged, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointDamaged(f"{path} cannot be understood: {error!r:.300}") from None
+
+
+def _require_numbers(*numbers: int, most: int = _NUMBER_MAX) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= most:
+            raise ValueError(f"{number!r:.50}, expected a number from 0 to {most}")
+
+
+def _require_texts(*texts: str) -> None:
+    for text in texts:
+        if type(text) is not str:
+            raise TypeError(f"{text!r:.50}, expected a text")
 
 
 def _entries(manifest: Mapping[str, Any]) -> list[ShardEntry]:
-    return [ShardEntry(**entry) for entry in manifest["shards"]]
+    entries = [ShardEntry(**entry) for entry in manifest["shards"]]
+    for entry in entries:
+        _require_numbers(entry.shard_id, entry.version, entry.num_bytes, entry.checksum)
+        if re.fullmatch(r"[a-z0-9.-]+", entry.file) is None:
+            raise ValueError(f"a file {entry.file!r:.50}")
+    return entries
 
 
 def _read_manifest(path: Path, disk: Disk) -> dict[str, Any]:
     try:
-        manifest = json.loads(disk.read(path))
+        manifest = json.loads(disk.read(path), parse_int=_number)
     except IsADirectoryError:
         raise CheckpointDamaged(
             f"{path} is a folder: a checkpoint of format version 4 or earlier, this software reads {FORMAT_VERSION}; "
@@ -165,6 +206,12 @@ def _read_manifest(path: Path, disk: Disk) -> dict[str, Any]:
     if (version := manifest.get("format_version")) != FORMAT_VERSION:
         raise CheckpointDamaged(f"{path} has format version {version}, this software reads {FORMAT_VERSION}")
     return manifest
+
+
+def _number(digits: str) -> int:
+    if abs(number := int(digits)) >= 2**64:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return number
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints that were damaged, or whose writing was cut short: complete or ignored (ARCHITECTURE.md)."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -9,7 +10,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -101,12 +102,56 @@ def test_a_stuck_old_checkpoint_is_no_failure_of_the_new(tmp_path, caplog):
     folder.close()
 
 
-def test_checkpoints_of_other_formats_are_told_apart_from_damaged_ones(folder):
-    path = write_checkpoint(folder)
-    manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 6}
+def put(path: Path, *keys: str | int, value: object) -> None:
+    """Change what a manifest says, or take it away where the value is `...`, under a right checksum."""
+    manifest = json.loads(path.read_text(encoding="utf-8"))
     del manifest["checksum"]
+    place = manifest
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    if value is ...:
+        del place[keys[-1]]
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}), encoding="utf-8")
+
+
+ABSURD: list[object] = [..., None, -1, 10**30, float("nan"), "\0", [], {}]
+
+
+def keys_in(plain: Any) -> Iterator[tuple[str | int, ...]]:
+    """Yield the way to each value in what was read from JSON, of lists to the first two."""
+    for key in plain if isinstance(plain, dict) else range(min(len(plain), 2)) if isinstance(plain, list) else ():
+        yield (key,)
+        yield from ((key, *more) for more in keys_in(plain[key]))
+
+
+def test_a_manifest_that_says_what_cannot_be_is_damaged_and_an_older_one_is_read(folder):
+    older, newer = write_checkpoint(folder), write_checkpoint(folder, moved_shards())
+    written = newer.read_bytes()
+    accepted = set()
+    for keys, value in itertools.product([*keys_in(json.loads(written)), ("positions",)], ABSURD):
+        if keys != ("checksum",):
+            put(newer, *keys, value=value)
+            with contextlib.suppress(CheckpointDamaged):
+                Checkpoint(newer).load()
+                accepted.add(keys)
+            newer.write_bytes(written)
+    refused: list[tuple[str | int, ...]] = [("epoch",), ("server_index",), ("shards",), ("shards", 1)]
+    refused += [("shards", 0, name) for name in ("file", "version", "num_bytes", "checksum")]
+    assert not accepted.intersection(refused)
+    entry = json.loads(written)["shards"][0]
+    file = newer.parent / "shards" / entry["file"]
+    for data in (b"", b"{" * 99, file.read_bytes()[:-8]):
+        newer.write_bytes(written)
+        file.write_bytes(data)
+        put(newer, "shards", 0, value={**entry, "num_bytes": len(data), "checksum": zlib.crc32(data)})
+        assert folder.resume() is not None and folder.newest == older
+
+
+def test_checkpoints_of_other_formats_are_told_apart_from_damaged_ones(folder):
+    path = write_checkpoint(folder)
+    put(path, "format_version", value=6)
     with pytest.raises(CheckpointDamaged, match="has format version 6, this software reads 5"):
         Checkpoint(path)
     path.unlink()

@@ -17,13 +17,15 @@ from pyps.core.vectors.program import Instruction, Operation
 from pyps.run_header import RestoredRun, Snapshot
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import CheckpointFolder
+from pyps_wire.partition import Model, Partition, Tensor
 from sandblaster import BYTES_MAX, Driver, fill, make_machine, make_shards
 from shards import HEADER, run_together
 
 LENGTHS = (16, 16)
 SIZE = sum(LENGTHS)
-# The shards of these machines have no slots.
-HEAD = dataclasses.replace(HEADER, optimizer=RuleSettings.make("sgd", ({"learning_rate": 1.0},)))
+# The shards of these machines are 0 and 2, and have no slots.
+PLAN = Partition.of_tables(Model((Tensor("w", (48,)),)), (16, 16, 16), servers=(0, 1, 0), num_servers=2)
+HEAD = dataclasses.replace(HEADER, partition=PLAN, optimizer=RuleSettings.make("sgd", ({"learning_rate": 1.0},)))
 
 
 @pytest.fixture
