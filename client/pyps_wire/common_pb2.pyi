@@ -42,6 +42,7 @@ class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUN_STATE_READY: _ClassVar[RunState]
     RUN_STATE_FINISHED: _ClassVar[RunState]
     RUN_STATE_DRAINING: _ClassVar[RunState]
+    RUN_STATE_STANDBY: _ClassVar[RunState]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -87,6 +88,7 @@ RUN_STATE_INITIALIZING: RunState
 RUN_STATE_READY: RunState
 RUN_STATE_FINISHED: RunState
 RUN_STATE_DRAINING: RunState
+RUN_STATE_STANDBY: RunState
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_APPLIED: Outcome
 OUTCOME_PENDING: Outcome

@@ -1,4 +1,4 @@
-"""Calls to running servers, and the commands that are one call: `pyps set`, `save`, `stop`, `reset`, `health`."""
+"""Calls to running servers, and the commands that are one call: `pyps set`, `save`, `stop`, `drain`..."""
 
 from __future__ import annotations
 
@@ -303,28 +303,22 @@ def stop(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = No
         typer.echo(f"{address} has finished its run.")
 
 
-def promote(
-    server: Annotated[str, typer.Argument(help="Address of one server: its data or its control port.")],
-    token_file: OperatorTokenFile = None,
-) -> None:
-    """Make this server the one that serves, of it and its standby.
+def promote(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:
+    """Make each server named the one that serves, of it and its standby.
 
-    A standby takes over; a server that waits to hear of its silent standby goes on without it. Works on the server's
+    A standby takes over; a server that waits to hear of its silent standby goes on without it. Works on the servers'
     own machine, or with an operator's token.
     """
-    for address, _ in change_each(server, token_file, "Promote", pb.PromoteRequest()):
+    for address, _ in change_each(servers, token_file, "Promote", pb.PromoteRequest()):
         typer.echo(f"{address} serves.")
 
 
-def drain(
-    server: Annotated[str, typer.Argument(help="Address of one server: its data or its control port.")],
-    token_file: OperatorTokenFile = None,
-) -> None:
-    """Let a server hand over to its standby and end, while training goes on.
+def drain(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:
+    """Let each server named hand over to its standby and end, while training goes on.
 
-    Works on the server's own machine, or with an operator's token.
+    Works on the servers' own machine, or with an operator's token.
     """
-    for address, reply in change_each(server, token_file, "Drain", pb.DrainRequest()):
+    for address, reply in change_each(servers, token_file, "Drain", pb.DrainRequest()):
         typer.echo(f"{address} ends; {reply.standby} serves in its place.")
 
 

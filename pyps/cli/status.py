@@ -32,6 +32,8 @@ EVENTS_MAX = 1000
 WATCH_SECONDS = 2.0
 # For a pipe, with --wide or without COLUMNS.
 PIPE_COLUMNS = 240
+# What is known of a server that serves no run yet.
+OF_A_STANDBY = ("data", "state", "run", "restored or reset", "version", "up for", "standby")
 # A message as a dictionary, without leaving out fields that are 0 or empty.
 _plain = partial(MessageToDict, always_print_fields_with_no_presence=True)
 
@@ -140,7 +142,7 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
             console.print(table)
     if begun:
         console.print(_shards_table(answers, shards_shown, wide=wide))
-    else:
+    elif not any(answer.status.state == common.RUN_STATE_STANDBY for answer in answers):
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
     for line in lines(answers):
@@ -177,7 +179,7 @@ def facts(status: pb.Status) -> dict[str, object]:
     last = "never" if status.last_update_seconds < 0 else f"{in_seconds(status.last_update_seconds)} ago"
     missing = f"; {status.workers_missing} still to come" if status.workers_missing else ""
     low, high, tally = status.version_min, status.version_max, status.tally
-    return {
+    shown: dict[str, object] = {
         "data": status.data_address,
         "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
         "run": status.run_id or "none",
@@ -213,6 +215,8 @@ def facts(status: pb.Status) -> dict[str, object]:
         "not written": status.checkpoint_failure,
         "standby": status.standby,
     }
+    is_standby = status.state == common.RUN_STATE_STANDBY
+    return {name: "" if is_standby and name not in OF_A_STANDBY else fact for name, fact in shown.items()}
 
 
 def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:

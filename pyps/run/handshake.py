@@ -34,6 +34,7 @@ class RunState(IntEnum):
     READY = 3
     FINISHED = 4
     DRAINING = 5
+    STANDBY = 6
 
 
 NAME_LENGTH_MAX = 200

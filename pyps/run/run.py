@@ -139,7 +139,7 @@ class Run:
             self._check_initialization(greeting, greeting.model, greeting.num_servers)
         now = self.clock()
         with self._lock:
-            self._refuse_when_unavailable()
+            self.refuse_when_unavailable()
             content = self.content
             if isinstance(content, ReadyContent):
                 handshake.check_joining(greeting, content, holding=self.holding(), waited=waited)
@@ -499,7 +499,7 @@ class Run:
     def state(self) -> RunState:
         """The state of the server and its run."""
         if self._unavailable:
-            return RunState.DRAINING
+            return RunState.STANDBY if self.elsewhere else RunState.DRAINING
         if self._ending.over:
             return RunState.FINISHED
         if self.is_ready:
@@ -581,7 +581,7 @@ class Run:
     def _serving(self, run_id: str | None) -> ReadyContent:
         """Return the content, where the server serves the caller's run; None trusts the caller to mean this one."""
         content = self._require_content()
-        self._refuse_when_unavailable()
+        self.refuse_when_unavailable()
         self._require_run(content, run_id)
         return content
 
@@ -589,7 +589,8 @@ class Run:
         if run_id is not None and run_id != content.run_id:
             handshake.check_run(run_id or "(none)", self.holding(), observer=False)
 
-    def _refuse_when_unavailable(self) -> None:
+    def refuse_when_unavailable(self) -> None:
+        """Raise ServerUnavailable on a server that ends, or that does not serve yet."""
         if self._unavailable:
             raise ServerUnavailable(self._unavailable)
 
@@ -601,7 +602,7 @@ class Run:
 
     def _already_initialized(self, opening: Opening) -> bool:
         """Return whether the initialisation is complete; refuse a worker without the turn."""
-        self._refuse_when_unavailable()
+        self.refuse_when_unavailable()
         self.membership.require_replica(opening.replica, opening.incarnation)
         return not self.election.open(
             opening.claim,

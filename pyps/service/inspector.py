@@ -29,7 +29,7 @@ from pyps.service.standby.primary import Primary
 from pyps.service.transport import Host, Transport, name_of
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
-from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, NotAllowed, NotInitialized, RunFinished
 
 # How many answers of a kind may be made at once; the rest wait in line. Answers that read every parameter, or wait for
 # a checkpoint, take long and delay only their own kind.
@@ -97,7 +97,10 @@ class Inspector:
 
     @_answering
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
-        return status_of(self._run, self._addresses, self._checkpoints)
+        status = status_of(self._run, self._addresses, self._checkpoints)
+        if self._follower is not None and not self._follower.has_taken_over:
+            self._follower.describe(status)
+        return status
 
     @_summing
     def ListShards(self, request: pb.ListShardsRequest, context: Context) -> pb.ListShardsReply:
@@ -237,8 +240,7 @@ class Inspector:
     def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointReply:
         if self._checkpoints is None:
             raise NotAllowed("this server has no folder for checkpoints: start it with --checkpoint-dir")
-        if self._run.state == RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down, which saves: ask again once it is back")
+        self._run.refuse_when_unavailable()
         if request.validate_only:
             return pb.SaveCheckpointReply()
         saved = self._checkpoints.save(self._run.snapshot)

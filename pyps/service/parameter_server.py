@@ -55,6 +55,7 @@ class ParameterServer:
                 software=SOFTWARE,
                 state=int(RunState.DRAINING),  # type: ignore[arg-type]
                 standby=elsewhere,
+                control_address=self._control_address,
             ).SerializeToString()
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, term = await self._off_loop_where(large, partial(self._welcome, message, context.role))

@@ -13,7 +13,7 @@ from typing import Any
 from pyps.core.vectors.machine import Answer, Job, Plan, VectorMachine, in_sequence
 from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Program
 from pyps.core.vectors.stages import StagePart
-from pyps.run.handshake import SECRET_BYTES_MIN, RunState, check_secret
+from pyps.run.handshake import SECRET_BYTES_MIN, check_secret
 from pyps.service.calls import Call
 from pyps.service.convert import parse, parse_frame
 from pyps.service.limits import check_message_bytes
@@ -21,7 +21,7 @@ from pyps.service.transport import Host
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable
+from pyps_wire.errors import InvalidArgument, NotInitialized
 
 # More than the coordinators that may attach in one epoch of the run: a restored server does not know of those that came
 # after its checkpoint.
@@ -132,8 +132,7 @@ class VectorMachineService:
 
     def _machine(self) -> VectorMachine:
         run = self._run
-        if run.state == RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
+        run.refuse_when_unavailable()
         if not run.rounds.behaviour.aggregation.coordinated:
             raise InvalidArgument(
                 f"the protocol in force is {run.rounds.behaviour.aggregation.name}, under which workers push gradients:"

@@ -15,7 +15,7 @@ from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import InvalidArgument, NotInitialized, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, NotInitialized, WaitTimedOut
 
 NAMES_MAX = 8
 
@@ -163,8 +163,7 @@ class VersionWait:
                     return shard
             if self._run.state == RunState.FINISHED:
                 return self._waiting.popitem()[1]
-            if self._run.state == RunState.DRAINING:
-                raise ServerUnavailable("this server is shutting down: try again once it is back")
+            self._run.refuse_when_unavailable()
             await self._parking.wait()
         return None
 

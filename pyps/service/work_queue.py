@@ -17,7 +17,7 @@ from pyps.service.waiting import LongPoll, names_in_words
 from pyps.work import DataSpec, WorkQueue, lease_reply
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import InvalidArgument, NotInitialized, RunFinished, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import InvalidArgument, NotInitialized, RunFinished, WaitTimedOut
 
 # Leases that a message may name.
 LEASES_MAX = 100_000
@@ -249,8 +249,7 @@ def _queue_on_first(run: Run) -> WorkQueue:
 
 def _refuse_when_replaced(run: Run, queue: WorkQueue) -> None:
     """End a wait on a server that shuts down, or for the queue of a run that was reset."""
-    if run.state is RunState.DRAINING:
-        raise ServerUnavailable("this server is shutting down: try again once it is back")
+    run.refuse_when_unavailable()
     if run.work is not queue:
         raise NotInitialized("the run was reset while the call waited")
 

@@ -56,7 +56,7 @@ def test_a_standby_goes_on_with_the_same_bits_when_its_server_is_drained(start_s
             if step == 3:
                 standby = follow(start_server, primary, client)
             if step == 6:
-                drained = shell("drain", primary.control)
+                drained = shell("drain", "--servers", primary.control)
                 assert standby.data in drained
                 assert primary.wait() == 0
             step_both(client, reference, gradients_like(tensors, step))
@@ -72,11 +72,15 @@ def test_an_operator_makes_a_standby_take_over_and_a_server_in_the_old_place_giv
     reference = Reference(tensors)
     primary = start_server(*QUICK)
     with make_client(primary.data, run_id="r") as client:
-        standby = follow(start_server, primary, client)
-        shell("promote", standby.control)
-        assert primary.wait() == 0
         step_both(client, reference, gradients_like(tensors, 0))
-        assert "serves already" in shell("promote", standby.control, status=1)
+        standby = follow(start_server, primary, client)
+        told = shell("status", "--servers", standby.data)
+        assert " standby " in told and "no run yet" not in told
+        assert (status_of(standby).run_id, status_of(standby).version_max) == ("r", 1)
+        shell("promote", "--servers", standby.data)
+        assert primary.wait() == 0
+        step_both(client, reference, gradients_like(tensors, 1))
+        assert "serves already" in shell("promote", "--servers", standby.data, status=1)
 
         empty = start_server("--port", primary.data.rpartition(":")[2], "--run-id", "r")
         assert empty.wait() == 0
@@ -94,7 +98,7 @@ def test_a_standby_that_leaves_or_cannot_follow_is_done_without(start_server):
         assert standby.stop() == 0
         client.push(gradients_like(small_model(), 0))
         wait_for_event(primary, "standby", "the server goes on alone: its standby has left")
-        assert "has no standby" in shell("drain", primary.control, status=1)
+        assert "has no standby" in shell("drain", "--servers", primary.control, status=1)
 
     coordinated = start_server("--protocol", "sandblaster", "--run-id", "r")
     make_client(coordinated.data, run_id="r").close()

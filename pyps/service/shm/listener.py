@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pyps import logs
 from pyps.config import ConfigError
-from pyps.run.handshake import Greeting, RunState
+from pyps.run.handshake import Greeting
 from pyps.service.listener import AUTO, OFF, Caller, Listener
 from pyps.service.shm.connection import Connection
 from pyps.service.shm.segment import Attachment, Content, Segment, check_layout
@@ -127,8 +127,7 @@ class SharedMemory(Listener):
     async def _map(self, request: local.LocalAttach, descriptor: int) -> Attachment:
         """Map a worker's memory, laid out for the shards of the run."""
         run, sender = self._host.run, request.sender
-        if run.state == RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
+        run.refuse_when_unavailable()
         # Read together, before anything changes.
         shards, plan, epoch = run.content.shards, run.content.partition, run.content.epoch
         # This renews the worker's lease, and refuses unauthenticated callers.

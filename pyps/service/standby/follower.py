@@ -18,6 +18,7 @@ from pyps.run_header import RestoredRun, RunHeader
 from pyps.service.executor import look_at_error
 from pyps.service.standby.link import Found, Link, is_loopback, look
 from pyps.service.standby.shards import FollowedShards
+from pyps_wire import inspector_pb2 as pb
 from pyps_wire import standby_pb2 as wire
 from pyps_wire.errors import ConfigurationError, NotAllowed, PypsError, ServerUnavailable
 from pyps_wire.framing import split
@@ -92,6 +93,14 @@ class Follower:
             return f"took over from {self._link.address}: {self._reason}"
         state = "follows" if self._is_whole else "has not all shards of"
         return f"{state} {self._link.address}, which it heard {time.monotonic() - self._heard_at:.1f} s ago"
+
+    def describe(self, status: pb.Status) -> None:
+        """Say what this standby has of its server's run. From any thread."""
+        if (shards := self._shards) is None:
+            return
+        versions, header = shards.versions, shards.header
+        status.run_id, status.epoch, status.num_shards = header.run_id, header.epoch, len(versions)
+        status.version_min, status.version_max = min(versions, default=0), max(versions, default=0)
 
     async def keep(self) -> None:
         """Follow until the server is gone, take its place, and go on telling it so."""

@@ -37,6 +37,11 @@ class FollowedShards:
         # Shards that differ from the server's, until they come again.
         self._differs = set[int]()
 
+    @property
+    def versions(self) -> list[int]:
+        """The versions of the shards that are here. From any thread."""
+        return [shard.version for shard in list(self._shards.values())]
+
     def apply(self, line: Mapping[str, Any], payload: bytes | memoryview) -> bool:
         """Apply an event; return False where the shard has just been found to differ from the server's."""
         shard_id = line["shard_id"]
