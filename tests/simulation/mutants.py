@@ -180,6 +180,12 @@ MUTANTS = (
         "True",
     ),
     Mutant(
+        "a refusal from elsewhere is taken for the end of a standby",
+        f"{_STANDBY}.primary:Primary._find",
+        "is_loopback(address) and",
+        "",
+    ),
+    Mutant(
         "a standby takes over under its server's epoch",
         f"{_STANDBY}.shards:FollowedShards.given_up",
         "self.header, {}",

@@ -55,6 +55,8 @@ class Network:
         # By caller and address: until when nothing passes, and by how much all is slower.
         self.held_until: dict[tuple[str, str], float] = {}
         self.slowness: dict[tuple[str, str], float] = {}
+        # Whether a firewall answers for what is held, and refuses.
+        self.held_refuses = False
         # By caller and address: a stream of delays, so that a plan with less in it goes alike elsewhere.
         self.randoms: dict[tuple[str, str], random.Random] = {}
         # Machines that are gone, until when: nobody says that nothing listens there.
@@ -76,6 +78,8 @@ class Network:
         """Answer the question of a server whether another one listens."""
         assert self.world.process is not None
         asks = self.world.process.name, address
+        if self.held_refuses and self.held_until.get(asks, 0.0) > self.world.now:
+            return Found.REFUSED
         if max(self.held_until.get(asks, 0.0), self.gone_until.get(address, 0.0)) > self.world.now:
             await asyncio.sleep(ANSWER_SECONDS)
             return Found.SILENT

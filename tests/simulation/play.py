@@ -123,6 +123,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     },
     "pyps.service.standby.primary": {
         "look": lambda address: History.active.network.look(address),
+        "is_loopback": lambda address: History.active.plan.near,
         "secrets": SimpleNamespace(token_hex=lambda size: f"{World.active.process.name} {World.active.now}"),
     },
     "pyps.storage.folder": {"time": virtual.time, "threading": virtual.threading},
@@ -205,6 +206,7 @@ class History:
         self.world = World(plan.seed, switch_share=plan.switch_share)
         importlib.import_module(f"{CLIENT}.retry")._jitter = random.Random(plan.seed)  # type: ignore[attr-defined]
         self.network = Network(self.world)
+        self.network.held_refuses = not plan.near
         self.network.on_message = self._on_message
         self.model = Model()
         self.root = Folder()

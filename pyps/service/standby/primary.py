@@ -15,7 +15,7 @@ from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.standby.feed import Feed, Line
 from pyps.service.standby.follower import Follower
-from pyps.service.standby.link import Found, Link, is_unspecified, look
+from pyps.service.standby.link import Found, Link, is_loopback, is_unspecified, look
 from pyps_wire import standby_pb2 as wire
 from pyps_wire.errors import InvalidArgument, NotAllowed, PypsError, ServerUnavailable, WaitTimedOut
 
@@ -26,6 +26,10 @@ WAIT_SECONDS = 0.001
 # How often a server whose standby is silent asks it, and says so in the log.
 ASK_SECONDS = 1.0
 SAY_SECONDS = 10.0
+UNTIL_KNOWN = (
+    "until it says whether it has taken over, or follows again; if it has ended without that, `pyps promote` on this "
+    "server lets it go on alone, else on the standby makes that take over"
+)
 
 
 class Primary:
@@ -69,7 +73,7 @@ class Primary:
         if not (feed.guards or self.is_withheld):
             return f"{self.address} is receiving the shards"
         if self._following is None:
-            return f"no word from {self.address}: nothing is answered until it says whether it has taken over"
+            return f"no word from {self.address}: nothing is answered {UNTIL_KNOWN}"
         return f"{self.address} follows, {feed.recorded - feed.received} events behind"
 
     @property
@@ -230,7 +234,8 @@ class Primary:
         run, address, said_at = self._run, self.address, 0.0
         loop = asyncio.get_running_loop()
         while True:
-            if await look(address) is Found.REFUSED:
+            # Elsewhere a firewall or a proxy would refuse in the place of a standby that has taken over.
+            if is_loopback(address) and await look(address) is Found.REFUSED:
                 self._go_on("its standby has ended")
                 return
             content = run.content
@@ -247,10 +252,7 @@ class Primary:
                 return
             if loop.time() - said_at >= SAY_SECONDS:
                 said_at = loop.time()
-                what = (
-                    "no word from the standby: nothing is answered until it says whether it has taken over; "
-                    "`pyps promote` on one of the two decides"
-                )
+                what = f"no word from the standby: nothing is answered {UNTIL_KNOWN}"
                 run.events.add("standby", what, warning=True, address=address)
             await asyncio.sleep(ASK_SECONDS)
 
