@@ -68,6 +68,8 @@ class Run:
         self.on_finished: Callable[[], None] = lambda: None
         # Where workers find the standby, once it can take over; "" without one. And what it is, in words.
         self.standby = ""
+        # The workers that it was told.
+        self.told: set[str] = set()
         # Who serves the run in place of this server; "" where it does so itself.
         self.elsewhere = ""
         self.about_standby: Callable[[], str] = lambda: ""

@@ -146,7 +146,7 @@ class Conversation:
         self.account.hold(more_bytes)
         try:
             answers = request.work()
-            if self._feed.guards:
+            if self._feed.holds:
                 self._feed.wait_here()
             for answer in answers:
                 send(answer)
@@ -218,7 +218,7 @@ class Conversation:
 
         Every answer passes here or through `answer`, between its push and its reply: there it waits for the standby.
         """
-        if self._feed.guards and (received := self._feed.wait()) is not None:
+        if self._feed.holds and (received := self._feed.wait()) is not None:
             return self._release_when(received, answers)
         if len(answers) == 1:
             return self._write(answers[0])

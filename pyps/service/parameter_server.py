@@ -172,6 +172,8 @@ class ParameterServer:
             clock=request.clock,
             scalars=dict(request.scalars),
         )
+        if known and self._run.standby:
+            self._run.told.add(sender.worker_id)
         return convert.heartbeat_reply(self._run, known=known).SerializeToString()
 
     async def Leave(self, message: bytes, context: Call) -> bytes:

@@ -12,6 +12,7 @@ from client_support import Reference, gradients_like, make_client, small_model
 from pyps.certificates import Authority
 from pyps.cli.control import Control
 from pyps.config import ServerConfig
+from pyps.service.standby.feed import BACKLOG_BYTES_MAX, Feed, Line
 from pyps.service.standby.link import own_address
 from pyps.storage.folder import newest
 from pyps_client.data import Portions
@@ -32,8 +33,7 @@ def follow(start_server, primary, *clients, flags=()):
     standby = start_server("--standby-of", primary.data, *LEASE, *QUICK, *flags)
     standby.wait_for_output("all shards are here")
     for client in clients:
-        connection = client.session._servers.connections[0]
-        wait_until(lambda known=connection: standby.data in known._elsewhere, what="a worker that knows of it")
+        assert standby.data in client.session._servers.connections[0]._elsewhere
     return standby
 
 
@@ -44,6 +44,23 @@ def step_both(client, reference, gradients):
         client.pull()
         client.push(gradients)
     reference.check(client.pull())
+
+
+def test_answers_wait_where_pushes_come_faster_than_a_standby_gets_its_first_copy():
+    async def play():
+        feed = Feed()
+        feed.open()
+        while not feed.holds:
+            feed.add(Line({}, bytes(2**20)))
+        assert feed.recorded == BACKLOG_BYTES_MAX // 2**20 + 1
+        answer = feed.wait()
+        while feed.holds:
+            assert feed.take()
+        assert feed.recorded - len(feed._queue) > BACKLOG_BYTES_MAX // 2**21
+        feed.note_received(feed.recorded)
+        assert answer.done() and not feed.guards
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])

@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "a push is answered before the standby has received it",
         "pyps.service.conversation:Conversation._release",
-        "self._feed.guards and",
+        "self._feed.holds and",
         "False and",
     ),
     Mutant("a standby makes an update twice", f"{_STANDBY}.shards:FollowedShards._follow", _PUSH, _PUSH_TWICE),

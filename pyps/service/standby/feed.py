@@ -22,6 +22,8 @@ from pyps_wire.framing import join
 
 # After so many updates of a shard its checksum is compared.
 CHECKED_VERSIONS = 64
+# While a standby gets its first copy, events of more bytes let answers wait, until half of them are on their way.
+BACKLOG_BYTES_MAX = 2**26
 # Events of one message: as many as fit, or a longer one alone.
 BATCH_BYTES = 2**18
 BATCH_EVENTS = 256
@@ -40,11 +42,14 @@ class Feed:
     """A queue of events; a `Follower` of shards. Every method may be called from any thread, but for `wait` and `take`.
 
     While it `guards`, an answer waits until the standby has received every event recorded before it. The queue is no
-    longer than what callers have sent without an answer: the bounds of those are its own.
+    longer than what callers have sent without an answer: the bounds of those are its own. Before that answers wait only
+    where the queue is long, as over a link that is slower than the pushes.
     """
 
-    # Read without the lock: no answer waits while it is False.
+    # Whether the standby has all that was answered.
     guards = False
+    # Read without the lock: no answer waits while it is False.
+    holds = False
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -54,6 +59,7 @@ class Feed:
         # Guarded by _changed. How many events were recorded, and received by the standby.
         self.recorded = self.received = 0
         self._queue: deque[Event | Line] = deque()
+        self._queued_bytes = 0
         self._is_open = False
         self._rosters: dict[int, Roster] = {}
         # What was sent last of the workers.
@@ -67,7 +73,7 @@ class Feed:
         """Take events from now on. For the event loop."""
         self._loop = asyncio.get_running_loop()
         with self._changed:
-            self._queue.clear()
+            self._clear()
             self._rosters.clear()
             self._workers = None
             self.received, self._is_open = self.recorded, True
@@ -75,10 +81,14 @@ class Feed:
     def close(self) -> None:
         """Take no more events. While it guards, no answer goes until `guard` or `fence` says what becomes of them."""
         with self._changed:
-            self._queue.clear()
+            self._clear()
             self._is_open = False
             # For what happens from here on, which nobody receives.
             self.recorded += 1
+
+    def _clear(self) -> None:
+        self._queue.clear()
+        self._queued_bytes = 0
 
     # What happens to shards.
 
@@ -130,6 +140,8 @@ class Feed:
             if not self._is_open:
                 return self.recorded
             self._queue.append(event)
+            self._queued_bytes += memoryview(_payload_of(event)).nbytes
+            self.holds = self.holds or self._queued_bytes > BACKLOG_BYTES_MAX
             self.recorded += 1
             number, is_first = self.recorded, len(self._queue) == 1
         if is_first and self._loop is not None:
@@ -145,10 +157,12 @@ class Feed:
                     self.filled.clear()
                     break
                 event = self._queue[0]
-                payload = event.payload if isinstance(event, Line) else _payload_of(event)
+                payload = _payload_of(event)
                 if payloads and num_bytes + memoryview(payload).nbytes > BATCH_BYTES:
                     break
                 self._queue.popleft()
+                self._queued_bytes -= memoryview(payload).nbytes
+                self.holds = self.guards or (self.holds and self._queued_bytes > BACKLOG_BYTES_MAX // 2)
             line = event.plain if isinstance(event, Line) else self._line_of(event)
             size = memoryview(payload).nbytes
             reply.events.add(line=json.dumps(line), payload_bytes=size)
@@ -200,14 +214,14 @@ class Feed:
         """Wait in this thread, which is not the event loop's. Raises ServerUnavailable."""
         with self._changed:
             number = self.recorded
-            self._changed.wait_for(lambda: self.received >= number or self._fence or not self.guards)
+            self._changed.wait_for(lambda: self.received >= number or self._fence or not self.holds)
             if self._fence:
                 raise ServerUnavailable(self._fence)
 
     def guard(self, on: bool) -> None:
         """Let answers wait from now on, or none, those that do included. For the event loop."""
         with self._changed:
-            self.guards = on
+            self.guards = self.holds = on
             self._changed.notify_all()
         while not on and self._waiting:
             self._settle(self._waiting.popleft()[1])
@@ -215,7 +229,8 @@ class Feed:
     def fence(self, reason: str) -> None:
         """Answer nothing any more, for that reason. For the event loop."""
         with self._changed:
-            self.guards, self._fence = True, reason
+            self.guards = self.holds = True
+            self._fence = reason
             self._changed.notify_all()
         while self._waiting:
             future = self._waiting.popleft()[1]
@@ -229,7 +244,9 @@ class Feed:
             future.set_result(None)
 
 
-def _payload_of(event: Event) -> Payload:
+def _payload_of(event: Event | Line) -> Payload:
+    if isinstance(event, Line):
+        return event.payload
     return event.gradient.payload if isinstance(event, Pushed) else b""
 
 

@@ -110,7 +110,7 @@ class Primary:
         self._feed.guard(False)
         self.address, self._lease_seconds = address, first.lease_seconds
         # It refuses workers until it has all shards and its server has ended.
-        self._run.standby = address
+        self._run.standby, self._run.told = address, set()
         self._following = asyncio.current_task()
         left = ""
         try:
@@ -160,12 +160,18 @@ class Primary:
             tasks.create_task(self._receive(call, base))
             feed.add(Line({"event": "run", "header": run.header_of(content).to_json()}))
             run.rounds.positions.follow(feed.note_position)
+            is_slow = False
             for shard in content.shards.values():
                 # One at a time: memory grows by one shard.
                 await asyncio.to_thread(shard.follow, feed)
                 number = feed.recorded
                 while feed.received < number:
+                    if feed.holds and not is_slow:
+                        is_slow = True
+                        what = "pushes come faster than the link to the standby takes them: answers wait for it"
+                        run.events.add("standby", what, warning=True, address=self.address)
                     await asyncio.sleep(WAIT_SECONDS)
+            await self._tell()
             feed.add_work(run.work)
             feed.note_workers(run.membership)
             is_noted = await asyncio.to_thread(self.on_guard, self.address)
@@ -185,6 +191,14 @@ class Primary:
             while feed.received < number:
                 await asyncio.sleep(WAIT_SECONDS)
             raise _Left("the run was reset")
+
+    async def _tell(self) -> None:
+        """Wait until each live worker has heard of the standby: it would not find that after a takeover."""
+        run, loop = self._run, asyncio.get_running_loop()
+        # A worker that sends no heartbeats is not waited for.
+        until = loop.time() + run.membership.lease_seconds
+        while loop.time() < until and any(one.worker_id not in run.told for one in run.membership.alive()):
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _send(self, call: Call) -> None:
         beat, feed = wire.FollowReply().SerializeToString(), self._feed
