@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.gradient import PayloadKind
@@ -13,6 +13,10 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.store import ShardState, Store
 from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps_wire.partition import Model, Partition, Tensor
+
+# Where the data of each worker stood, by name, the one that pushed longest ago first: its number, its life, and the
+# sequences and positions of its newest pushes.
+PositionsState: TypeAlias = Mapping[str, tuple[int | None, int, tuple[tuple[int, bytes], ...]]]
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,7 @@ class Snapshot:
     # A coordinator's vectors and the queue of portions; None where there are none.
     machine: VectorMachine | None = None
     work: Mapping[str, Any] | None = None
-    # Where the data of each worker stood.
-    positions: Mapping[str, Any] = field(default_factory=dict)
+    positions: PositionsState = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class RestoredRun:
     num_workers: int = 0
     # By name, the state of each worker that the server knew, and how many the job has; None where that is not known.
     workers: tuple[Mapping[str, str], int] | None = None
-    positions: Mapping[str, Any] = field(default_factory=dict)
+    positions: PositionsState = field(default_factory=dict)
     # Whether a checkpoint holds it; none may hold what a standby has received.
     is_durable: bool = True
 

@@ -68,8 +68,10 @@ def verify(folders: Sources) -> None:
             typer.echo(str(error))
     for path in paths:
         try:
-            for _ in Checkpoint(path).read():
+            one = Checkpoint(path)
+            for _ in one.read():
                 pass
+            one.read_positions()
         except CheckpointDamaged as error:
             damaged.append(path)
             typer.echo(str(error))

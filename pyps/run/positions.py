@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from pyps import logs
+from pyps.run_header import PositionsState
 from pyps_wire.errors import LimitExceeded
 
+log = logs.get("pyps.run")
+
 BYTES_MAX = 64 * 2**10
-# Workers whose positions are kept; of more the one that pushed longest ago is forgotten.
+# Workers whose positions are kept, and their bytes; of more the one that pushed longest ago is forgotten.
 WORKERS_MAX = 1024
+TOTAL_BYTES_MAX = 32 * 2**20
 
 
 # With the arguments of `note`; of a position that is withdrawn it is None.
@@ -26,6 +31,10 @@ class _Kept:
     # Sequences and positions of the newest pushes: of the last one some shards may not be there yet.
     newest: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=2))
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(position) for _, position in self.newest)
+
 
 class Positions:
     """The positions that came with the newest pushes of each worker. May be used from any thread."""
@@ -34,7 +43,9 @@ class Positions:
         self._lock = Lock()
         # Guarded by _lock. The worker of the oldest push first.
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._num_bytes = 0
         self._follower: Follower | None = None
+        self._has_told = False
 
     def note(self, worker_id: str, index: int | None, incarnation: int, sequence: int, position: bytes) -> None:
         """Keep the position that holds once a push is applied. Call it before the push is."""
@@ -42,6 +53,7 @@ class Positions:
             raise LimitExceeded(f"a data_position has {len(position)} bytes; expected {BYTES_MAX} at the most")
         with self._lock:
             kept = self._kept.get(worker_id)
+            self._num_bytes -= 0 if kept is None else kept.num_bytes
             if kept is None or kept.incarnation < incarnation:
                 kept = self._kept[worker_id] = _Kept(index, incarnation)
             if kept.incarnation == incarnation and (not kept.newest or kept.newest[-1][0] < sequence):
@@ -49,15 +61,21 @@ class Positions:
                 self._kept.move_to_end(worker_id)
                 if self._follower is not None:
                     self._follower(worker_id, index, incarnation, sequence, position)
-            if len(self._kept) > WORKERS_MAX:
-                self._kept.popitem(last=False)
+            self._num_bytes += kept.num_bytes
+            while len(self._kept) > WORKERS_MAX or self._num_bytes > TOTAL_BYTES_MAX:
+                name, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
+                if not self._has_told:
+                    most = f"{WORKERS_MAX} workers, {TOTAL_BYTES_MAX} bytes"
+                    log.warning("places in the data are forgotten, the oldest first", worker=name, kept_at_most=most)
+                self._has_told = True
 
     def withdraw(self, worker_id: str, incarnation: int, sequence: int) -> None:
         """Forget the position of a worker's newest push, which was refused: else two of them would hide all before."""
         with self._lock:
             kept = self._kept.get(worker_id)
             if kept is not None and kept.incarnation == incarnation and [n for n, _ in kept.newest][-1:] == [sequence]:
-                kept.newest.pop()
+                self._num_bytes -= len(kept.newest.pop()[1])
                 if self._follower is not None:
                     self._follower(worker_id, kept.index, incarnation, sequence, None)
 
@@ -97,15 +115,12 @@ class Positions:
                     for sequence, position in kept.newest:
                         follower(name, kept.index, kept.incarnation, sequence, position)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the positions for a checkpoint."""
+    def state(self) -> PositionsState:
+        """Return the positions for a checkpoint; they share their memory."""
         with self._lock:
-            return {
-                name: [kept.index, kept.incarnation, [[n, p.decode("latin-1")] for n, p in kept.newest]]
-                for name, kept in self._kept.items()
-            }
+            return {name: (kept.index, kept.incarnation, tuple(kept.newest)) for name, kept in self._kept.items()}
 
-    def restore(self, plain: Mapping[str, Any]) -> None:
-        for name, (index, incarnation, newest) in plain.items():
+    def restore(self, state: PositionsState) -> None:
+        for name, (index, incarnation, newest) in state.items():
             for sequence, position in newest:
-                self.note(name, index, incarnation, sequence, position.encode("latin-1"))
+                self.note(name, index, incarnation, sequence, position)

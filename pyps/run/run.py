@@ -542,7 +542,7 @@ class Run:
         """Return the run for a checkpoint."""
         # The queue before the shards: an example is trained twice rather than lost.
         work = None if self.work.spec is None else self.work.state()
-        positions, content = self.rounds.positions.to_plain(), self._require_content()
+        positions, content = self.rounds.positions.state(), self._require_content()
         return Snapshot(self.header_of(content), dict(content.shards), content.machine, work, positions)
 
     def header_of(self, content: ReadyContent) -> RunHeader:

@@ -2,8 +2,9 @@
 
 checkpoint-00000007.json                          the manifest, written last: the run and the checksums of the files
 shards/shard-000012.epoch-3.version-70.00000006   a shard's state (`shard_file.py`), as checkpoint 6 wrote it
+shards/positions.00000006                         where the workers' data stood (`position_file.py`), likewise
 
-A file is never changed, and a shard that has not moved is not written again: later checkpoints name the same file.
+A file is never changed, and what has not moved is not written again: later checkpoints name the same file.
 
 The gradient at the accepted point and the history are what a restarted coordinator cannot compute again. The accepted
 point itself is the shards' parameters here.
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pyps import __version__
@@ -27,13 +29,14 @@ from pyps.core.arrays import Floats
 from pyps.core.store import ShardState
 from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps.core.vectors.program import VectorTable
-from pyps.run_header import RestoredRun, RunHeader, Snapshot
+from pyps.run_header import PositionsState, RestoredRun, RunHeader, Snapshot
+from pyps.storage import position_file
 from pyps.storage.disk import Disk
 from pyps.storage.object_store import disk_of
 from pyps.storage.shard_file import pack, unpack
 from pyps_wire.errors import PypsError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 SHARDS = "shards"
 # More is damage: each life of a server takes one.
 EPOCH_MAX = 2**62
@@ -63,6 +66,14 @@ class ShardEntry(NamedTuple):
     checksum: int
 
 
+class PositionsEntry(NamedTuple):
+    """What a manifest says of the file of positions."""
+
+    file: str
+    num_bytes: int
+    checksum: int
+
+
 class Checkpoint:
     """A checkpoint whose manifest was found whole; the shards' files are verified when they are read."""
 
@@ -79,11 +90,11 @@ class Checkpoint:
             _require_texts(header.run_id, header.model.name, *(tensor.name for tensor in header.model.tensors))
             self.written: str = manifest["written"]
             _require_texts(self.written)
-            self.shards = {entry.shard_id: entry for entry in _entries(manifest)}
+            shards, self._positions = _entries(manifest)
+            self.shards = {entry.shard_id: entry for entry in shards}
             if sorted(self.shards) != [one.shard_id for one in header.partition.of_server(header.server_index)]:
                 raise ValueError(f"the shards of server {header.server_index} are others")
             self.work: dict[str, Any] | None = manifest.get("work")
-            self.positions: dict[str, Any] = dict(manifest.get("positions", {}))
             machine = manifest.get("vector_machine")
             # Without the vectors, which are with the shards.
             self.machine = None if machine is None else _machine_state(machine)
@@ -103,17 +114,21 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the shards' files."""
-        return sum(entry.num_bytes for entry in self.shards.values())
+        """The size of the files."""
+        return sum(entry.num_bytes for entry in self._files)
+
+    @property
+    def _files(self) -> list[ShardEntry | PositionsEntry]:
+        return [*self.shards.values(), *([] if self._positions is None else [self._positions])]
 
     def require_files(self) -> None:
         """Raise CheckpointDamaged where a file is missing or has another size; reads none."""
         folder = self.path.parent / SHARDS
         try:
-            sizes = self._disk.sizes(folder) if self.shards else {}
+            sizes = self._disk.sizes(folder) if self._files else {}
         except OSError as error:
             raise CheckpointDamaged(f"{folder} cannot be listed: {error.strerror}") from None
-        for entry in self.shards.values():
+        for entry in self._files:
             if entry.file not in sizes:
                 raise CheckpointDamaged(f"{folder / entry.file} is missing")
             if sizes[entry.file] != entry.num_bytes:
@@ -128,13 +143,7 @@ class Checkpoint:
     def read_shard(self, shard_id: int) -> tuple[ShardState, dict[str, Floats]]:
         """Return a shard's state and a coordinator's vectors, verified. Raises CheckpointDamaged."""
         entry = self.shards[shard_id]
-        path = self.path.parent / SHARDS / entry.file
-        try:
-            data = self._disk.read(path)
-        except OSError as error:
-            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
-        if (len(data), zlib.crc32(data)) != (entry.num_bytes, entry.checksum):
-            raise CheckpointDamaged(f"{path} holds other bytes than were written")
+        path, data = self._read(entry)
         with _understanding(path):
             state, vectors = unpack(data)
             sizes = {values.size for values in (state.parameters, *state.slots.values(), *vectors.values())}
@@ -142,19 +151,38 @@ class Checkpoint:
                 raise ValueError(f"{sizes} numbers of version {state.version}")
             return state, vectors
 
+    def read_positions(self) -> PositionsState:
+        """Return where the workers' data stood, verified. Raises CheckpointDamaged."""
+        if self._positions is None:
+            return {}
+        path, data = self._read(self._positions)
+        with _understanding(path):
+            return position_file.unpack(data)
+
+    def _read(self, entry: ShardEntry | PositionsEntry) -> tuple[Path, bytes]:
+        path = self.path.parent / SHARDS / entry.file
+        try:
+            data = self._disk.read(path)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
+        if (len(data), zlib.crc32(data)) != (entry.num_bytes, entry.checksum):
+            raise CheckpointDamaged(f"{path} holds other bytes than were written")
+        return path, data
+
     def load(self) -> RestoredRun:
         """Read and verify everything. Raises CheckpointDamaged."""
         states, vectors = {}, {}
         for shard_id, state, of_shard in self.read():
             states[shard_id], vectors[shard_id] = state, of_shard
         machine = None if self.machine is None else dataclasses.replace(self.machine, vectors=vectors)
-        return RestoredRun(self.header, states, self.work, machine, positions=self.positions)
+        return RestoredRun(self.header, states, self.work, machine, positions=self.read_positions())
 
 
 def files_of(path: Path, disk: Disk) -> set[str]:
     """Return the names of the files that a checkpoint needs. Raises CheckpointDamaged."""
     with _understanding(path):
-        return {entry.file for entry in _entries(_read_manifest(path, disk))}
+        shards, positions = _entries(_read_manifest(path, disk))
+        return {entry.file for entry in shards} | (set() if positions is None else {positions.file})
 
 
 @contextlib.contextmanager
@@ -180,13 +208,15 @@ def _require_texts(*texts: str) -> None:
             raise TypeError(f"{text!r:.50}, expected a text")
 
 
-def _entries(manifest: Mapping[str, Any]) -> list[ShardEntry]:
-    entries = [ShardEntry(**entry) for entry in manifest["shards"]]
-    for entry in entries:
-        _require_numbers(entry.shard_id, entry.version, entry.num_bytes, entry.checksum)
+def _entries(manifest: Mapping[str, Any]) -> tuple[list[ShardEntry], PositionsEntry | None]:
+    shards = [ShardEntry(**entry) for entry in manifest["shards"]]
+    positions = PositionsEntry(**manifest["positions"]) if "positions" in manifest else None
+    files: list[ShardEntry | PositionsEntry] = [*shards, *([] if positions is None else [positions])]
+    for entry in files:
+        _require_numbers(*(number for name, number in entry._asdict().items() if name != "file"))
         if re.fullmatch(r"[a-z0-9.-]+", entry.file) is None:
             raise ValueError(f"a file {entry.file!r:.50}")
-    return entries
+    return shards, positions
 
 
 def _read_manifest(path: Path, disk: Disk) -> dict[str, Any]:
@@ -226,10 +256,11 @@ class Writer:
         self._disk = disk
         # Of each shard what was last written, and the `moves` that it had made before.
         self._written: dict[int, tuple[tuple[int, int, int], ShardEntry]] = {}
+        self._positions: PositionsEntry | None = None
 
     def forget(self) -> None:
         """Write each shard again, as into a new folder."""
-        self._written = {}
+        self._written, self._positions = {}, None
 
     def write(self, path: Path, snapshot: Snapshot, *, require: Callable[[], bool]) -> int:
         """Write the files of shards that moved, then the manifest; return when all is on the disk.
@@ -263,11 +294,13 @@ class Writer:
                     num_bytes += entry.num_bytes
                 entries.append(entry)
                 written[shard_id] = moves, entry
+        positions = put_positions(path, snapshot.positions, self._disk, before=self._positions, sizes=sizes)
+        num_bytes += 0 if positions is None or positions is self._positions else positions.num_bytes
         if require():
             raise OSError(errno.ESTALE, "the folder was made again meanwhile")
-        work, positions = snapshot.work, snapshot.positions
+        work = snapshot.work
         put_manifest(path, snapshot.header, entries, self._disk, machine=state, work=work, positions=positions)
-        self._written = written
+        self._written, self._positions = written, positions
         for shard_id, ((_, _, num_moves), entry) in written.items():
             shard = snapshot.shards[shard_id]
             shard.durable_version, shard.durable_moves = entry.version, num_moves
@@ -297,6 +330,30 @@ def put_shard(
     return ShardEntry(shard_id, state.version, name, sum(buffer.nbytes for buffer in buffers), checksum)
 
 
+def put_positions(
+    path: Path,
+    positions: PositionsState,
+    disk: Disk,
+    *,
+    before: PositionsEntry | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> PositionsEntry | None:
+    """Write the positions' file for the checkpoint at `path`, unless that `before` is there and holds the same.
+
+    Return its entry, None without positions. Raises OSError or MemoryError.
+    """
+    if not positions:
+        return None
+    buffers, checksum = position_file.pack(positions), 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    entry = PositionsEntry(f"positions.{path.stem.rpartition('-')[2]}", sum(map(len, buffers)), checksum)
+    if before is not None and before[1:] == entry[1:] and sizes.get(before.file) == before.num_bytes:
+        return before
+    disk.put(path.parent / SHARDS / entry.file, buffers)
+    return entry
+
+
 def put_manifest(
     path: Path,
     header: RunHeader,
@@ -305,7 +362,7 @@ def put_manifest(
     *,
     machine: MachineState | None,
     work: Mapping[str, Any] | None,
-    positions: Mapping[str, Any],
+    positions: PositionsEntry | None,
 ) -> None:
     """Write the manifest once all files that it names are on the disk. Raises OSError or MemoryError."""
     disk.sync_folder(path.parent / SHARDS)
@@ -320,7 +377,7 @@ def _manifest(
     entries: Iterable[ShardEntry],
     machine: MachineState | None,
     work: Mapping[str, Any] | None,
-    positions: Mapping[str, Any],
+    positions: PositionsEntry | None,
 ) -> bytes:
     manifest = {
         "format": "pyps checkpoint",
@@ -332,8 +389,8 @@ def _manifest(
     }
     if machine is not None:
         manifest["vector_machine"] = _machine_entry(machine)
-    if positions:
-        manifest["positions"] = positions
+    if positions is not None:
+        manifest["positions"] = positions._asdict()
     if work is not None:
         # As it will be read: the manifest's checksum is of that.
         manifest["work"] = json.loads(json.dumps(work))

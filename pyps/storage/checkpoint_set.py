@@ -23,6 +23,7 @@ from pyps.storage.checkpoint import (
     CheckpointError,
     ShardEntry,
     put_manifest,
+    put_positions,
     put_shard,
 )
 from pyps.storage.disk import Disk
@@ -83,7 +84,7 @@ class CheckpointSet:
             machines = [one.machine for one in self.checkpoints.values() if one.machine is not None]
             machine = replace(machine, coordinator_epoch=max(one.coordinator_epoch for one in machines))
         # Of each worker the newest, on all servers: which of them will be asked depends on the placement.
-        kept = [item for one in self.checkpoints.values() for item in one.positions.items()]
+        kept = [item for one in self.checkpoints.values() for item in one.read_positions().items()]
         positions = dict(sorted(kept, key=lambda item: (item[1][1], item[1][2][-1:])))
         try:
             paths = [folder.next_path() for folder in folders]
@@ -97,7 +98,8 @@ class CheckpointSet:
             for server, path in reversed([*enumerate(paths)]):
                 own = replace(header, epoch=epoch, server_index=server, partition=plan)
                 work = None if server else self.checkpoints[0].work
-                put_manifest(path, own, entries[server], disk, machine=machine, work=work, positions=positions)
+                places = put_positions(path, positions, disk)
+                put_manifest(path, own, entries[server], disk, machine=machine, work=work, positions=places)
         except (OSError, MemoryError) as error:
             reason = error if isinstance(error, OSError) else "the memory does not suffice"
             raise CheckpointError(f"the checkpoints for {num_servers} servers cannot be written: {reason}") from None

@@ -120,7 +120,9 @@ def test_a_script_hands_over_words_of_its_own_to_a_worker_with_its_number(start_
         assert other.restored_position == b""
 
 
-def test_the_position_of_a_push_counts_once_all_shards_have_it_and_never_goes_back() -> None:
+def test_the_position_of_a_push_counts_once_all_shards_have_it_and_never_goes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     positions = Positions()
 
     def found(applied: int, *, life: int = 2, name: str = "w") -> bytes:
@@ -131,8 +133,8 @@ def test_the_position_of_a_push_counts_once_all_shards_have_it_and_never_goes_ba
     assert [found(applied) for applied in (1, 2, 3, 9)] == [b"", b"2", b"3", b"3"]
     assert (found(9, life=1), found(9, name="other")) == (b"", b"")
     again = Positions()
-    again.restore(positions.to_plain())
-    assert again.to_plain() == positions.to_plain()
+    again.restore(positions.state())
+    assert again.state() == positions.state()
     positions.note("w", None, 2, 1, b"new")
     positions.note("w", None, 1, 4, b"old")
     assert found(9, life=3) == b"new"
@@ -140,8 +142,15 @@ def test_the_position_of_a_push_counts_once_all_shards_have_it_and_never_goes_ba
         positions.note("w", None, 2, 2, b"x" * 65537)
     for index in range(WORKERS_MAX):
         positions.note(f"w{index}", None, 1, 1, b"x")
-    assert len(positions.to_plain()) == WORKERS_MAX
+    assert len(positions.state()) == WORKERS_MAX
     assert found(9, life=3) == b""
+    # What is noted again, withdrawn, or of a new life is counted once.
+    for index, life, sequence in ((0, 1, 1), (0, 1, 2), (0, 2, 1), *((index, 2, 1) for index in range(WORKERS_MAX))):
+        positions.note(f"w{index}", None, life, sequence, b"x" * 2**16)
+    positions.withdraw("w1023", 2, 1)
+    positions.note("w1023", None, 2, 1, b"x" * 2**16)
+    assert list(positions.state()) == [f"w{index}" for index in range(512, 1024)]
+    assert [record.message for record in caplog.records] == ["places in the data are forgotten, the oldest first"]
 
 
 def test_refused_pushes_hide_no_position_of_one_that_was_taken() -> None:

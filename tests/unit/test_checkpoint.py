@@ -16,11 +16,12 @@ from pyps.config import ServerConfig, resolve
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run.handshake import RunState
+from pyps.run.positions import Positions
 from pyps.run.run import Run
 from pyps.run_header import Snapshot
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, files_of
 from pyps.storage.disk import Disk
-from pyps.storage.folder import CheckpointFolder
+from pyps.storage.folder import CheckpointFolder, Saved
 from pyps_wire.errors import InvalidArgument, NotInitialized, RunMismatch
 from pyps_wire.partition import Model, Partition, Tensor, partition
 from replicas import CUT, vectors_of, whole_tensors
@@ -82,10 +83,28 @@ def test_a_manifest_says_which_file_has_which_shard(folder: CheckpointFolder) ->
     shards = adagrad_shards()
     path = write_checkpoint(folder, shards)
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 5, 3)
+    assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 6, 3)
     for entry in manifest["shards"]:
         parameters = load_file(folder.path / "shards" / entry["file"])["parameters"]
         assert (parameters == shards[entry["shard_id"]].state().parameters).all()
+
+
+def test_positions_are_written_as_they_are_and_only_where_they_have_moved(folder: CheckpointFolder) -> None:
+    shards, positions = adagrad_shards(), Positions()
+
+    def save(sequence: int) -> Saved:
+        positions.note("worker \n", 3, 1, sequence, b"\xff\n" * 2**15)
+        return folder.save(lambda: Snapshot(HEADER, shards, positions=positions.state()))
+
+    first, second, third = save(1), save(1), save(2)
+    assert (second.num_bytes, third.num_bytes // 2**10) == (0, 128)
+    assert third.path.stat().st_size < first.path.stat().st_size + 100
+    assert len(files_of(first.path, Disk()) & files_of(second.path, Disk())) == 3
+    for saved in (first, third):
+        again = Positions()
+        again.restore(Checkpoint(saved.path).load().positions)
+        assert len(again.state()["worker \n"][2]) == (1 if saved is first else 2)
+    assert again.state() == positions.state()
 
 
 CHANGES: dict[str, Callable[[Shard], object]] = {

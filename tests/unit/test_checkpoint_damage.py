@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from pyps.core.shard import Shard
+from pyps.run_header import Snapshot
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, files_of
 from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder
-from shards import adagrad_shards, checkpoint_folder, push, restored_run, write_checkpoint
+from shards import HEADER, adagrad_shards, checkpoint_folder, push, restored_run, write_checkpoint
 
 folder = checkpoint_folder
 
@@ -127,10 +128,11 @@ def keys_in(plain: Any) -> Iterator[tuple[str | int, ...]]:
 
 
 def test_a_manifest_that_says_what_cannot_be_is_damaged_and_an_older_one_is_read(folder):
-    older, newer = write_checkpoint(folder), write_checkpoint(folder, moved_shards())
+    older = write_checkpoint(folder)
+    newer = folder.save(lambda: Snapshot(HEADER, moved_shards(), positions={"w": (None, 1, ((1, b"x"),))})).path
     written = newer.read_bytes()
     accepted = set()
-    for keys, value in itertools.product([*keys_in(json.loads(written)), ("positions",)], ABSURD):
+    for keys, value in itertools.product(keys_in(json.loads(written)), ABSURD):
         if keys != ("checksum",):
             put(newer, *keys, value=value)
             with contextlib.suppress(CheckpointDamaged):
@@ -139,27 +141,35 @@ def test_a_manifest_that_says_what_cannot_be_is_damaged_and_an_older_one_is_read
             newer.write_bytes(written)
     refused: list[tuple[str | int, ...]] = [("epoch",), ("server_index",), ("shards",), ("shards", 1)]
     refused += [("shards", 0, name) for name in ("file", "version", "num_bytes", "checksum")]
+    refused += [("positions", name) for name in ("file", "num_bytes", "checksum")]
     assert not accepted.intersection(refused)
-    entry = json.loads(written)["shards"][0]
-    file = newer.parent / "shards" / entry["file"]
-    for data in (b"", b"{" * 99, file.read_bytes()[:-8]):
-        newer.write_bytes(written)
-        file.write_bytes(data)
-        put(newer, "shards", 0, value={**entry, "num_bytes": len(data), "checksum": zlib.crc32(data)})
+    manifest = json.loads(written)
+    for keys, entry in {("shards", 0): manifest["shards"][0], ("positions",): manifest["positions"]}.items():
+        file = newer.parent / "shards" / entry["file"]
+        whole = file.read_bytes()
+        for data in (b"", b"{" * 99, b"[[1]]\n", whole[:-1]):
+            file.write_bytes(data)
+            put(newer, *keys, value={**entry, "num_bytes": len(data), "checksum": zlib.crc32(data)})
+            with pytest.raises(CheckpointDamaged, match=f"{file} cannot be understood"):
+                Checkpoint(newer).load()
+            newer.write_bytes(written)
+        with pytest.raises(CheckpointDamaged, match=f"{file} holds other bytes"):
+            Checkpoint(newer).load()
         assert folder.resume() is not None and folder.newest == older
+        file.write_bytes(whole)
 
 
 def test_checkpoints_of_other_formats_are_told_apart_from_damaged_ones(folder):
     path = write_checkpoint(folder)
-    put(path, "format_version", value=6)
-    with pytest.raises(CheckpointDamaged, match="has format version 6, this software reads 5"):
+    put(path, "format_version", value=7)
+    with pytest.raises(CheckpointDamaged, match="has format version 7, this software reads 6"):
         Checkpoint(path)
     path.unlink()
     # As earlier versions named them: a server must not begin anew beside one.
     path.with_suffix("").mkdir()
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):
         folder.resume()
-    with pytest.raises(CheckpointDamaged, match="format version 4 or earlier, this software reads 5"):
+    with pytest.raises(CheckpointDamaged, match="format version 4 or earlier, this software reads 6"):
         Checkpoint(path.with_suffix(""))
 
 

@@ -115,6 +115,6 @@ class FollowedShards:
             *(header, states, self.work),
             num_workers=num_workers,
             workers=self.workers,
-            positions=self.positions.to_plain(),
+            positions=self.positions.state(),
             is_durable=False,
         )
