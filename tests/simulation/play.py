@@ -427,7 +427,8 @@ class Server(Process):
                 self.world.fail(
                     f"{self.name} came back without its run, of which receipts had told that it was durable"
                 )
-            if not any(each.serves for each in history.pair(self.place)):
+            # Beside a server that serves nothing is lost, unless that had been overtaken by this one.
+            if history.serving[self.index] == self.place or not any(each.serves for each in history.pair(self.place)):
                 # A run of which another server holds a part is not begun anew.
                 saved = any(
                     name.startswith("checkpoint-") for each in history.root.entries.values() for name in each.entries

@@ -21,6 +21,14 @@ FOUND = {
         unaware=True,
         **ONE,
     ),
+    "a standby that has ended may have taken over before": Plan(
+        seed=2606,
+        checkpoint_seconds=0.3,
+        steps=(4, 4),
+        faults=(Fault("hold", "server-1", "message", 110, 6.0), Fault("crash", "server-1", "disk", 62, 6.0)),
+        standby=True,
+        **ONE,
+    ),
 }
 
 # About a minute with all tests of this file, on two processes.
