@@ -325,6 +325,9 @@ class History:
         world, target = self.world, self._process(fault.target)
         if target is None or target.dead or self._is_ending:
             return
+        if fault.kind == "hold" and isinstance(target, Server) and self.plan.near:
+            # Nothing comes between two servers of one machine.
+            return
         state = target.state() if fault.meets == "time" or fault.kind in ("crash", "power", "pause", "kill") else ""
         world.note("fault", fault, met)
         world.marks[" ".join(filter(None, [fault.kind, met if fault.meets != "time" else "", state]))] += 1
