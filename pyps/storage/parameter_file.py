@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ _KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # Under these names files with more than a model hold its state dict.
 _MODELS = ("model", "state_dict", "model_state_dict")
 _LISTED = 8
+# Characters of a name or a reason in a message.
+_TEXT_MAX = 200
 
 log = logs.get("pyps.storage")
 
@@ -46,7 +49,7 @@ class ParameterFile:
             self._tensors = _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise InvalidArgument(f"--init-from {path} cannot be read: {reason}") from None
+            raise InvalidArgument(f"--init-from {path} cannot be read: {reason!s:.{_TEXT_MAX}}") from None
 
     def check(self, model: Model) -> None:
         """Raise ModelMismatch where the file lacks a tensor of the model, or has it in another shape or kind."""
@@ -59,11 +62,12 @@ class ParameterFile:
                 for name, shape, stored in shared
                 if shape != stored.shape
             ],
-            "of another kind of numbers": [f"{name} ({one.kind})" for name, _, one in shared if one.numbers is None],
+            "of another kind": [f"{name} ({one.kind})" for name, _, one in shared if one.numbers is None],
         }
         found = [f"{what}: {_listed(names)}" for what, names in faults.items() if names]
         if found:
-            found += [f"in the file alone: {_listed(self._tensors.keys() - wanted.keys())}"]
+            alone = self._tensors.keys() - wanted.keys()
+            found += [f"in the file alone: {_listed(alone)}"] if alone else []
             raise ModelMismatch(f"--init-from {self.path} does not fit the worker's model; {'; '.join(found)}")
 
     def values(self, partition: Partition, shard_id: int) -> Floats:
@@ -79,7 +83,9 @@ class ParameterFile:
                 with np.errstate(over="ignore"):
                     place[:] = numbers
             if not np.isfinite(place).all():
-                raise InvalidArgument(f"--init-from {self.path} holds NaN or infinity, in tensor {tensor.name!r}")
+                raise InvalidArgument(
+                    f"--init-from {self.path} holds NaN or infinity, in tensor {tensor.name!r:.{_TEXT_MAX}}"
+                )
         return values
 
     def log_unused(self, model: Model) -> None:
@@ -153,7 +159,8 @@ def _of_torch(path: Path) -> dict[str, Stored]:
     except OSError:
         raise
     except Exception as error:
-        raise InvalidArgument(f"--init-from {path} is no state dict that torch saved: {error}") from None
+        reason = str(error).partition("\n")[0] if is_zipfile(path) else "it is no zip file"
+        raise InvalidArgument(f"--init-from {path} is no state dict that torch saved: {reason:.{_TEXT_MAX}}") from None
     inner = [loaded[name] for name in _MODELS if name in loaded] if isinstance(loaded, Mapping) else []
     state = inner[0] if inner and isinstance(inner[0], Mapping) else loaded
     kinds = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -166,12 +173,17 @@ def _of_torch(path: Path) -> dict[str, Stored]:
     tensors = {}
     for name, tensor in state.items():
         kind = kinds.get(tensor.dtype, str(tensor.dtype))
-        words = tensor.detach().view(torch.uint16) if kind == "BF16" else tensor.detach()
-        numbers = words.numpy() if kind in _KINDS and tensor.layout is torch.strided else None
-        tensors[name] = Stored(kind, tuple(tensor.shape), numbers)
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            form = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+            tensors[name] = Stored(f"{kind}, {form}", () if tensor.is_nested else tuple(tensor.shape), None)
+            continue
+        # Torch may keep a sign, or a view, apart from the numbers.
+        values = tensor.detach().resolve_neg()
+        words = values.view(torch.uint16) if kind == "BF16" else values
+        tensors[name] = Stored(kind, tuple(tensor.shape), words.numpy() if kind in _KINDS else None)
     return tensors
 
 
 def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
+    ordered = [name if len(name) <= _TEXT_MAX else f"{name[:_TEXT_MAX]}..." for name in sorted(names)]
     return ", ".join(ordered[:_LISTED]) + (f" and {len(ordered) - _LISTED} more" if len(ordered) > _LISTED else "")

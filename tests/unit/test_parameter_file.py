@@ -1,5 +1,6 @@
 """A run that begins with the parameters of a file: which files are read, what is refused, and who is told."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,37 @@ def test_a_file_that_does_not_fit_is_refused_with_all_that_differs(tmp_path: Pat
     with pytest.raises(
         ModelMismatch,
         match=r"not in the file: bias; of another shape: w \(the model's is \[4, 3\], the file's \[6, 16\]\); "
-        r"of another kind of numbers: n \(I64\); in the file alone: b$",
+        r"of another kind: n \(I64\); in the file alone: b$",
     ):
         file.check(model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.zeros(2, device="meta"), r"of another kind: w \(F32, torch.strided on meta\)$"),
+        (lambda: torch.zeros(2).to_sparse(), r"of another kind: w \(F32, torch.sparse_coo on cpu\)$"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]), r"of another kind: w \(F32, nested\)$"),
+        (lambda: torch._neg_view(torch.ones(2)), ""),
+    ],
+)
+def test_a_tensor_that_torch_holds_in_another_form_is_refused_by_it(
+    tmp_path: Path, make: Callable[[], torch.Tensor], words: str
+) -> None:
+    torch.save({"w": make()}, tmp_path / "a.pt")
+    file, model = ParameterFile(tmp_path / "a.pt"), Model((Tensor("w", (2,)),))
+    if not words:
+        assert values_in(file, model) == [-1, -1]
+        return
+    with pytest.raises(ModelMismatch, match=words):
+        file.check(model)
+
+
+def test_a_long_name_is_cut_in_a_message(tmp_path: Path) -> None:
+    save_file({"n" * 10**6: torch.zeros(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(ModelMismatch, match=r"in the file alone: n{200}\.\.\.$"):
+        ParameterFile(tmp_path / "a.safetensors").check(Model((Tensor("w", (2,)),)))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +91,9 @@ def test_a_file_that_does_not_fit_is_refused_with_all_that_differs(tmp_path: Pat
         ("a.safetensors", b"nothing", "cannot be read"),
         ("none.safetensors", None, "cannot be read: No such file or directory$"),
         ("none.pt", None, "cannot be read: No such file or directory$"),
-        ("a.pt", b"nothing", "is no state dict that torch saved"),
+        ("a.pt", b"nothing", "is no state dict that torch saved: it is no zip file$"),
+        ("a.pt", b"", "is no state dict that torch saved: it is no zip file$"),
+        ("a.pt", {"w": torch.nn.Linear(1, 1)}, "is no state dict that torch saved: Weights only load failed"),
         ("a.pt", {"optimizer": 3}, "holds more than tensors by their names: save model.state_dict"),
         ("a.safetensors", {"w": torch.tensor([1.0, torch.nan])}, "holds NaN or infinity, in tensor 'w'"),
     ],
