@@ -6,10 +6,8 @@ import re
 import shlex
 import sys
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -91,8 +89,9 @@ def run(
     Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by
     default. Servers listen on free ports of 127.0.0.1, and each has its own folder inside --checkpoint-dir and
     --update-log. Set any other setting of `pyps serve` by its PYPS_ variable, which `pyps serve --help` names, or in
-    --config. A worker that dies is reported, and started again as often as --max-restarts says; the exit status is 0
-    only if the last life of every worker finished with 0.
+    --config. A worker that dies is reported, and started again as often as --max-restarts says; a server that dies is
+    started again from --checkpoint-dir, and workers wait for it. The exit status is 0 only if the last life of every
+    worker finished with 0.
 
     With --parts a worker is a replica: several processes that hold a part of the model each and count as one
     worker. torch.distributed finds the processes of a replica, and no others, in RANK, LOCAL_RANK, WORLD_SIZE,
@@ -132,13 +131,14 @@ def run_locally(
     server_settings = {**server_settings, "expected_workers": str(expected_workers)}
     sizes = {"num_servers": settings.num_servers, "num_workers": settings.num_workers}
     resolved = check_job(server_settings, config, **sizes)
-    kept = Kept(resolved.checkpoint_dir, settings.num_servers)
+    kept = Kept(resolved.checkpoint_dir, settings.num_servers, resumed=resolved.resume)
     nothing_to_resume = resolved.resume and not kept.fit_servers()
     settings = replace(
         settings,
         config=resolved,
         server_flags=spelled(server_settings, config),
-        after_a_death=partial(kept.after_a_death, resumed=resolved.resume),
+        newest_checkpoint=kept.newest_of,
+        after_a_death=kept.after_a_death,
     )
     expectations = Expectations(expected_workers)
     names = [settings.process_name(settings.num_workers - 1, settings.num_processes - 1)]
@@ -156,7 +156,8 @@ def run_locally(
     with job.handle_signals(), job:
         status = _run_until_done(job, output, stay=stay, hint=hint if kept.folder else NOT_KEPT.format("will not be"))
     if job.workers:
-        output.announce(kept.in_words(job.ended_badly))
+        for words in kept.in_words(job.ended_badly, interrupted=status > 128):
+            output.announce(words)
     # A server that could not write its last checkpoint is a failure.
     raise typer.Exit(status or (1 if job.ended_badly else 0))
 
@@ -199,6 +200,8 @@ class Kept:
 
     folder: Path | None
     num_servers: int
+    # Whether the job went on from what was there.
+    resumed: bool = False
 
     @property
     def folders(self) -> list[Path]:
@@ -212,6 +215,11 @@ class Kept:
             if (is_remote(one) or one.is_dir()) and (checkpoint := newest(one))
         }
 
+    def newest_of(self, name: str) -> Path | None:
+        """Return where the newest checkpoint of the server, or of the standby in its place, is."""
+        found = self.newest().get(name.replace("standby", "server"))
+        return None if found is None else found.path
+
     def fit_servers(self) -> bool:
         """Return whether there is a run to resume, placed on this number of servers where it was on another."""
         found = self.newest()
@@ -224,33 +232,43 @@ class Kept:
             )
         return bool(found)
 
-    def after_a_death(self, name: str, *, resumed: bool) -> str:
+    def after_a_death(self, name: str) -> str:
         """Return how to go on once the server of that name has died."""
         if not self.folder:
             return NOT_KEPT.format("was not")
-        if name not in self.newest():
+        if self.newest_of(name) is None:
             return f"It had written no checkpoint: its part of the model is lost. Start again without {self.folder}."
-        again = ["pyps", *sys.argv[1:2], *([] if resumed else ["--resume"]), *sys.argv[2:]]
+        return self._go_on()
+
+    def _go_on(self) -> str:
+        again = ["pyps", *sys.argv[1:2], *([] if self.resumed else ["--resume"]), *sys.argv[2:]]
         return f"Go on from the newest checkpoints: {shlex.join(again)}"
 
-    def in_words(self, ended_badly: Sequence[str]) -> str:
-        """Return what became of the model: the command that exports it, where it was kept."""
+    def in_words(self, ended_badly: Mapping[str, int], *, interrupted: bool = False) -> Iterator[str]:
+        """Say what became of the model, with the command that exports it and, `interrupted`, the one to go on.
+
+        `ended_badly` has the exit statuses of servers that failed.
+        """
         if self.folder is None:
-            return NOT_KEPT.format("was not")
+            yield NOT_KEPT.format("was not")
+            return
         found = self.newest()
-        missing = f"{', '.join(ended_badly)} ended without the last checkpoint (the lines above say why)"
+        # Of a signal the servers' lines say nothing.
+        why = " (the lines above say why)" if max(ended_badly.values(), default=0) > 0 else ""
+        missing = f"{', '.join(ended_badly)} ended without the last checkpoint{why}"
         if len(found) < len(self.folders):
             without = ", ".join(one.name for one in self.folders if one.name not in found)
             none_yet = f"{without} held none of it" if found else "the servers held none yet"
-            return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
+            yield f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
+            return
         # The job's folder stands for all servers' folders, unless an earlier job left others in it.
         in_one = all(one in self.folders or not checkpoint_paths(one) for one in folders_of(self.folder))
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
         command = shlex.join(["pyps", "export", "model.safetensors", *flags])
-        if ended_badly:
-            version = max((checkpoint.version_max for checkpoint in found.values() if checkpoint.versions), default=0)
-            return f"{missing}; kept is what was there up to version {version}: {command}"
-        return f"The model was kept: {command}"
+        versions = ", ".join(f"version {one.version_max} of {name}" for name, one in found.items() if one.versions)
+        yield f"{missing}; kept is {versions}: {command}" if ended_badly else f"The model was kept: {command}"
+        if interrupted:
+            yield self._go_on()
 
 
 class Expectations:
@@ -259,8 +277,7 @@ class Expectations:
     def __init__(self, expected_workers: int):
         self._expected_workers = expected_workers
         self._token = inherited_token()
-        # For each control address, the number of workers that never joined.
-        self._never_joined: Counter[str] = Counter()
+        self._ended = set[str]()
 
     def lower(self, worker_id: str, addresses: Sequence[str], *, key: str) -> bool:
         """Make servers that the worker never joined expect one fewer; return whether it joined none of them.
@@ -268,6 +285,7 @@ class Expectations:
         Other servers get the worker's Leave, and so need not wait for its lease. A worker that joined under another
         name than the job's seems never to have joined: a first round may then begin without it.
         """
+        self._ended.add(worker_id)
         lowered = {self._lower(worker_id, address, key) for address in addresses}
         return True in lowered and False not in lowered
 
@@ -282,8 +300,9 @@ class Expectations:
                         if worker.state == "alive":
                             control.leave_for(worker, run_id, key=key)
                     return False
-                self._never_joined[address] += 1
-                expected = max(0, self._expected_workers - self._never_joined[address])
+                # A server that was started again knows only those that have joined it since.
+                ended = self._ended - {worker.replica or worker.worker_id for worker in known.workers}
+                expected = max(0, self._expected_workers - len(ended))
                 control.call("Configure", pb.ConfigureRequest(expected_workers=expected))
         except PypsError:
             return None

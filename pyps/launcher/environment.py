@@ -33,6 +33,7 @@ class JobSettings:
         config: The configuration of the servers, as `check_job` returns it.
         coordinator_flags: Flags of `pyps coordinate`; None for a job without a coordinator.
         standby: Whether each server has a standby.
+        newest_checkpoint: Returns where the newest checkpoint of the server of that name is; None without one.
         after_a_death: Returns advice, in a sentence, once the server of that name has died.
         worker_stop_seconds: How long workers may take to end after SIGTERM.
         replica_end_seconds: How long the other processes of a replica that lost one may take to end.
@@ -49,6 +50,7 @@ class JobSettings:
     config: ServerConfig = field(default_factory=ServerConfig)
     coordinator_flags: tuple[str, ...] | None = None
     standby: bool = False
+    newest_checkpoint: Callable[[str], Path | None] = lambda name: None
     after_a_death: Callable[[str], str] = lambda name: ""
     worker_stop_seconds: float = 10.0
     replica_end_seconds: float = 10.0
@@ -148,13 +150,13 @@ def own_path(inherited: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])}
 
 
-def own_flags(config: ServerConfig, server: str, ready_file: Path) -> tuple[str, ...]:
+def own_flags(config: ServerConfig, server: str, ready_file: Path | None) -> tuple[str, ...]:
     """Return the flags of one server: free ports, its ready file, and its folders inside the job's."""
     ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
     ports["lane_port"] = "off" if config.lane_port == "off" else "0"
     folders = {name: getattr(config, name) for name in ("checkpoint_dir", "update_log")}
     own = {name: str(folder / server) for name, folder in folders.items() if folder}
-    return spelled({**ports, "ready_file": str(ready_file), **own})
+    return spelled({**ports, "ready_file": str(ready_file or ""), **own})
 
 
 def check_job(

@@ -26,12 +26,13 @@ from pyps.launcher.environment import (
     Group,
     JobSettings,
     own_flags,
+    spelled,
     visible_gpus,
     worker_environment,
     worker_name,
     workers_noun,
 )
-from pyps.launcher.process import COORDINATOR, SUPERSEDED, ChildProcess, Coordinator
+from pyps.launcher.process import COORDINATOR, RESTARTS_MAX, SUPERSEDED, ChildProcess, Coordinator
 
 # -P: the current folder may be a clone, where the package of this name has no kernels.
 PYPS = (sys.executable, "-P", "-m", "pyps")
@@ -83,13 +84,14 @@ class JobError(Exception):
 class ServerAddresses(NamedTuple):
     data: str
     control: str
+    metrics: str
 
 
 class Job:
     """Servers on free ports and their workers; as a context manager it leaves no process behind.
 
-    The caller drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. Coordinators are restarted, and
-    workers as often as the settings allow.
+    The caller drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. Coordinators are restarted,
+    servers from their checkpoints, and workers as often as the settings allow.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class Job:
         self._standbys: dict[int, tuple[ChildProcess, ServerAddresses]] = {}
         self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
+        # By a server's name, its newest checkpoint at its last end, and how often it was started again from that.
+        self._restarts: dict[str, tuple[Path | None, int]] = {}
         self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
         self.signal_number: int | None = None
         self.server_died = False
@@ -188,9 +192,9 @@ class Job:
         return self.exit_status_of_workers()
 
     @property
-    def ended_badly(self) -> list[str]:
-        """Return the names of servers that failed, whose last state may not be saved."""
-        return [server.name for server in self.servers if server.returncode]
+    def ended_badly(self) -> dict[str, int]:
+        """Return the exit statuses, by name, of servers that failed, whose last state may not be saved."""
+        return {server.name: server.returncode for server in self.servers if server.returncode}
 
     def exit_status_of_workers(self) -> int:
         """Return 0 when all workers and the coordinator finished with 0 and no server died, else 1."""
@@ -246,7 +250,7 @@ class Job:
         if self.signal_number is not None:
             raise JobError("Interrupted while the job was starting.")
 
-    def _start_server(self, name: str, ready_file: Path, standby_of: str = "") -> ChildProcess:
+    def _start_server(self, name: str, ready_file: Path | None, *more: str) -> ChildProcess:
         config = self.settings.config
         run_id = ["--run-id", self.run_id] if not config.resume or self.settings.run_id else []
         # Of a flag that is given twice the last one holds.
@@ -254,19 +258,19 @@ class Job:
             *run_id,
             *self.settings.server_flags,
             *own_flags(config, name.replace("standby", "server"), ready_file),
+            *more,
         ]
-        flags += ["--standby-of", standby_of] if standby_of else []
         return self._start_child(name, [*PYPS, "serve", *flags], {"PYTHONUNBUFFERED": "1"} | os.environ)
 
     def _start_standbys(self, folder: Path) -> None:
         names = [f"standby-{index}" for index in range(len(self.servers))]
         files = [folder / f"{name}.json" for name in names]
         started = [
-            self._start_server(name, file, server.data)
+            self._start_server(name, file, "--standby-of", server.data)
             for name, file, server in zip(names, files, self.addresses, strict=True)
         ]
         # Each is to be ended from here on, wherever it listens.
-        self._standbys = {index: (child, ServerAddresses("", "")) for index, child in enumerate(started)}
+        self._standbys = {index: (child, ServerAddresses("", "", "")) for index, child in enumerate(started)}
         self._standbys = dict(enumerate(zip(started, self._wait_until_they_serve(started, files), strict=True)))
 
     def _wait_until_they_serve(self, servers: list[ChildProcess], ready_files: list[Path]) -> list[ServerAddresses]:
@@ -282,7 +286,7 @@ class Job:
         addresses = []
         for file in ready_files:
             ready = json.loads(file.read_text(encoding="utf-8"))
-            addresses.append(ServerAddresses(ready["data"], ready["control"]))
+            addresses.append(ServerAddresses(ready["data"], ready["control"], ready["metrics"]))
             # A resumed server has the run of its checkpoint.
             self.run_id = ready["run_id"] or self.run_id
         return addresses
@@ -354,15 +358,37 @@ class Job:
                 return
         if child in self.servers:
             # With 0 it ends by --stop-after or --exit-when.
-            self.server_died |= child.returncode != 0
-            if child.returncode != 0 and self.addresses:
-                self._announce(
-                    f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
-                    f" {self.settings.after_a_death(child.name)}".rstrip()
-                )
+            if child.returncode != 0:
+                self._replace_server(self.servers.index(child))
             return
-        run_exists = all(server.running for server in self.servers)
+        # A server that failed is started again, or its end, which comes next, is the run's.
+        run_exists = all(server.returncode != 0 for server in self.servers)
         self._replicas.child_ended(child, may_restart=run_exists and not self.done)
+
+    def _replace_server(self, index: int) -> None:
+        """Start a server that failed again from its newest checkpoint; else the run is over."""
+        server, settings = self.servers[index], self.settings
+        if not self.addresses:
+            self.server_died = True
+            return
+        ended, newest = f"{server.name} {server.how_it_ended()}", settings.newest_checkpoint(server.name)
+        before, times = self._restarts.get(server.name, (None, 0))
+        times = times if newest == before else 0
+        if newest is None or times == RESTARTS_MAX:
+            self.server_died = True
+            often = f", {times} times since {newest}" if times else ""
+            advice = settings.after_a_death(server.name)
+            self._announce(f"{ended}{often}: the run cannot go on without its shards. {advice}".rstrip())
+            return
+        self._restarts[server.name] = newest, times + 1
+        # Of the workers that are gone it hears no more.
+        expected = max(0, settings.config.expected_workers - self._replicas.num_over)
+        names = ("port", "control_port", "metrics_port")
+        ports = {name: address.rpartition(":")[2] for name, address in zip(names, self.addresses[index], strict=True)}
+        again = spelled({**ports, "expected_workers": str(expected), "resume": True})
+        self.servers[index] = self._start_server(server.name, None, *again)
+        lacks = "workers send again what it lacks" if settings.config.resends else "what came after it is lost"
+        self._announce(f"{ended}; started again from its newest checkpoint; {lacks}.")
 
     def _stop(self, children: list[ChildProcess], *, seconds: float) -> None:
         for child in children:
@@ -434,8 +460,12 @@ class Replicas:
         return [child for replica in self._all for child in replica.children]
 
     @property
+    def num_over(self) -> int:
+        return sum(replica.over for replica in self._all)
+
+    @property
     def over(self) -> bool:
-        return all(replica.over for replica in self._all)
+        return self.num_over == len(self._all)
 
     def child_ended(self, child: ChildProcess, *, may_restart: bool) -> None:
         """Announce the end of a process, and restart its worker if that is allowed and `may_restart` is set."""

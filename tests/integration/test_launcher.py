@@ -4,6 +4,7 @@ import shlex
 import signal
 import socket
 import time
+from pathlib import Path
 
 import psutil
 from safetensors.numpy import load_file
@@ -26,6 +27,10 @@ def run(start_python: StartPython, *flags: str, code: str, env: dict[str, str | 
 
 def servers_of(launcher: PythonProcess) -> list[psutil.Process]:
     return [child for child in psutil.Process(launcher.pid).children() if "serve" in child.cmdline()]
+
+
+def server_of(launcher: PythonProcess, folder: Path) -> psutil.Process:
+    return next(server for server in servers_of(launcher) if str(folder) in server.cmdline())
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
@@ -201,6 +206,7 @@ def test_a_second_interrupt_says_what_is_not_saved_and_all_of_it_is_saved(start_
 
     assert launcher.wait() == 128 + signal.SIGINT
     assert newest(tmp_path / "server-0").version_max == 3
+    assert "Go on from the newest checkpoints: pyps run --resume --verbose" in launcher.output()
 
 
 def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python, tmp_path):
@@ -240,24 +246,60 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python):
     )
 
 
-def test_a_server_that_dies_ends_the_run(start_python, tmp_path):
+# Makes 40 rounds, and waits for the file "go" amid them.
+PUSHING = """
+import os, pathlib, sys, time, numpy, pyps_client
+if os.environ["PYPS_WORKER_INDEX"] == "2": sys.exit()
+ones = {"w": numpy.ones(64, numpy.float32)}
+with pyps_client.Client({"w": 0 * ones["w"]}, ("sgd", {"learning_rate": 1.0})) as client:
+    for step in range(40):
+        client.exchange(ones)
+        if step == 2: print("amid the run", flush=True)
+        while step == 20 and not pathlib.Path("{go}").exists(): time.sleep(0.02)
+"""
+
+
+def test_servers_that_were_killed_are_started_again_and_each_push_counts_once(start_python, tmp_path):
+    go, folder = tmp_path / "go", tmp_path / "kept"
+    flags = ("--servers", "2", "--workers", "3", "--checkpoint-dir", str(folder), "--protocol", "hardsync")
+    env = {"PYPS_SHARD_SIZE": "16", "PYPS_STALL_SECONDS": "500"}
+    launcher = run(start_python, *flags, code=PUSHING.replace("{go}", str(go)), env=env)
+    for name in ("worker-0", "worker-1"):
+        launcher.wait_for_output(f"{name} | amid the run")
+    launcher.wait_for_output("worker-2 finished")
+
+    for name in ("server-0", "server-1"):
+        server_of(launcher, folder / name).kill()
+        said = "started again from its newest checkpoint; workers send again what it lacks."
+        launcher.wait_for_output(f"{name} was killed by SIGKILL; {said}")
+    go.touch()
+
+    assert launcher.wait() == 0, launcher.output()
+    for name in ("server-0", "server-1"):
+        shards = [state for _, state, _ in newest(folder / name).read()]
+        assert shards and all(shard.version == 40 and (shard.parameters == -40).all() for shard in shards)
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run(start_python, tmp_path):
     folder = tmp_path / "kept"
-    often = {"PYPS_CHECKPOINT_SECONDS": "0.1"}
-    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=JOINED, env=often)
+    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=JOINED)
     launcher.wait_for_output("ready worker-0")
     for name in ("server-0", "server-1"):
         wait_until(lambda name=name: newest(folder / name), what="a checkpoint")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
 
-    servers_of(launcher)[0].kill()
+    for number in range(6):
+        wait_until(lambda number=number: launcher.output().count("started again") == number, what="the next life")
+        server_of(launcher, folder / "server-0").kill()
 
     assert launcher.wait() == 1
     [again] = re.findall(
-        r"server-\d was killed by SIGKILL: the run cannot go on without its shards\."
+        r"server-0 was killed by SIGKILL, 5 times since \S+: the run cannot go on without its shards\."
         r" Go on from the newest checkpoints: (.*)",
         launcher.output(),
     )
     assert shlex.split(again)[:6] == ["pyps", "run", "--resume", "--servers", "2", "--checkpoint-dir"]
+    assert "server-0 ended without the last checkpoint; kept is version 0 of server-0" in launcher.output()
     assert_gone(everybody)
 
 
@@ -286,8 +328,7 @@ def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path):
     (tmp_path / "server-1").mkdir()
     kept = Kept(tmp_path, 2)
     lost = f"It had written no checkpoint: its part of the model is lost. Start again without {tmp_path}."
-    assert kept.after_a_death("server-1", resumed=False) == lost
-    assert kept.after_a_death("server-0", resumed=False) == lost
+    assert kept.after_a_death("server-1") == kept.after_a_death("server-0") == lost
 
 
 def test_a_command_that_does_not_exist_is_named(start_python):
