@@ -190,7 +190,8 @@ def test_a_second_interrupt_says_what_is_not_saved_and_all_of_it_is_saved(start_
         f"for _ in range(3): client.push({{'w': numpy.ones({UNREAD}, numpy.float32)}})\n"
         f"{WAITING}"
     )
-    flags = ("--verbose", "--checkpoint-dir", str(tmp_path), "--run-id", "one")
+    # With all workers gone the server would save before the signal.
+    flags = ("--verbose", "--checkpoint-dir", str(tmp_path), "--run-id", "one", "--expected-workers", "2")
     launcher = run(start_python, *flags, code=code, env={"PYPS_DRAIN_SECONDS": "100", "PYPS_DURABILITY": "none"})
     launcher.wait_for_output("ready worker-0")
     address = re.search(r"pyps export FILE --servers (\S+)", launcher.output())[1]
