@@ -40,6 +40,10 @@ class ConfigError(PypsError):
     """A setting cannot be used; the text says where it is set and what was expected."""
 
 
+# The least and the most.
+STANDBY_LEASE_SECONDS = (0.1, 86_400.0)
+
+
 def setting(
     default: Any,
     meaning: str,
@@ -160,7 +164,10 @@ class ServerConfig:
         "", "Follow the server whose data port is there, as host:port, and take over when it ends."
     )
     standby_lease_seconds: float = setting(
-        10.0, "Silence of that server after which this standby takes over.", minimum=0.1
+        10.0,
+        "Silence of that server after which this standby takes over.",
+        minimum=STANDBY_LEASE_SECONDS[0],
+        maximum=STANDBY_LEASE_SECONDS[1],
     )
     log_format: str = setting("text", "How log lines look.", choices=("text", "json"))
     log_level: str = setting("info", "The least serious lines to log.", choices=("debug", "info", "warning", "error"))
@@ -426,9 +433,14 @@ def _check_protocol(config: ServerConfig) -> None:
         protocol.check(config.expected_workers)
 
 
+def is_address(text: str) -> bool:
+    """Return whether a text is host:port, with an IPv6 address in brackets."""
+    found = re.fullmatch(r"(?:\[[\w:.%-]{2,100}\]|[\w.-]{1,253}):(\d{1,5})", text, re.ASCII)
+    return found is not None and 0 < int(found[1]) <= 65535
+
+
 def _check_standby_of(config: ServerConfig) -> None:
-    host, _, port = config.standby_of.rpartition(":")
-    if config.standby_of and not (host and port.isdecimal()):
+    if config.standby_of and not is_address(config.standby_of):
         raise ValueError(f"{config.standby_of!r} is no address: expected host:port of a server's data port")
 
 

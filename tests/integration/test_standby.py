@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import socket
+import threading
+from concurrent.futures import Future
 
+import grpc
 import pytest
 
 from certified import served, shown
@@ -17,9 +21,11 @@ from pyps.service.standby.link import own_address
 from pyps.storage.folder import newest
 from pyps_client.data import Portions
 from pyps_wire import inspector_pb2 as pb
+from pyps_wire import standby_pb2 as wire
 from pyps_wire.common_pb2 import REASON_EPOCH
+from pyps_wire.contract import METHODS
 from pyps_wire.errors import PypsError, ServerUnavailable
-from support import checksums, server_loop, shell, status_of, wait_for_event, wait_until
+from support import DEADLINE_SECONDS, checksums, server_loop, shell, status_of, wait_for_event, wait_until
 
 LEASE = ("--standby-lease-seconds", "2")
 # Workers hear of a standby by heartbeats.
@@ -35,6 +41,128 @@ def follow(start_server, primary, *clients, flags=()):
     for client in clients:
         assert standby.data in client.session._servers.connections[0]._elsewhere
     return standby
+
+
+class ByHand:
+    """A standby's call of `Follow`, message by message."""
+
+    def __init__(self, server, address="127.0.0.1:9", lease_seconds=5.0):
+        self._said, self._heard, self._ended = queue.Queue(), queue.Queue(), Future()
+        self._channel = grpc.insecure_channel(server.data, [("grpc.use_local_subchannel_pool", 1)])
+        self._call = self._channel.stream_stream(METHODS["Follow"])(iter(self._said.get, None))
+        self.say(address=address, lease_seconds=lease_seconds)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        try:
+            for message in self._call:
+                self._heard.put(message)
+            self._ended.set_result("")
+        except grpc.RpcError as error:
+            self._ended.set_result(error.details())
+
+    @property
+    def has_heard(self):
+        return not self._heard.empty()
+
+    def say(self, message=None, **fields):
+        self._said.put(message if message is not None else wire.FollowRequest(**fields).SerializeToString())
+
+    def hear(self):
+        return self._heard.get(timeout=DEADLINE_SECONDS)
+
+    def refusal(self):
+        return self._ended.result(DEADLINE_SECONDS)
+
+    def close(self):
+        self._said.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+
+@pytest.fixture
+def by_hand():
+    """Return a function that begins a call of a standby, which the test's end ends."""
+    calls = []
+
+    def begin(*arguments, **named):
+        calls.append(ByHand(*arguments, **named))
+        return calls[-1]
+
+    yield begin
+    for call in calls:
+        call.close()
+
+
+def test_a_second_standby_that_said_who_it_is_before_the_first_followed_is_refused(start_server, by_hand):
+    primary = start_server(*QUICK)
+    with make_client(primary.data) as client:
+        slow = by_hand(primary)
+        slow.hear()
+        standby = follow(start_server, primary, client)
+        slow.say(begin=True)
+        assert f"this server has a standby, {standby.data}: it takes one" in slow.refusal()
+        client.push(gradients_like(small_model(), 0))
+        assert status_of(primary).standby.startswith(f"{standby.data} follows")
+
+
+def test_of_two_calls_of_a_standby_at_once_one_is_served(start_server, by_hand):
+    primary = start_server(*QUICK)
+    with make_client(primary.data):
+        first, *later = calls = [by_hand(primary, lease_seconds=1000.0) for _ in range(3)]
+        for call in calls:
+            call.hear()
+        first.say(begin=True)
+        first.hear()
+        for call in later:
+            call.say(begin=True)
+        wait_until(lambda: any(call.has_heard for call in later), what="a call that goes on")
+
+        def served():
+            return [task for task in asyncio.all_tasks(server_loop()) if "Primary._send" in repr(task)]
+
+        wait_until(lambda: len(served()) == 1, what="the end of the other calls")
+
+
+@pytest.mark.parametrize(
+    ("address", "lease_seconds", "words"),
+    [
+        ("nonsense", 1.0, "host:port"),
+        ("", 1.0, "host:port"),
+        ("[::]:abc", 1.0, "host:port"),
+        ("127.0.0.1:65536", 1.0, "host:port"),
+        ("a" * 100_000 + ":1", 1.0, "host:port"),
+        *[("127.0.0.1:9", seconds, "lease") for seconds in (float("nan"), float("inf"), -1.0, 1e-300, 1e9)],
+    ],
+)
+def test_a_standby_without_a_place_or_a_lease_is_refused_in_a_sentence(
+    start_server, by_hand, address, lease_seconds, words
+):
+    refused = by_hand(start_server(), address, lease_seconds).refusal()
+    assert words in refused and len(refused) < 300
+
+
+BROKEN = [
+    (False, b"\xff" * 100),
+    (True, b"\xff" * 100),
+    (True, wire.FollowRequest(again=[77]).SerializeToString()),
+]
+
+
+def test_what_is_no_message_of_a_standby_is_refused_and_the_server_goes_on(start_server, by_hand):
+    primary = start_server(*QUICK)
+    with make_client(primary.data) as client:
+        for has_begun, message in BROKEN:
+            call = by_hand(primary)
+            call.hear()
+            if has_begun:
+                call.say(begin=True)
+                call.hear()
+            call.say(message)
+            refused = call.refusal()
+            assert "FollowRequest" in refused or "shard 77 is none of this server's" in refused
+        client.push(gradients_like(small_model(), 0))
+        assert "Traceback" not in primary.output()
 
 
 def step_both(client, reference, gradients):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import urllib.parse
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 import grpc.aio
 
+from pyps.config import STANDBY_LEASE_SECONDS, is_address
 from pyps.run.content import ReadyContent
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.calls import Call
+from pyps.service.calls import Call, log_bug
 from pyps.service.standby.feed import Feed, Line
 from pyps.service.standby.follower import Follower
 from pyps.service.standby.link import Found, Link, is_loopback, is_unspecified, look
@@ -83,28 +84,28 @@ class Primary:
 
     async def follow(self, call: Call) -> None:
         """Serve a standby's call until it ends."""
-        first = wire.FollowRequest.FromString(await call.receive(under_way=True) or b"")
-        host, _, port = first.address.rpartition(":")
-        if is_unspecified(host):
-            # "ipv4:127.0.0.1:51234"
-            host = urllib.parse.unquote(call.peer()).partition(":")[2].rpartition(":")[0]
-        address = f"{host}:{port}"
-        if not port or not first.lease_seconds > 0:
-            raise InvalidArgument(f"a standby at {first.address!r} with a lease of {first.lease_seconds:g} s")
-        if self._following is not None and self.address != address:
-            raise NotAllowed(f"this server has a standby, {self.address}: it takes one")
+        first = convert.parse(wire.FollowRequest, await call.receive(under_way=True) or b"")
+        address, (shortest, longest) = _found_at(first.address, call), STANDBY_LEASE_SECONDS
+        if not shortest <= first.lease_seconds <= longest:
+            raise InvalidArgument(
+                f"the lease of a standby is {first.lease_seconds:g} s, but must be from {shortest:g} to {longest:g}"
+            )
+        self._refuse_second(address)
         await call.write(wire.FollowReply(life=self._life).SerializeToString())
-        if self.fenced or self.handed_over:
-            raise ServerUnavailable(self.fenced or "this server hands over to its standby")
-        begin = wire.FollowRequest.FromString(await call.receive(under_way=True) or b"")
+        self._refuse_while_giving_way(address)
+        begin = convert.parse(wire.FollowRequest, await call.receive(under_way=True) or b"")
         if not begin.begin:
             return
-        if self._following is not None:
-            # It has lost this connection, and begins again.
-            self._following.cancel()
-            await asyncio.wait([self._following])
-        if self._ending is not None:
-            await self._ending
+        while True:
+            # Another may have begun meanwhile, or while this one waits.
+            self._refuse_second(address)
+            if (former := self._following) is not None:
+                # It has lost this connection, and begins again.
+                former.cancel()
+            elif (former := self._ending) is None:
+                break
+            await asyncio.wait([former])
+        self._refuse_while_giving_way(address)
         self._stop_finding()
         # The standby has said that it does not take over with what it had.
         self._feed.guard(False)
@@ -119,24 +120,35 @@ class Primary:
             error = group.exceptions[0]
             if isinstance(error, _Left):
                 left = str(error)
-            elif isinstance(error, PypsError) and not isinstance(error, WaitTimedOut):
-                left = "it does not follow this run"
-                raise error from None
-            elif not isinstance(error, TimeoutError | grpc.aio.BaseError):
+            elif not isinstance(error, TimeoutError | grpc.aio.BaseError | WaitTimedOut):
+                left = "it does not follow this run" if isinstance(error, NotAllowed) else ""
                 raise error from None
         finally:
             self._following = None
             self._feed.close()
             # A task of its own, since gRPC cancels the call's whenever it likes.
-            self._ending = asyncio.create_task(self._after(left))
+            self._ending = _heard(self._after(left))
+
+    def _refuse_second(self, address: str) -> None:
+        if self._following is not None and self.address != address:
+            raise NotAllowed(f"this server has a standby, {self.address}: it takes one")
+
+    def _refuse_while_giving_way(self, address: str) -> None:
+        if self.fenced or self.handed_over:
+            raise ServerUnavailable(self.fenced or "this server hands over to its standby")
+        if self._finding is not None and self.address != address:
+            raise ServerUnavailable(f"this server waits for word from its standby, {self.address}: it takes one")
 
     async def _after(self, left: str) -> None:
         """Go on after a standby has gone; `left`: the reason, where it is known not to take over."""
-        await asyncio.to_thread(self._unfollow)
+        try:
+            await asyncio.to_thread(self._unfollow)
+        finally:
+            self._ending = None
         if left or not self._feed.guards:
             self._go_on(left or "its standby was lost before it had all shards")
         elif not (self.handed_over or self.fenced):
-            self._finding = asyncio.create_task(self._find())
+            self._finding = _heard(self._find())
 
     def _unfollow(self) -> None:
         self._run.rounds.positions.follow(None)
@@ -219,13 +231,15 @@ class Primary:
                 message = await call.read()
             if message is grpc.aio.EOF:
                 raise TimeoutError
-            request, before = wire.FollowRequest.FromString(message), feed.received
+            request, before = convert.parse(wire.FollowRequest, message), feed.received
             feed.note_received(base + request.received)
             if feed.received > before or feed.received == feed.recorded:
                 progress_at = loop.time()
             elif loop.time() - progress_at > self._lease_seconds:
                 run.events.add("standby", "the standby takes in nothing any more", warning=True, address=self.address)
                 raise TimeoutError
+            if unknown := set(request.again) - run.content.shards.keys():
+                raise InvalidArgument(f"shard {min(unknown)} is none of this server's: it cannot be sent again")
             for shard_id in request.again:
                 what = "a shard of the standby differed and is sent again"
                 run.events.add("standby", what, warning=True, shard=shard_id)
@@ -241,7 +255,7 @@ class Primary:
         """Serve nobody until it is known whether the standby of a former life of this server has taken over."""
         self.address, self.is_withheld = address, True
         self._run.refuse(f"this server has begun again, and asks its standby, {address}, whether that has taken over")
-        self._finding = asyncio.create_task(self._find())
+        self._finding = _heard(self._find())
 
     async def _find(self) -> None:
         """Find out whether the standby has ended, has taken over, or neither; answers wait until that is known."""
@@ -319,6 +333,29 @@ class Primary:
 
     def note_finished(self) -> None:
         self._feed.add(Line({"event": "finished"}))
+
+
+def _heard(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Begin work whose failure is logged."""
+
+    def look_at(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_bug(error, "Standby")
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(look_at)
+    return task
+
+
+def _found_at(address: str, call: Call) -> str:
+    """Return where the caller is found that says this address of itself. Raises InvalidArgument."""
+    host, _, port = address.rpartition(":")
+    if is_unspecified(host):
+        # "ipv4:127.0.0.1:51234"
+        host = urllib.parse.unquote(call.peer()).partition(":")[2].rpartition(":")[0]
+    if not is_address(found := f"{host}:{port}"):
+        raise InvalidArgument(f"the caller is found at {address[:100]!r}, it says: expected host:port")
+    return found
 
 
 class _Left(Exception):
