@@ -108,6 +108,36 @@ def leave_all(error: BaseException | None = None) -> None:
     _close_all()
 
 
+def undisturbed(job: Callable[[], object]) -> BaseException | None:
+    """Do a job on a thread of its own, and wait; return what it or, meanwhile, a signal's handler raised.
+
+    Python's handlers run on the main thread, and torch's raises where a process of a data loader has died.
+    """
+    raised: list[BaseException] = []
+    done = _thread.allocate_lock()
+
+    def work() -> None:
+        try:
+            job()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            done.release()
+
+    done.acquire()
+    try:
+        _thread.start_new_thread(work, ())
+    except RuntimeError:
+        # Python 3.12.0 and 3.12.1 start none once the program ends.
+        work()
+    while True:
+        try:
+            if done.acquire(timeout=SIGNAL_SECONDS):
+                return raised[0] if raised else None
+        except BaseException as error:
+            raised.append(error)
+
+
 def check_cause(cause: str) -> None:
     if cause not in ("finished", "failed"):
         raise InvalidArgument(f"cause is {cause!r}; expected 'finished' or 'failed'.")
@@ -197,7 +227,7 @@ def watch(lease: Any) -> None:
 
 
 def _close_all() -> None:
-    wait_for_leaving()
+    undisturbed(wait_for_leaving)
     for worker in list(_open):
         _close(worker)
 
@@ -230,6 +260,9 @@ def _close(worker: Any) -> None:
         worker.close(*cause_of(_last_error()))
     except PypsError as error:
         logger.warning("an optimizer that was not closed left the run: %s", error)
+    except BaseException as error:
+        # Most likely of a signal's handler. The others are to leave, too.
+        logger.warning("while this worker left the run: %s: %s", type(error).__name__, error)
 
 
 def _hook_exceptions() -> None:
@@ -323,6 +356,9 @@ def _listen(reader: socket.socket) -> None:
 def _terminate(number: int, frame: FrameType | None) -> None:
     # First: a second SIGTERM ends the program at once, and must not come while the event's lock is held.
     signal.signal(number, signal.SIG_DFL)
+    # A launcher ends the processes of a data loader, too, for which torch's handler raises, wherever this thread is.
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _handled.set()
     error = Terminated()
     # sys.excepthook gets no SystemExit.

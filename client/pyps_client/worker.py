@@ -453,6 +453,11 @@ class Worker:
         self._closing.set()
         self._lease.disarm()
         leave.forget(self)
+        error = leave.undisturbed(partial(self._leave, cause, message))
+        if error is not None:
+            raise error
+
+    def _leave(self, cause: str, message: str) -> None:
         self._servers.give_up()
         self._lease.leave(cause, message)
         self._servers.close()

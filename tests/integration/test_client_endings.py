@@ -106,6 +106,32 @@ def test_sigterm_ends_an_optimizer_whose_threads_wait(start_server_process, star
         server.signal(signal.SIGCONT)
 
 
+def test_what_a_signal_s_handler_raises_does_not_cut_a_leave_off(start_server, monkeypatch):
+    server, raised = start_server(), threading.Event()
+
+    def of_a_loader(number, frame):
+        raised.set()
+        raise RuntimeError("a process of the loader has died")
+
+    before = signal.signal(signal.SIGUSR1, of_a_loader)
+    try:
+        client = make_client(server.data, worker_id="ends")
+        servers = client.session._servers
+        give_up = servers.give_up
+
+        def amid_the_leave():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            assert raised.wait(60)
+            give_up()
+
+        monkeypatch.setattr(servers, "give_up", amid_the_leave)
+        with pytest.raises(RuntimeError, match="of the loader"):
+            client.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert workers_of(server.control)["ends"].state == "finished"
+
+
 def test_a_forked_child_ends_by_sigterm_as_usual(start_server, start_python):
     server = start_server()
     code = (
@@ -407,3 +433,18 @@ def test_a_second_sigterm_amid_the_first_ends_the_program_at_once(start_python):
         "signal.raise_signal(signal.SIGTERM)"
     )
     assert start_python("-c", code).wait(60) == -signal.SIGTERM
+
+
+def test_a_loader_s_process_that_ends_by_the_same_sigterm_raises_nothing(start_python):
+    code = (
+        "import os, signal; from pyps_client import leave; leave.install_where_asked()\n"
+        "signal.signal(signal.SIGCHLD, lambda *_: [][0])\n"
+        "if not (child := os.fork()):\n"
+        "    signal.pause()\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "finally:\n"
+        "    os.kill(child, signal.SIGKILL), os.waitpid(child, 0)\n"
+    )
+    ended = start_python("-c", code)
+    assert (ended.wait(60), ended.output()) == (143, "")
