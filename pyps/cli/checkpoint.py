@@ -11,14 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pyps import logs
 from pyps.cli.control import fail
 from pyps.cli.export import export
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.checkpoint_set import convert as convert_set
-from pyps.storage.checkpoint_set import paths_of
+from pyps.storage.checkpoint_set import differing, paths_of
 from pyps.storage.folder import CheckpointFolder, noted_epoch
 from pyps.units import counted, in_bytes
 from pyps_wire.partition import SERVERS_MAX
@@ -30,29 +29,39 @@ checkpoint = typer.Typer(
     rich_markup_mode=None,
 )
 checkpoint.command()(export)
+COLUMNS = 120
 Sources = Annotated[list[Path], typer.Argument(help="A job's folder, or those of servers.", show_default=False)]
 
 
 @checkpoint.command("list")
 def list_all(folders: Sources) -> None:
     """Show the checkpoints of each server, the newest first."""
-    console = Console()
+    # In a narrow terminal lines run over, instead of columns that lose their ends.
+    console = Console(width=max(Console().width, COLUMNS))
+    latest: list[Checkpoint] = []
     for folder, paths in groupby(_paths(folders), lambda path: path.parent):
-        table, whose = Table("checkpoint", "epoch", "versions", "written", "size", "whole", box=None), "unknown"
+        table, whose = Table("checkpoint", "epoch", "versions", "written", "size", box=None), "unknown"
+        damaged, own = [], []
         for path in paths:
             try:
                 one = Checkpoint(path)
                 one.require_files()
             except CheckpointDamaged as error:
-                table.add_row(path.stem, *[""] * 4, Text(f"NO: {error}"))
+                damaged.append(f"{path.name} cannot be used: {error}")
                 continue
+            own.append(one)
             header, oldest, newest = one.header, min(one.versions.values(), default=0), one.version_max
             whose = f"server {header.server_index} of {header.num_servers} of run {header.run_id}"
             versions = f"{oldest} to {newest}" if oldest < newest else str(newest)
             written = one.written.replace("+00:00", "Z")
-            table.add_row(path.stem, str(header.epoch), versions, written, in_bytes(one.num_bytes), "yes")
-        console.print(Text(f"{folder}: {whose}"), soft_wrap=True)
+            table.add_row(path.stem, str(header.epoch), versions, written, in_bytes(one.num_bytes))
+        latest += own[:1]
+        typer.echo(f"{folder}: {whose}")
         console.print(table)
+        for line in damaged:
+            typer.echo(line)
+    if words := differing(latest):
+        typer.echo(words)
 
 
 @checkpoint.command()
@@ -74,9 +83,11 @@ def verify(folders: Sources) -> None:
             one.read_positions()
         except CheckpointDamaged as error:
             damaged.append(path)
-            typer.echo(str(error))
+            typer.echo(f"{path.name}: {error}")
     if damaged:
-        fail(f"{len(damaged)} of {counted(len(paths), 'checkpoint')} cannot be used")
+        fail(
+            f"{len(damaged)} of {counted(len(paths), 'checkpoint')} cannot be used: --resume takes the newest that can"
+        )
     if lost:
         fail(f"{counted(len(paths), 'checkpoint')} as written, but {counted(len(lost), 'epoch')} lost")
     typer.echo(f"{counted(len(paths), 'checkpoint')}: all as written.")

@@ -21,13 +21,17 @@ from safetensors.numpy import save_file
 
 from pyps import logs
 from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe
-from pyps.storage.checkpoint_set import newest_set
+from pyps.storage.checkpoint import CheckpointDamaged
+from pyps.storage.checkpoint_set import differing, newest_set
+from pyps.storage.folder import checkpoint_paths
 from pyps.storage.parameter_file import save_for_torch
 from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
 from pyps_client.arrays import split_tensors
 from pyps_client.credentials import read_token
 from pyps_wire.errors import PypsError
+
+log = logs.get("pyps.export")
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -40,6 +44,10 @@ class Form(StrEnum):
     dcp = "dcp"
 
 
+# By a file's ending.
+_FORMS = {".pt": Form.torch, ".pth": Form.torch, ".dcp": Form.dcp}
+
+
 def export(
     file: Annotated[Path, typer.Argument(help="The file to write, or the folder for dcp.")],
     servers: DataServers = "127.0.0.1:7610",
@@ -50,12 +58,17 @@ def export(
     token_file: ObserverTokenFile = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
     form: Annotated[
-        Form, typer.Option("--format", help="safetensors, torch.save's, or torch.distributed.checkpoint's.")
-    ] = Form.safetensors,
+        Form | None,
+        typer.Option(
+            "--format",
+            help="safetensors, torch.save's, or torch.distributed.checkpoint's. [default: the last two for .pt, .pth "
+            "and .dcp, else safetensors]",
+        ),
+    ] = None,
 ) -> None:
-    """Write the model to a safetensors file: every tensor under its own name and shape, in float32.
+    """Write the model to a file: every tensor under its own name and shape, in float32.
 
-    A tensor that is split over the parts of a model is joined. Load the file by
+    A tensor that is split over the parts of a model is joined. Load a safetensors file by
     `model.load_state_dict(safetensors.torch.load_file(FILE))`.
     """
     # A checkpoint that cannot be used is logged with the reason.
@@ -69,7 +82,7 @@ def export(
             waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
             with observe(servers, read_token(token_file), **waits) as observer:
                 tensors = observer.snapshot()
-        _write_whole(file, tensors, form)
+        _write_whole(file, tensors, form or _FORMS.get(file.suffix, Form.safetensors))
     except PypsError as error:
         fail(str(error))
     except OSError as error:
@@ -81,10 +94,20 @@ def export(
 def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     """Return the model from the newest checkpoints of all its servers."""
     own = newest_set(folders)
+    if words := differing(own.checkpoints.values()):
+        log.warning(words)
     plan = own.partition
     vectors = [np.zeros(size, np.float32) for size in plan.model.group_sizes]
     for shard in plan.shards:
-        state, _ = own.read_shard(shard.shard_id)
+        try:
+            state, _ = own.read_shard(shard.shard_id)
+        except CheckpointDamaged as error:
+            path = own.checkpoints[plan.server_of(shard.shard_id)].path
+            if older := [str(one) for one in checkpoint_paths(path.parent) if one.name < path.name]:
+                raise CheckpointDamaged(
+                    f"{path} is damaged: {error}. Name an older one: --checkpoint {older[0]}"
+                ) from None
+            raise
         vectors[shard.group][shard.offset : shard.offset + shard.length] = state.parameters
     return split_tensors(plan.model, vectors)
 

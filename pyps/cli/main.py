@@ -23,7 +23,7 @@ COMMANDS = {
     "status": ("Show what servers, workers and shards are doing.", "status:status"),
     "top": ("Watch servers and workers as they train, in a terminal.", "top:top"),
     "set": ("Change protocol, staleness policy or learning rate of a running job.", "control:configure"),
-    "export": ("Write the model to a safetensors file.", "export:export"),
+    "export": ("Write the model to a file.", "export:export"),
     "checkpoint": ("List, check, remove and convert checkpoints.", "checkpoint:checkpoint"),
     "reset": ("Make servers forget a run, its parameters included.", "control:reset"),
     "replay": ("Make logged updates again, and compare the bits.", "export:replay"),

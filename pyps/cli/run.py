@@ -20,7 +20,7 @@ from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_job, spelled
 from pyps.launcher.process import COORDINATOR
 from pyps.storage.checkpoint import Checkpoint
-from pyps.storage.checkpoint_set import convert, folders_of
+from pyps.storage.checkpoint_set import convert, differing, folders_of
 from pyps.storage.folder import checkpoint_paths, newest
 from pyps.storage.object_store import is_remote
 from pyps.units import counted
@@ -171,13 +171,12 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, hint: str) 
             return job.exit_status()
         output.announce(str(error))
         return 1
-    control = ",".join(server.control for server in job.addresses)
-    data = ",".join(server.data for server in job.addresses)
+    servers = ",".join(server.data for server in job.addresses)
     output.announce(
         f"{job.settings.workers_in_words()} on {counted(len(job.servers), 'server')}, "
-        f"run {job.run_id}. Look inside: pyps status --servers {control}"
+        f"run {job.run_id}. Look inside: pyps status --servers {servers}"
     )
-    output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")
+    output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {servers}")
     if hint:
         output.announce(hint)
     while not job.done:
@@ -225,11 +224,18 @@ class Kept:
         found = self.newest()
         before = {checkpoint.header.num_servers for checkpoint in found.values()} - {self.num_servers}
         if self.folder and before:
-            convert([self.folder], self.folder, num_servers=self.num_servers)
+            plan = convert([self.folder], self.folder, num_servers=self.num_servers)[0].header.partition
             typer.echo(
                 f"The run in {self.folder} was on {counted(before.pop(), 'server')} and goes on on {self.num_servers}. "
                 "Its older checkpoints are kept as forgotten-*.json."
             )
+            if (idle := self.num_servers - plan.num_shards) > 0:
+                typer.echo(
+                    f"The model has {counted(plan.num_shards, 'shard')}, so {counted(idle, 'server')} will hold none: "
+                    "`pyps checkpoint convert --shard-size` makes more."
+                )
+        elif words := differing(found.values()):
+            typer.echo(f"In {self.folder} {words}.")
         return bool(found)
 
     def after_a_death(self, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -175,6 +175,15 @@ def newest_set(sources: Sequence[Path]) -> CheckpointSet:
         f"the model has shards on {plan.num_servers} servers; missing here: those of server {servers}{of_parts}. "
         "Give --checkpoint once for each server"
     )
+
+
+def differing(checkpoints: Iterable[Checkpoint]) -> str:
+    """Return a sentence where the servers' checkpoints are of different versions; "" where they are not."""
+    versions = {one.header.server_index: one.version_max for one in checkpoints if one.shards}
+    if len({*versions.values()}) <= 1:
+        return ""
+    each = ", ".join(f"server {server} at {version}" for server, version in sorted(versions.items()))
+    return f"the servers' newest checkpoints are of different versions: {each}"
 
 
 def folders_of(source: Path) -> list[Path]:

@@ -123,7 +123,9 @@ class CheckpointFolder:
                 log.error("checkpoint ignored", path=path, reason=error)
                 continue
             self.newest = path
-            log.info("checkpoint read", path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max)
+            tell = log.info if path == paths[0] else log.warning
+            words = "checkpoint read" if path == paths[0] else "the run goes back to an older checkpoint"
+            tell(words, path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max)
             return self.claim_epoch(restored)
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {self.path} can be used (the log says why for each): "

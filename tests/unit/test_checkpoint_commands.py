@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -27,7 +28,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def told(*arguments: object, status: int = 0) -> str:
-    return shell("checkpoint", *map(str, arguments), status=status, COLUMNS="400")
+    return shell("checkpoint", *map(str, arguments), status=status, COLUMNS="80")
 
 
 def test_list_and_verify_name_what_is_damaged(job):
@@ -43,9 +44,14 @@ def test_list_and_verify_name_what_is_damaged(job):
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + b"x")
     damaged = told("verify", job, status=1)
-    assert f"{shard} holds other bytes than were written" in damaged and "1 of 4 checkpoints cannot" in damaged
+    newest = job / "server-0" / "checkpoint-00000004.json"
+    assert f"{newest.name}: {shard} holds other bytes than were written" in damaged
+    assert "1 of 4 checkpoints cannot" in damaged
+    refused = told("export", job.parent / "m.pt", "--checkpoint", job, status=1)
+    assert f"{shard} holds other bytes" in refused
+    assert f"Name an older one: --checkpoint {newest.with_name('checkpoint-00000003.json')}" in refused
     shard.write_bytes(content[:-1])
-    assert f"NO: {shard} has {len(content) - 1} bytes" in told("list", job / "server-0")
+    assert f"{newest.name} cannot be used: {shard} has {len(content) - 1} bytes" in told("list", job / "server-0")
     assert "there is no checkpoint in" in told("verify", job.parent, status=1)
 
 
@@ -85,9 +91,12 @@ def test_a_converted_run_is_exported_as_before_and_what_it_set_aside_is_removed_
 
 
 def test_an_export_for_torch_is_the_model_too(job, tmp_path):
-    files = {form: tmp_path / form for form in ("safetensors", "torch", "dcp")}
-    for form, file in files.items():
-        told("export", file, "--checkpoint", job, "--format", form)
+    files = {
+        form: tmp_path / f"m{end}" for form, end in (("safetensors", ".safetensors"), ("torch", ".pt"), ("dcp", ""))
+    }
+    told("export", files["safetensors"], "--checkpoint", job)
+    told("export", files["torch"], "--checkpoint", job)
+    told("export", files["dcp"], "--checkpoint", job, "--format", "dcp")
     expected = load_file(files["safetensors"])
     dcp_to_torch_save(files["dcp"], tmp_path / "whole")
     for file in (files["torch"], tmp_path / "whole"):
@@ -95,7 +104,11 @@ def test_an_export_for_torch_is_the_model_too(job, tmp_path):
         assert {name: values.numpy().tobytes() for name, values in read.items()} == {
             name: values.tobytes() for name, values in expected.items()
         }
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "job", "safetensors", "torch", "whole"]
+    own = {name: torch.zeros(values.shape) for name, values in expected.items()} | {"only.here": torch.ones(1)}
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.load(own, checkpoint_id=files["dcp"], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert {name: own[name].numpy().tobytes() for name in expected} == {n: v.tobytes() for n, v in expected.items()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "m", "m.pt", "m.safetensors", "whole"]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])

@@ -55,6 +55,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, caplog):
         ignored = [record for record in caplog.records if record.message == "checkpoint ignored"]
         if damage is not Path.unlink or name.startswith("shards"):
             assert [record.fields["path"] for record in ignored] == [newer]  # type: ignore[attr-defined]
+            assert "the run goes back to an older checkpoint" in caplog.text
             assert name in str(ignored[0].fields["reason"])  # type: ignore[attr-defined]
         folder.close()
 

@@ -1,5 +1,6 @@
 """Checkpoints of a run that goes on elsewhere: on other servers, and with other shards, to the bit."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyps.cli.run import Kept
 from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Extent, Gradient, PublishedReply, PushPlan
@@ -29,6 +31,7 @@ from pyps_wire.errors import ModelMismatch
 from pyps_wire.partition import Model, Tensor, partition
 from sandblaster import Driver, fill
 from shards import HEADER, data_spec, everything, gradient, make_run, make_shard, nothing, push, roster
+from support import shell
 
 # Sixteen shards of two groups, the second of which has a rest.
 MODEL = Model((Tensor("a", (40, 5)), Tensor("b", (37,), group=1)), shard_size=16)
@@ -347,6 +350,23 @@ def test_a_folder_is_converted_in_place_and_an_end_midway_loses_nothing(tmp_path
     assert Servers.restored(tmp_path, 2, "async").everything() == held
     for path in tmp_path.glob("server-*/forgotten-*"):
         Checkpoint(path).load()
+
+
+def test_servers_whose_checkpoints_differ_or_that_get_no_shard_are_told(tmp_path, capsys):
+    servers = Servers.begun("adagrad", "async")
+    servers.push("a", 0)
+    servers.save(tmp_path)
+    servers.push("a", 1)
+    with contextlib.closing(CheckpointFolder(tmp_path / "server-1")) as folder:
+        folder.save(servers.runs[1].snapshot)
+    words = "the servers' newest checkpoints are of different versions: server 0 at 1, server 1 at 2"
+    assert words in shell("checkpoint", "list", str(tmp_path))
+    assert words in shell("export", str(tmp_path / "m.pt"), "--checkpoint", str(tmp_path))
+    Kept(tmp_path, 2).fit_servers()
+    Kept(tmp_path, 18).fit_servers()
+    said = capsys.readouterr().out
+    assert words in said
+    assert "The model has 16 shards, so 2 servers will hold none: " in said
 
 
 def test_checkpoints_of_two_runs_or_a_folder_that_is_taken_are_refused(tmp_path):
