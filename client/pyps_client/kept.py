@@ -245,10 +245,10 @@ class KeptPushes:
         """Keep nothing until there is another checkpoint: pushes are of little use without those before."""
         if not self._dropped:
             logger.warning(
-                "the pushes that no checkpoint of %s holds take more than %d MiB, so this worker does not keep them: "
+                "the pushes that no checkpoint of %s holds take more than %s bytes, so this worker does not keep them: "
                 "they are lost if the server is killed. Let servers write checkpoints more often "
                 "(--checkpoint-seconds), or raise resend_bytes_max (PYPS_RESEND_BYTES_MAX)",
-                *(self._connection.name, self._bytes_max >> 20),
+                *(self._connection.name, f"{self._bytes_max:,}"),
             )
         self._has_room, self.num_bytes = False, 0
         for shard_id, of_shard in self._pushes.items():

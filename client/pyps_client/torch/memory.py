@@ -58,8 +58,8 @@ class PinnedPages:
                 self._registered.append(array)
                 continue
             logger.info(
-                "%d MiB of memory cannot be pinned (CUDA error %d): copies between them and the GPU are slower",
-                *(array.nbytes >> 20, error),
+                "%s bytes of memory cannot be pinned (CUDA error %d): copies between them and the GPU are slower",
+                *(f"{array.nbytes:,}", error),
             )
             self._clear_last_error()
 
