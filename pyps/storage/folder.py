@@ -224,8 +224,9 @@ class CheckpointFolder:
             self._remove_unnamed()
             reason = str(error) if isinstance(error, InUse) else "the memory does not suffice"
             reason = str(error.strerror) if isinstance(error, OSError) else reason
-            survivor = f"{self.newest} stays the newest" if self._newest_is_there() else "there is none before it"
-            raise CheckpointError(f"no checkpoint could be written in {self.path}: {reason}; {survivor}") from None
+            raise CheckpointError(
+                f"no checkpoint could be written in {self.path}: {reason}; {self._survivor()}"
+            ) from None
         self.newest, self.saved_at = path, time.time()
         try:
             self.prune(self._keep)
@@ -236,10 +237,16 @@ class CheckpointFolder:
         log.info("checkpoint written", path=path, bytes=saved.num_bytes, seconds=saved.seconds)
         return saved
 
-    def _newest_is_there(self) -> bool:
-        with contextlib.suppress(OSError):
-            return self.newest is not None and self.newest.name in self._disk.sizes(self.path)
-        return False
+    def _survivor(self) -> str:
+        try:
+            if self.newest is not None and self.newest.name in self._disk.sizes(self.path):
+                return f"{self.newest} stays the newest"
+        except FileNotFoundError:
+            # The folder is gone.
+            pass
+        except OSError:
+            return f"{self.newest} was written before it"
+        return "there is none before it"
 
     def _remove_unnamed(self) -> None:
         """Remove what is unfinished, and the files of shards that no checkpoint names, as far as that is possible."""

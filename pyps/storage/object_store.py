@@ -16,10 +16,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pyps import logs
 from pyps.storage.disk import Disk, InUse, Ownership
 from pyps_wire.errors import InvalidArgument
 
 _OWNER = "owner"
+# Until a store has to take the name of a folder's owner; s3fs itself tries for minutes.
+ANSWER_SECONDS = 30
+
+log = logs.get("pyps.checkpoint")
 
 
 def disk_of(path: Path) -> Disk:
@@ -84,7 +89,14 @@ class ObjectStore(Disk):
             self._files.pipe_file(_url(path), b"".join(buffers))
 
     def own(self, folder: Path) -> Ownership:
+        log.info("asking for the folder of checkpoints", folder=folder, seconds_max=ANSWER_SECONDS)
         return _Owner(self, folder)
+
+    def put_owner(self, path: Path, owner: str) -> None:
+        # Those without an event loop know no deadline.
+        deadline = {"timeout": ANSWER_SECONDS} if self._files.async_impl else {}
+        with _os_errors():
+            self._files.pipe_file(_url(path), owner.encode(), **deadline)
 
 
 class _Owner(Ownership):
@@ -92,13 +104,13 @@ class _Owner(Ownership):
         self._store = store
         self._path = folder / _OWNER
         self._text = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
-        store.put(self._path, [self._text.encode()])
+        store.put_owner(self._path, self._text)
 
     def require(self) -> bool:
         try:
             owner = self._store.read(self._path).decode(errors="replace")
         except FileNotFoundError:
-            self._store.put(self._path, [self._text.encode()])
+            self._store.put_owner(self._path, self._text)
             return True
         if owner != self._text:
             raise InUse(f"{self._path.parent} was taken by {owner}")
@@ -120,5 +132,7 @@ def _os_errors() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, f"No such object: {error}") from None
+    except TimeoutError:
+        raise OSError(errno.EIO, f"no answer in {ANSWER_SECONDS} s") from None
     except Exception as error:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -1,13 +1,17 @@
 """Checkpoints in what fsspec knows by a URL: S3, on a server of this machine, and memory."""
 
-from collections.abc import Iterator
+import logging
+import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pyps.storage import object_store
 from pyps.storage.checkpoint import CheckpointError
 from pyps.storage.checkpoint_set import convert, newest_set
+from pyps.storage.disk import Disk
 from pyps.storage.folder import CheckpointFolder
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import InvalidArgument
@@ -68,6 +72,32 @@ def test_a_folder_there_is_like_one_on_a_disk(bucket, tmp_path, root):
     assert again.resume() is None
     with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
         newest_set([path.parent])
+
+
+class Deaf(Disk):
+    def put(self, path: Path, buffers: Iterable[bytes | memoryview]) -> None:
+        raise OSError(5, "no answer")
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        raise OSError(5, "no answer")
+
+
+def test_a_store_that_does_not_answer_is_told_and_what_it_holds_is_not_denied(bucket, monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = CheckpointFolder(tmp_path / "here")
+    newest = write_checkpoint(folder)
+    folder._disk = Deaf()
+    with pytest.raises(CheckpointError, match=f"no answer; {newest} was written before it$"):
+        write_checkpoint(folder)
+    S3FileSystem = pytest.importorskip("s3fs").S3FileSystem
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setattr(object_store, "ANSWER_SECONDS", 1)
+        S3FileSystem.clear_instance_cache()
+        with pytest.raises(CheckpointError, match="s3:/checkpoints/job cannot be used: no answer in 1 s; "):
+            CheckpointFolder(Path("s3://checkpoints/job"))
+        S3FileSystem.clear_instance_cache()
+    assert "asking for the folder of checkpoints" in caplog.text
 
 
 def test_servers_save_there_and_go_on_from_there_in_another_number(bucket, start_server, tmp_path):
