@@ -387,7 +387,9 @@ class Job:
         ports = {name: address.rpartition(":")[2] for name, address in zip(names, self.addresses[index], strict=True)}
         again = spelled({**ports, "expected_workers": str(expected), "resume": True})
         self.servers[index] = self._start_server(server.name, None, *again)
-        lacks = "workers send again what it lacks" if settings.config.resends else "what came after it is lost"
+        # A coordinator's workers push nothing.
+        resends = settings.config.resends and self.coordinator is None
+        lacks = "workers send again what it lacks" if resends else "what came after it is lost"
         self._announce(f"{ended}; started again from its newest checkpoint; {lacks}.")
 
     def _stop(self, children: list[ChildProcess], *, seconds: float) -> None:

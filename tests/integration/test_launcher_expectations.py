@@ -38,6 +38,14 @@ def test_a_replica_that_no_server_saw_never_joined(servers):
     assert missing(servers) == [1, 1]
 
 
+def test_a_server_that_began_again_expects_nobody_who_had_ended_before(servers):
+    expectations = Expectations(2)
+    for index, server in enumerate(servers):
+        expectations.lower(f"replica-{index}", [server.control], key="")
+
+    assert missing(servers) == [1, 0]
+
+
 def test_a_server_that_does_not_answer_is_left_out(servers):
     servers[0].stop()
     assert lower(servers)
