@@ -80,6 +80,8 @@ class FixedNames(Disk):
 
 def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder):
     path = write_checkpoint(folder)
+    # The newest is the last to go: a process that ends midway has either forgotten the run or not.
+    write_checkpoint(folder)
     run = restored_run(folder)
     folder.close()
     stuck = CheckpointFolder(folder.path, disk=FixedNames("forgotten"))

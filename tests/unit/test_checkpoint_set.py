@@ -95,7 +95,9 @@ class Servers:
             whole = np.random.default_rng((step, place.group, ord(name))).standard_normal(200).astype(np.float32)
             payload = whole[place.offset : place.offset + place.length].tobytes()
             gradient = Gradient(name, 1, step, shard.version, self.epoch, FLOAT32, payload, example_count=8)
-            receipts.append(run.push(PushPlan(shard_id, gradient), run_id="r").receipt)
+            # A worker's place in the data goes along to one server.
+            position = b"%d" % step if run is self.runs[(step + 1) % len(self.runs)] else b""
+            receipts.append(run.push(PushPlan(shard_id, gradient, data_position=position), run_id="r").receipt)
         return receipts
 
     def save(self, folder: Path) -> None:
@@ -142,6 +144,10 @@ def test_a_run_of_two_servers_goes_on_to_the_bit_on_one_three_and_eight(tmp_path
         assert {i: shard.state().ledger for i, _, shard in servers.shards()} == ledgers
         assert {shard.epoch for _, _, shard in servers.shards()} == {servers.epoch}
         assert portions_of(servers) == portions
+        # Wherever a worker's successor asks: "a" pushed last to server 0, "b" to server 1.
+        for name, step in {"a": 3, "b": 2}.items():
+            positions = [run.snapshot().positions[name][2][-1] for run in servers.runs]
+            assert [position for _, position in positions] == [b"%d" % step] * num_servers
         assert all(run.work.spec is None for run in servers.runs[1:])
         shard = next(iter(servers.runs[0].content.shards.values()))
         reply = PublishedReply(INT8)
