@@ -6,9 +6,10 @@ import asyncio
 import queue
 import socket
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 
 from certified import served, shown
@@ -16,15 +17,16 @@ from client_support import Reference, gradients_like, make_client, small_model
 from pyps.certificates import Authority
 from pyps.cli.control import Control
 from pyps.config import ServerConfig
+from pyps.service.standby import follower
 from pyps.service.standby.feed import BACKLOG_BYTES_MAX, Feed, Line
 from pyps.service.standby.link import own_address
 from pyps.storage.folder import newest
 from pyps_client.data import Portions
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import standby_pb2 as wire
-from pyps_wire.common_pb2 import REASON_EPOCH
+from pyps_wire.common_pb2 import REASON_EPOCH, RUN_STATE_FINISHED
 from pyps_wire.contract import METHODS
-from pyps_wire.errors import PypsError, ServerUnavailable
+from pyps_wire.errors import ServerUnavailable
 from support import DEADLINE_SECONDS, checksums, server_loop, shell, status_of, wait_for_event, wait_until
 
 LEASE = ("--standby-lease-seconds", "2")
@@ -293,12 +295,12 @@ def test_a_server_and_its_standby_that_are_ended_at_once_leave_a_checkpoint_of_a
         standby = follow(start_server, primary, client, flags=kept)
         for step in range(3):
             client.push(gradients_like(small_model(), step))
-        follower = standby._server._follower
+        own = standby._server._follower
 
         async def end():
             both = [primary, standby] if first == "server" else [standby, primary]
             both[0]._server.stop("a signal to all")
-            while not (follower._reason or follower._leaves):
+            while not (own._reason or own._leaves):
                 await asyncio.sleep(0)
             both[1]._server.stop("a signal to all")
 
@@ -314,19 +316,44 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_operator_s_change_is_answered_once_the_standby_has_it(start_server, monkeypatch, change):
+@pytest.mark.parametrize("call", [*CHANGES, "grpc", "tcp", "shm", "full"])
+def test_a_change_or_a_push_is_answered_once_the_standby_has_it_and_holds_after_a_takeover(
+    start_server, monkeypatch, call
+):
     primary = start_server(*QUICK)
-    make_client(primary.data, run_id="r").close()
-    follow(start_server, primary)
-    feed = primary._server._host.feed
-    with Control(primary.control, token="", timeout_seconds=0.3) as control:
-        control.call("GetStatus", pb.GetStatusRequest())
-        monkeypatch.setattr(feed, "note_received", lambda number: None)
-        with pytest.raises(PypsError):
-            control.call(change, CHANGES[change])
+    # A lane answers so long a push on a thread.
+    tensors, transport = {"w": np.ones(40_000, np.float32)}, call if call in ("tcp", "shm") else "grpc"
+    client = make_client(primary.data, run_id="r", tensors=tensors, shard_size=2**16, transport=transport)
+    control, applies = Control(primary.control, token="", timeout_seconds=30), threading.Event()
+    with ThreadPoolExecutor(1) as pool, client, control:
+        standby = follow(start_server, primary, client)
+        feed = primary._server._host.feed
+        if call == "full":
+            # Nothing is applied, and there is no room for more.
+            monkeypatch.setattr(follower, "BACKLOG_BYTES_MAX", 0)
+            for thread in standby._server._follower._threads:
+                thread.submit(applies.wait, 10)
+        else:
+            monkeypatch.setattr(feed, "note_received", lambda number: None)
+        if call in CHANGES:
+            answer = pool.submit(control.call, call, CHANGES[call])
+        else:
+            answer = pool.submit(client.push, tensors)
+        with pytest.raises(TimeoutError):
+            answer.result(0.3)
         assert feed.recorded > feed.received
         monkeypatch.undo()
+        applies.set()
+        server_loop().call_soon_threadsafe(feed.note_received, feed.recorded)
+        answer.result(30)
+        if call == "Reset":
+            return
+        primary.stop()
+        wait_until(lambda: "took over" in status_of(standby).standby)
+        status = status_of(standby)
+        assert (status.learning_rates[0].current == 0.5) == (call == "Configure")
+        assert (status.state == RUN_STATE_FINISHED) == (call == "Stop")
+        assert status.version_min == (call not in CHANGES)
 
 
 @pytest.mark.parametrize("told", ["before", "after"])
