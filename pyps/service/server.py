@@ -266,9 +266,10 @@ class Server:
                 self._run.restore(restored)
             else:
                 log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
-            if (standby := self._checkpoints.standby) not in ("", addresses.data):
+            standby, run_id = self._checkpoints.standby
+            if standby not in ("", addresses.data):
                 # Also without any checkpoint: the standby may hold what this server had answered.
-                self._primary.resume(standby)
+                self._primary.resume(standby, run_id)
         if file is not None and restored is None:
             self._run.source = ParameterFile(file)
         elif file is not None:

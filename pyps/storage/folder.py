@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyps import logs
+from pyps.config import is_address
 from pyps.run_header import RestoredRun, Snapshot
 from pyps.storage.checkpoint import (
     EPOCH_MAX,
@@ -283,21 +284,35 @@ class CheckpointFolder:
         return replace(restored, header=replace(restored.header, epoch=epoch))
 
     @property
-    def standby(self) -> str:
-        """Where the standby of this folder's server was found last, if it could take over; "" for none."""
-        try:
-            return self._disk.read(self.path / "standby").decode().strip()
-        except OSError:
-            return ""
+    def standby(self) -> tuple[str, str]:
+        """Where the standby of this folder's server was found last, if it could take over, and its run; "" for none.
 
-    def note_standby(self, address: str) -> bool:
-        """Note, durably, where the server's standby is; "" for none. A later life asks it before it serves.
+        Raises CheckpointError where the note cannot be read.
+        """
+        path = self.path / "standby"
+        try:
+            address, *run_id = self._disk.read(path).decode().split("\n")[:2]
+        except FileNotFoundError:
+            return "", ""
+        except (OSError, UnicodeDecodeError) as error:
+            address, run_id, problem = "", [], str(error)
+        else:
+            problem = f"{address[:100]!r} is no address"
+        if not is_address(address):
+            raise CheckpointError(
+                f"{path} should name the standby of this folder's server, as host:port, and cannot be used: {problem}. "
+                "Write where the standby is found, or remove the file if no standby has taken over"
+            )
+        return address, "".join(run_id)
+
+    def note_standby(self, address: str, run_id: str) -> bool:
+        """Note, durably, where the standby of the server's run is; "" for none. A later life asks it before it serves.
 
         Return whether that is done.
         """
         try:
             if address:
-                self._disk.put(self.path / "standby", [f"{address}\n".encode()])
+                self._disk.put(self.path / "standby", [f"{address}\n{run_id}\n".encode()])
             else:
                 self._disk.remove(self.path / "standby")
             self._disk.sync_folder(self.path)

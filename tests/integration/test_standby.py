@@ -20,6 +20,7 @@ from pyps.config import ServerConfig
 from pyps.service.standby import follower
 from pyps.service.standby.feed import BACKLOG_BYTES_MAX, Feed, Line
 from pyps.service.standby.link import own_address
+from pyps.storage.checkpoint import CheckpointError
 from pyps.storage.folder import newest
 from pyps_client.data import Portions
 from pyps_wire import inspector_pb2 as pb
@@ -307,6 +308,35 @@ def test_a_server_and_its_standby_that_are_ended_at_once_leave_a_checkpoint_of_a
         asyncio.run_coroutine_threadsafe(end(), server_loop())
         assert (primary.wait(), standby.wait()) == (0, 0)
     assert {*newest(tmp_path).versions.values()} == {3}
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_standby_of_another_run_in_the_noted_place_is_no_standby_of_this_one(start_server, tmp_path, has_run):
+    kept = ("--checkpoint-dir", str(tmp_path))
+    if has_run:
+        former = start_server(*kept)
+        make_client(former.data, run_id="r").close()
+        former.stop()
+    primary = start_server(*QUICK)
+    with make_client(primary.data, run_id="another") as client:
+        standby = follow(start_server, primary, client)
+        for _ in range(2):
+            tmp_path.mkdir(exist_ok=True)
+            (tmp_path / "standby").write_text(f"{standby.data}\nr\n", encoding="utf-8")
+            again = start_server(*kept, "--resume")
+            wait_for_event(again, "standby", "the server goes on alone: what is at its standby's address")
+            again.stop()
+            if primary.running:
+                assert "follows" in status_of(standby).standby
+                shell("promote", "--servers", standby.control)
+                primary.wait()
+
+
+@pytest.mark.parametrize("note", [b"\xff\xfe\x00", b"", b"garbage", b"host:notaport\n", b"127.0.0.1:99999\nr\n"])
+def test_a_damaged_note_of_the_standby_is_named(start_server, tmp_path, note):
+    (tmp_path / "standby").write_bytes(note)
+    with pytest.raises(CheckpointError, match=r"standby should name the standby .* remove the file if"):
+        start_server("--checkpoint-dir", str(tmp_path), "--resume")
 
 
 CHANGES = {

@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "a server that begins again does not ask its standby",
         "pyps.service.server:Server._resume",
-        "self._primary.resume(standby)",
+        "self._primary.resume(standby, run_id)",
         "pass",
     ),
     Mutant(

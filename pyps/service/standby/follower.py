@@ -102,6 +102,11 @@ class Follower:
         status.run_id, status.epoch, status.num_shards = header.run_id, header.epoch, len(versions)
         status.version_min, status.version_max = min(versions, default=0), max(versions, default=0)
 
+    @property
+    def run_id(self) -> str:
+        """The run that it follows, or took over; "" where that is not known yet."""
+        return "" if self._shards is None else self._shards.header.run_id
+
     async def keep(self) -> None:
         """Follow until the server is gone, take its place, and go on telling it so."""
         said = ""

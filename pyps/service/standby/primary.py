@@ -46,8 +46,10 @@ class Primary:
         self.on_fenced: Callable[[str], None] = lambda reason: None
         # The standby asks for its turn.
         self.on_request: Callable[[], None] = lambda: None
-        # Notes the standby for later lives of this server, on a thread; returns whether that is done.
-        self.on_guard: Callable[[str], bool] = lambda address: True
+        # Notes the standby and its run for later lives of this server, on a thread; returns whether that is done.
+        self.on_guard: Callable[[str, str], bool] = lambda address, run_id: True
+        # What a former life noted of the run.
+        self._noted_run_id = ""
         # A random name of this life.
         self._life = secrets.token_hex(8)
         # Where the standby is found; "" for none.
@@ -186,7 +188,7 @@ class Primary:
             await self._tell()
             feed.add_work(run.work)
             feed.note_workers(run.membership)
-            is_noted = await asyncio.to_thread(self.on_guard, self.address)
+            is_noted = await asyncio.to_thread(self.on_guard, self.address, content.run_id)
             feed.guard(True)
             feed.add(Line({"event": "synced"}))
             run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
@@ -198,7 +200,7 @@ class Primary:
             while run.content is content:
                 await asyncio.sleep(POLL_SECONDS if is_noted else ASK_SECONDS)
                 feed.note_workers(run.membership)
-                is_noted = is_noted or await asyncio.to_thread(self.on_guard, self.address)
+                is_noted = is_noted or await asyncio.to_thread(self.on_guard, self.address, content.run_id)
             number = feed.add(Line({"event": "reset"}))
             while feed.received < number:
                 await asyncio.sleep(WAIT_SECONDS)
@@ -251,9 +253,12 @@ class Primary:
 
     # When the standby is lost.
 
-    def resume(self, address: str) -> None:
-        """Serve nobody until it is known whether the standby of a former life of this server has taken over."""
-        self.address, self.is_withheld = address, True
+    def resume(self, address: str, run_id: str) -> None:
+        """Serve nobody until it is known whether the standby of a former life of this server has taken over.
+
+        `run_id`: the run that it followed; "" where that is not known.
+        """
+        self.address, self._noted_run_id, self.is_withheld = address, run_id, True
         self._run.refuse(f"this server has begun again, and asks its standby, {address}, whether that has taken over")
         self._finding = _heard(self._find())
 
@@ -267,7 +272,8 @@ class Primary:
                 self._go_on("its standby has ended")
                 return
             content = run.content
-            request = wire.MeetRequest(run_id=content.run_id if run.is_ready else "", epoch=content.epoch)
+            run_id = content.run_id if run.is_ready else ""
+            request = wire.MeetRequest(run_id=run_id, epoch=content.epoch, noted_run_id=self._noted_run_id)
             try:
                 reply = await self._link(address).meet(request)
             except (PypsError, OSError):
@@ -276,7 +282,7 @@ class Primary:
                 if reply.has_taken_over:
                     self.fence(address, reply.epoch)
                 else:
-                    self._go_on("its standby lives and begins again")
+                    self._go_on("what is at its standby's address has not taken over this run, and will not")
                 return
             if loop.time() - said_at >= SAY_SECONDS:
                 said_at = loop.time()
@@ -298,7 +304,7 @@ class Primary:
         self._run.rounds.followed = False
         self._feed.guard(False)
         self._run.events.add("standby", f"the server goes on alone: {why}", warning=True, address=self.address)
-        asyncio.get_running_loop().run_in_executor(None, self.on_guard, "")
+        asyncio.get_running_loop().run_in_executor(None, self.on_guard, "", "")
         self.address = self._run.standby = ""
 
     def fence(self, address: str, epoch: int) -> None:
@@ -376,12 +382,19 @@ class StandbyService:
 
     async def Meet(self, message: bytes, call: Call) -> bytes:
         request = convert.parse(wire.MeetRequest, message)
+        if request.has_taken_over:
+            request.address = _found_at(request.address, call)
         content, standby = self._run.content, self._standby
         reply = wire.MeetReply(epoch=content.epoch, has_taken_over=standby is not None and standby.has_taken_over)
+        # The address may have become that of another run's server.
+        named = request.run_id or request.noted_run_id
+        is_own = named in ("", content.run_id, "" if standby is None else standby.run_id)
         if not request.has_taken_over:
             if standby is not None and not standby.has_taken_over:
-                reply.has_taken_over = standby.takes_over(request.run_id, request.epoch)
+                reply.has_taken_over = is_own and standby.takes_over(request.run_id, request.epoch)
                 reply.epoch = request.epoch
+            elif not is_own:
+                reply.has_taken_over = False
             elif self._run.is_ready and request.run_id in ("", content.run_id):
                 # It may have begun again itself since it took over.
                 serves = not self._primary.is_withheld
