@@ -117,6 +117,8 @@ class Job:
         self._standbys: dict[int, tuple[ChildProcess, ServerAddresses]] = {}
         self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
+        # Where workers look addresses up that change with a takeover; there as long as the job.
+        self._lookup: tempfile.TemporaryDirectory[str] | None = None
         # By a server's name, its newest checkpoint at its last end, and how often it was started again from that.
         self._restarts: dict[str, tuple[Path | None, int]] = {}
         self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
@@ -147,6 +149,8 @@ class Job:
             self.addresses = self._wait_until_they_serve(self.servers, ready_files)
             if self.settings.standby:
                 self._start_standbys(Path(folder))
+                self._lookup = tempfile.TemporaryDirectory(prefix="pyps-run-")
+                self._note_addresses()
         if self.settings.coordinator_flags is not None:
             self._refuse_after_a_signal()
             self.coordinator = Coordinator(self._start_coordinator, self._announce)
@@ -184,6 +188,8 @@ class Job:
         # The standbys first: nobody is to go on.
         for servers in ([child for child, _ in self._standbys.values()], self.servers):
             self._stop(servers, seconds=self.settings.config.drain_seconds + STOP_SPARE_SECONDS)
+        if self._lookup is not None:
+            self._lookup.cleanup()
 
     def exit_status(self) -> int:
         """Return the exit status of the workers, or 128 and the number of a signal."""
@@ -273,6 +279,16 @@ class Job:
         self._standbys = {index: (child, ServerAddresses("", "", "")) for index, child in enumerate(started)}
         self._standbys = dict(enumerate(zip(started, self._wait_until_they_serve(started, files), strict=True)))
 
+    @property
+    def _places(self) -> Path | None:
+        return None if self._lookup is None else Path(self._lookup.name) / "servers"
+
+    def _note_addresses(self) -> None:
+        if (places := self._places) is not None:
+            new = places.with_suffix(".new")
+            new.write_text("".join(f"{server.data}\n" for server in self.addresses), encoding="utf-8")
+            new.replace(places)
+
     def _wait_until_they_serve(self, servers: list[ChildProcess], ready_files: list[Path]) -> list[ServerAddresses]:
         deadline = time.monotonic() + START_SECONDS
         while not all(file.exists() for file in ready_files):
@@ -330,7 +346,7 @@ class Job:
             os.environ,
             index=index,
             count=self.settings.num_workers,
-            data_addresses=[server.data for server in self.addresses],
+            data_addresses=[f"file:{self._places}"] if self._places else [server.data for server in self.addresses],
             control_addresses=[server.control for server in self.addresses],
             run_id=self.run_id,
             key=self.keys[worker_name(index, self.settings.num_processes)],
@@ -354,6 +370,7 @@ class Job:
             if child is server and standby.running:
                 del self._standbys[index]
                 self.servers[index], self.addresses[index] = standby, addresses
+                self._note_addresses()
                 self._announce(f"{child.name} {child.how_it_ended()}: {standby.name} goes on in its place.")
                 return
         if child in self.servers:

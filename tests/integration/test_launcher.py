@@ -305,8 +305,11 @@ def test_a_server_that_dies_again_and_again_ends_the_run(start_python, tmp_path)
 
 
 def test_a_standby_goes_on_in_the_place_of_a_server_that_was_killed(start_python, tmp_path):
+    """Also with a worker that joins only then."""
+    go = tmp_path / "go"
     code = (
-        "import numpy, time, pyps_client\n"
+        "import numpy, os, pathlib, time, pyps_client\n"
+        f"while os.environ['PYPS_WORKER_INDEX'] == '1' and not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
         "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
         "    for step in range(30):\n"
         "        client.push({'w': numpy.ones(4, numpy.float32)})\n"
@@ -320,8 +323,9 @@ def test_a_standby_goes_on_in_the_place_of_a_server_that_was_killed(start_python
     launcher.wait_for_output("step 3")
     server = next(each for each in servers_of(launcher) if "--standby-of" not in each.cmdline())
     server.kill()
+    launcher.wait_for_output("server-0 was killed by SIGKILL: standby-0 goes on in its place.")
+    go.touch()
     assert launcher.wait() == 0, launcher.output()
-    assert "server-0 was killed by SIGKILL: standby-0 goes on in its place." in launcher.output()
     assert f"The model was kept: pyps export model.safetensors --checkpoint {folder}" in launcher.output()
 
 
