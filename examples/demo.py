@@ -391,9 +391,9 @@ def draw(path: Path, points: Sequence[Point], staleness: Counter[int], *, num_sh
     last, oldest = max(shown, default=0), max(values, default=0)
     histogram.set_xlim(-0.6, max(last, LEAST_SPAN) + 0.6)
     histogram.xaxis.set_major_locator(MaxNLocator(integer=True))
-    largest = f"max {oldest}, not shown" if oldest > last else f"max {oldest}"
+    largest = f"up to {oldest}; above {last} not shown" if oldest > last else f"up to {oldest}"
     histogram.set(xlabel="staleness (versions)", title=f"Staleness ({largest})")
-    histogram.set_ylabel("pushes" if num_shards == 1 else f"pushes, each counted for all {num_shards} shards")
+    histogram.set_ylabel("pushes" if num_shards == 1 else "pushes of shards")
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -142,8 +142,8 @@ class KeptPushes:
         name = self._connection.name
         if pushes:
             logger.info(
-                "%s came back and got %d messages again: %d were new to it, and %d of these were refused",
-                *(name, len(pushes), tally["new"], tally["refused"]),
+                "%s serves the run now: of %d pushes, sent again to be sure, it had %d, took %d and refused %d",
+                *(name, len(pushes), len(pushes) - tally["new"], tally["new"] - tally["refused"], tally["refused"]),
             )
         for shard_id, version in list(lost.items())[:1]:
             logger.warning(
