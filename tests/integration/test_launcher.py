@@ -325,7 +325,11 @@ def test_a_standby_goes_on_in_the_place_of_a_server_that_was_killed(start_python
     server.kill()
     launcher.wait_for_output("server-0 was killed by SIGKILL: standby-0 goes on in its place.")
     go.touch()
+    launcher.wait_for_output("this standby has taken over")
+    # Without a standby of its own it comes back from its server's checkpoints.
+    servers_of(launcher)[0].kill()
     assert launcher.wait() == 0, launcher.output()
+    assert "standby-0 was killed by SIGKILL; started again from its newest checkpoint" in launcher.output()
     assert f"The model was kept: pyps export model.safetensors --checkpoint {folder}" in launcher.output()
 
 
