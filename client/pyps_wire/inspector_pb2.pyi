@@ -391,7 +391,7 @@ class GetMemoryRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Memory(_message.Message):
-    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes", "shared_bytes", "first_parameters_bytes", "ledger_bytes", "serialized_bytes", "late_messages", "published_bytes")
+    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes", "shared_bytes", "first_parameters_bytes", "ledger_bytes", "serialized_bytes", "late_messages", "published_bytes", "positions_bytes")
     PARAMETERS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +405,7 @@ class Memory(_message.Message):
     SERIALIZED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LATE_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
     parameters_bytes: int
     slots_bytes: int
     in_flight_bytes: int
@@ -418,7 +419,8 @@ class Memory(_message.Message):
     serialized_bytes: int
     late_messages: int
     published_bytes: int
-    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., first_parameters_bytes: _Optional[int] = ..., ledger_bytes: _Optional[int] = ..., serialized_bytes: _Optional[int] = ..., late_messages: _Optional[int] = ..., published_bytes: _Optional[int] = ...) -> None: ...
+    positions_bytes: int
+    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., first_parameters_bytes: _Optional[int] = ..., ledger_bytes: _Optional[int] = ..., serialized_bytes: _Optional[int] = ..., late_messages: _Optional[int] = ..., published_bytes: _Optional[int] = ..., positions_bytes: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
     __slots__ = ("protocol", "staleness", "learning_rate", "schedule", "expected_workers", "validate_only")

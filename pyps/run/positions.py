@@ -43,7 +43,7 @@ class Positions:
         self._lock = Lock()
         # Guarded by _lock. The worker of the oldest push first.
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._follower: Follower | None = None
         self._has_told = False
 
@@ -53,7 +53,7 @@ class Positions:
             raise LimitExceeded(f"a data_position has {len(position)} bytes; expected {BYTES_MAX} at the most")
         with self._lock:
             kept = self._kept.get(worker_id)
-            self._num_bytes -= 0 if kept is None else kept.num_bytes
+            self.num_bytes -= 0 if kept is None else kept.num_bytes
             if kept is None or kept.incarnation < incarnation:
                 kept = self._kept[worker_id] = _Kept(index, incarnation)
             if kept.incarnation == incarnation and (not kept.newest or kept.newest[-1][0] < sequence):
@@ -61,10 +61,10 @@ class Positions:
                 self._kept.move_to_end(worker_id)
                 if self._follower is not None:
                     self._follower(worker_id, index, incarnation, sequence, position)
-            self._num_bytes += kept.num_bytes
-            while len(self._kept) > WORKERS_MAX or self._num_bytes > TOTAL_BYTES_MAX:
+            self.num_bytes += kept.num_bytes
+            while len(self._kept) > WORKERS_MAX or self.num_bytes > TOTAL_BYTES_MAX:
                 name, oldest = self._kept.popitem(last=False)
-                self._num_bytes -= oldest.num_bytes
+                self.num_bytes -= oldest.num_bytes
                 if not self._has_told:
                     most = f"{WORKERS_MAX} workers, {TOTAL_BYTES_MAX} bytes"
                     log.warning("places in the data are forgotten, the oldest first", worker=name, kept_at_most=most)
@@ -75,7 +75,7 @@ class Positions:
         with self._lock:
             kept = self._kept.get(worker_id)
             if kept is not None and kept.incarnation == incarnation and [n for n, _ in kept.newest][-1:] == [sequence]:
-                self._num_bytes -= len(kept.newest.pop()[1])
+                self.num_bytes -= len(kept.newest.pop()[1])
                 if self._follower is not None:
                     self._follower(worker_id, kept.index, incarnation, sequence, None)
 

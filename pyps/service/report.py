@@ -99,6 +99,7 @@ def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
         serialized_bytes=host.serializations.bytes_held,
         late_messages=host.waiting.num_late,
         published_bytes=sum(shard.published_bytes for shard in shards),
+        positions_bytes=host.run.rounds.positions.num_bytes,
     )
 
 

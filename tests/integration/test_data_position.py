@@ -19,7 +19,7 @@ from pyps_client import Client, InvalidArgument, Launch, LimitExceeded, LocalTra
 from pyps_client.data import worker_sampler
 from pyps_client.data.samplers import permutation
 from shards import MODEL, RunDriver
-from support import Start
+from support import Start, inspect
 
 TENSORS = {"w": np.zeros(4, np.float32)}
 # Of 150 examples, those of the second of two workers: 10 batches of 7 leave five.
@@ -107,6 +107,7 @@ def test_a_script_hands_over_words_of_its_own_to_a_worker_with_its_number(start_
         assert first.restored_position == b""
         first.data_position = b"file 7, line 12"
         first.push({"w": np.ones(4, np.float32)})
+        assert inspect(server.control, "GetMemory").positions_bytes == 15
         with join(server, worker_id="host-2", worker_index=3) as twin:
             assert twin.restored_position == b"", "the other lives"
         for wrong, what in ((b"x" * 65537, "65537 bytes"), ("text", "a str")):
