@@ -89,10 +89,13 @@ class CheckpointFolder:
         try:
             self._ownership = ownership = self._disk.own(path)
         except InUse as error:
-            follow = f", or, if its standby there has taken over, follow that: --standby-of {self.standby}"
+            standby = ""
+            with contextlib.suppress(CheckpointError):
+                standby, _ = self.standby
+            follow = f", or, if its standby there has taken over, follow that: --standby-of {standby}"
             raise CheckpointError(
                 f"the checkpoint folder {path} is in use by {error}: give each server a folder of its own"
-                f"{follow if self.standby else ''}"
+                f"{follow if standby else ''}"
             ) from None
         except OSError as error:
             raise CheckpointError(

@@ -69,7 +69,8 @@ def test_prune_keeps_the_newest_and_what_they_name(job):
 
 def test_prune_leaves_a_server_s_folder_alone(job):
     serving = CheckpointFolder(job / "server-0")
-    serving.note_standby("127.0.0.1:7620")
+    assert "--standby-of" not in told("prune", job, "--keep", "1", status=2)
+    serving.note_standby("127.0.0.1:7620", "run-1")
     refused = told("prune", job, "--keep", "1", status=2)
     assert "is in use by process" in refused and "follow that: --standby-of 127.0.0.1:7620" in refused
     assert len(list((job / "server-0").glob("checkpoint-*"))) == 4
