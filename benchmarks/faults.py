@@ -205,7 +205,8 @@ class Cluster:
         return ("--no-resume", "--standby-of", self.address(server))
 
     def _start_server(self, name: str, *flags: str) -> None:
-        command = [*self.switch.on_server, *PYPS, "serve", "--host", "0.0.0.0", "--insecure", *self.flags]
+        command = [*self.switch.on_server, *PYPS, "serve", "--insecure", *self.flags]
+        command += ["--host", self.switch.server_address]
         ports = ("--port", "--control-port", "--metrics-port", "--lane-port")
         for number, flag in enumerate(ports, start=port_of(name)):
             command += [flag, str(number)]
@@ -267,7 +268,8 @@ class Cluster:
 
     def wait_for_standby(self, server: str) -> None:
         """Wait until the server's standby has all it has."""
-        command = [*self.switch.on_server, *PYPS, "status", "--servers", f"127.0.0.1:{port_of(server) + 1}"]
+        control = f"{self.switch.server_address}:{port_of(server) + 1}"
+        command = [*self.switch.on_server, *PYPS, "status", "--servers", control]
         deadline = time.monotonic() + AGAIN_SECONDS
         while "follows" not in subprocess.run(command, capture_output=True, text=True, check=False).stdout:
             if time.monotonic() > deadline:

@@ -51,7 +51,7 @@ PORTS: Mapping[str, Mapping[str, Role]] = {
         **_calls(WORK_QUEUE, Role.WORKER, "Open", "Lease", "Claim", "Deliver"),
         **_calls(WORK_QUEUE, Role.WORKER, "BeginPass", "AwaitPass", "EndWork"),
         **_calls(VECTOR_MACHINE, Role.WORKER, "Attach", "Execute", "Stage"),
-        **_calls(STANDBY, Role.WORKER, "Follow", "Meet"),
+        **_calls(STANDBY, Role.OPERATOR, "Follow", "Meet"),
     },
     "control": {
         **_OF_ALL_PORTS,

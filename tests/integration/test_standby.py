@@ -255,10 +255,12 @@ def test_a_standby_that_leaves_or_cannot_follow_is_done_without(start_server):
     assert "coordinated by Sandblaster" in refused.output()
 
 
-def test_a_standby_shows_its_token_and_certificate_and_knows_what_portions_are_done(start_server, made, tmp_path):
+def test_a_standby_shows_operators_credentials_and_knows_what_portions_are_done(start_server, made, tmp_path):
     token = tmp_path / "token"
     token.write_text("a-token-of-workers")
-    flags = [*served(made / "sound", mutual=True), "--token-file", str(token)]
+    operators = tmp_path / "operators"
+    operators.write_text("a-token-of-operators")
+    flags = [*served(made / "sound", mutual=True), "--token-file", str(token), "--operator-token-file", str(operators)]
     primary = start_server(*QUICK, *flags)
     options = {"token": token.read_text(), **shown(made / "sound", mutual=True)}
     with make_client(primary.data, **options) as client:

@@ -93,7 +93,7 @@ def test_observers_read_workers_train_and_operators_change_the_server():
     for call, role in rows.items():
         if call in ("Check", "List", "Watch"):
             expected = Role.ANYBODY
-        elif call in ("Configure", "SaveCheckpoint", "Reset", "Stop", "Promote", "Drain"):
+        elif call in ("Configure", "SaveCheckpoint", "Reset", "Stop", "Promote", "Drain", "Follow", "Meet"):
             expected = RULES
         else:
             reads = call.startswith(("Get", "List")) or call in ("Hello", "Pull", "ServerReflectionInfo", METRICS)

@@ -108,7 +108,7 @@ class Link:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        file = self._config.token_file
+        file = self._config.operator_token_file or self._config.token_file
         if file is None:
             return ()
         token = file.read_text(encoding="utf-8").strip().partition("\n")[0].strip()
