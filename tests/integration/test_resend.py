@@ -56,9 +56,9 @@ def crashing(start_server: Start, tmp_path: Path) -> Iterator[Callable[..., Cras
     yield make
 
 
-def steps(client: Client, count: int, *, first: int = 0, examples: int = 0) -> None:
+def steps(client: Client, count: int, *, first: int = 0, examples: int = 0, pulls: bool = True) -> None:
     for number in range(first, first + count):
-        client.exchange(gradients_like(small_model(), number), examples)
+        (client.exchange if pulls else client.push)(gradients_like(small_model(), number), examples)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,19 @@ def test_one_worker_ends_with_the_bits_of_a_run_without_crashes(start_server, cr
     flags = ("--protocol", protocol, "--schedule", "step:every=5,factor=0.5")
     unbroken = start_server(*flags)
     with make_client(unbroken.data, optimizer=ADAM) as client:
-        steps(client, 20)
+        steps(client, 3)
+        # Else each gradient is staler than the one before.
+        steps(client, 3, first=3, pulls=protocol == "hardsync")
+        client.pull()
+        steps(client, 14, first=6)
 
     doomed = crashing(*flags)
     with make_client(doomed.server.data, optimizer=ADAM, transport=transport) as client:
         steps(client, 3)
         doomed.save()
-        steps(client, 4, first=3)
+        steps(client, 3, first=3, pulls=protocol == "hardsync")
+        client.pull()
+        steps(client, 1, first=6)
         # Twice from the same checkpoint, then from one that holds pushes that were sent again.
         doomed.crash()
         steps(client, 4, first=7)
