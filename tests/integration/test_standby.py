@@ -6,6 +6,7 @@ import asyncio
 import queue
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
@@ -413,6 +414,17 @@ def test_a_standby_of_a_server_that_ends_without_a_run_ends_too(start_server):
     primary.stop()
     assert standby.wait() == 1
     assert "ended before all shards were here" in standby.output()
+
+
+def test_a_standby_that_stood_still_itself_follows_again(start_server):
+    primary = start_server(*QUICK)
+    with make_client(primary.data) as client:
+        standby = follow(start_server, primary, client, flags=("--standby-lease-seconds", "0.5"))
+        own = standby._server._follower
+        server_loop().call_soon_threadsafe(time.sleep, 1.5)
+        wait_until(lambda: own.has_taken_over or not own._is_whole)
+        wait_until(lambda: own._is_whole)
+        assert not own.has_taken_over
 
 
 def test_a_standby_ends_with_the_job(start_server):
