@@ -546,20 +546,20 @@ class Server(Process):
                 if event.kind == "expired":
                     self.world.fail(f"{self.name}: {event.message}")
         self.kill()
-        listening = network.servers.pop(address, None)
+        network.servers.pop(address, None)
         if how == "power":
             folder = history.root.entries.get(self.name)
             if isinstance(folder, Folder):
                 folder.crash(self.random)
             network.gone_until[address] = self.world.now + seconds
-        if listening is not None:
-            for link in [each for each in network.links if each.address == address or each.client is self]:
-                if how == "power":
-                    # Its callers hear nothing until it is back.
-                    link.silent = True
-                    self.world.at(seconds + 0.01, None, partial(link.cut, "connection reset"))
-                else:
-                    link.cut("connection reset")
+        # Also those of one that does not listen any more, since it is ending.
+        for link in [each for each in network.links if each.address == address or each.client is self]:
+            if how == "power":
+                # Its callers hear nothing until it is back.
+                link.silent = True
+                self.world.at(seconds + 0.01, None, partial(link.cut, "connection reset"))
+            else:
+                link.cut("connection reset")
         history.num_returning += 1
         self.world.at(seconds, None, self._come_back)
 
