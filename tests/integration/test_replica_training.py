@@ -83,7 +83,7 @@ def test_a_replica_sends_again_what_a_server_had_not_saved(start_server, start_p
     [server] = serve(start_server, 1, *flags, checkpoints=tmp_path)
     script = ("--steps", "10", "--rule", "adam", "--pause-at", "6", "--pause", str(go_on))
     job = ReplicaJob(start_python, [server], *script)
-    wait_until(lambda: {shard.version for shard in shards_of(job.addresses)} == {5}, DEADLINE, "five steps")
+    wait_until(lambda: any(shard.version >= 5 for shard in shards_of(job.addresses)), DEADLINE, "five steps")
     server.stop()
     _, *later = sorted(tmp_path.glob("server-0/checkpoint-*.json"))
     for checkpoint in later:
