@@ -524,7 +524,9 @@ class Worker:
             return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
 
     def _note_heartbeat(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
-        connection.epoch = max(connection.epoch, reply.epoch)
+        if reply.known:
+            # A server that has begun again may have to give way to its standby, which serves under a smaller epoch.
+            connection.epoch = max(connection.epoch, reply.epoch)
         connection.note_standby(reply.standby)
         self.view.note_heartbeat(connection.index, reply, asked_at=asked_at)
         # A server that has a standby now wants a push sent again that was under way when it ended.

@@ -29,6 +29,7 @@ FOUND = {
         standby=True,
         **ONE,
     ),
+    "a server that has begun again and serves nobody tells workers no epoch": draw(2894),
 }
 
 # About a minute with all tests of this file, on two processes.
