@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import logging
 import os
 import secrets
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -49,10 +51,14 @@ LOST_SECONDS = 60.0
 # Settings that the job makes itself, or has an argument for.
 _NO_SETTINGS = {
     *("host", "port", "control_port", "metrics_port", "ready_file"),
-    *("expected_workers", "run_id", "checkpoint_dir", "resume", "standby_of", "standby_lease_seconds"),
+    *("expected_workers", "run_id", "checkpoint_dir", "resume", "standby_of"),
 }
 # The file with a server's address, in its folder for checkpoints.
 ADDRESS = "address"
+# How often a worker's node asks whether a standby goes on in its server's place.
+FOLLOW_SECONDS = 1.0
+# How long a server may take, beyond the lease, to miss a standby that died.
+GO_ON_SECONDS = 10.0
 _GUARDS = {"token_file", "tls_cert", "insecure"}
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
@@ -63,7 +69,9 @@ class Plan:
 
     num_servers: int
     num_workers: int
-    # The resources of each actor, the servers first.
+    # Whether each server has a standby.
+    standby: bool
+    # The resources of each actor: the servers, their standbys, then the workers.
     bundles: list[dict[str, float]]
     max_restarts: int
     run_id: str
@@ -72,9 +80,9 @@ class Plan:
     settings: dict[str, str]
     config: ServerConfig
 
-    def folder(self, server: str) -> Path | None:
-        """Return a server's folder for checkpoints, as every node sees it."""
-        return self.config.checkpoint_dir / server if self.config.checkpoint_dir else None
+    def folder(self, index: int) -> Path | None:
+        """Return the folder of a server and its standby for checkpoints, as every node sees it."""
+        return self.config.checkpoint_dir / f"server-{index}" if self.config.checkpoint_dir else None
 
 
 def run(
@@ -88,6 +96,7 @@ def run(
     run_id: str = "",
     checkpoint_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    standby: bool = False,
     **settings: object,
 ) -> list[T | None]:
     """Train on a Ray cluster; return the results of `train_fn` by the workers' numbers.
@@ -105,6 +114,7 @@ def run(
         checkpoint_dir: A folder that all nodes see, for checkpoints, one inside it per server. Ray restarts a server
             that died, from its newest checkpoint; without a folder a server's death ends the job.
         resume: Continue the newest checkpoints.
+        standby: Start a standby for each server, with the same resources, which takes over when that dies.
         **settings: Any other setting of `pyps serve` by its name.
 
     Raises:
@@ -117,6 +127,8 @@ def run(
     for name, number, least in (("servers", servers, 1), ("workers", workers, 1), ("max_restarts", max_restarts, -1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ConfigError(f"{name} is {number!r}; expected a whole number, {least} or more")
+    if not isinstance(standby, bool):
+        raise ConfigError(f"standby is {standby!r}; expected True or False")
     if not callable(train_fn):
         raise ConfigError(f"train_fn is {train_fn!r}; expected a function, which is called without arguments")
     try:
@@ -136,11 +148,6 @@ def run(
             raise ConfigError(f"checkpoint_dir is {checkpoint_dir!r}; expected a folder that all nodes see, no URL")
         # Actors have other working directories.
         checkpoint_dir = Path(checkpoint_dir).expanduser().absolute()
-    if settings.pop("standby", False) or "standby_of" in settings:
-        raise ConfigError(
-            "servers on Ray have no standby: Ray starts a server that died again, from its newest checkpoint "
-            "(checkpoint_dir), and workers send again what that lacks"
-        )
     known = {field.name for field in fields(ServerConfig)} - _NO_SETTINGS
     if unknown := settings.keys() - known:
         raise ConfigError(
@@ -159,7 +166,11 @@ def run(
     plan = Plan(
         num_servers=servers,
         num_workers=workers,
-        bundles=[_bundle("server_resources", server_resources)] * servers + [_bundle("resources", resources)] * workers,
+        standby=standby,
+        bundles=[
+            *[_bundle("server_resources", server_resources)] * (servers * (2 if standby else 1)),
+            *[_bundle("resources", resources)] * workers,
+        ],
         max_restarts=max_restarts,
         run_id=run_name,
         environment={name: os.environ[name] for name in ours},
@@ -196,7 +207,10 @@ class Job:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._placement: Any = None
+        # The servers, then their standbys, and which of them are dead for good.
         self._servers: list[Any] = []
+        self._dead: set[int] = set()
+        self._control: list[str] = []
         self._workers: list[Any] = []
         # Calls of actors in progress, and the handler of each.
         self._pending: dict[Any, Callable[[Any], None]] = {}
@@ -210,18 +224,22 @@ class Job:
         plan = self._plan
         self._place()
         guard = self._guard()
-        restarts = -1 if plan.config.checkpoint_dir else 0
-        bounds = {"max_restarts": restarts, "max_task_retries": -1, "max_concurrency": 3}
-        for index in range(plan.num_servers):
-            self._servers.append(self._actor(Server, index, **bounds).remote(index, plan, guard))
-        served = [_get(server.address.remote()) for server in self._servers]
-        for index in range(plan.num_servers):
+        for _ in range(2 if plan.standby else 1):
+            first = len(self._servers)
+            for index in range(plan.num_servers):
+                restarts = -1 if self._may_restart(first + index) else 0
+                bounds = {"max_restarts": restarts, "max_task_retries": -1, "max_concurrency": 4}
+                actor = self._actor(Server, first + index, **bounds)
+                self._servers.append(actor.remote(index, plan, guard, self._servers[index] if first else None))
+            served = [_get(server.address.remote()) for server in self._servers]
+        for index in range(len(self._servers)):
             self._watch(index)
-        self._log_addresses(served, guard)
+        self._control = [server["control"] for server in served]
+        self._log_addresses(served[: plan.num_servers], guard)
         for index in range(plan.num_workers):
             # Ray counts each attempt to reach a restarting worker as a retry: only restarts are bounded.
             bounds = {"max_restarts": plan.max_restarts, "max_task_retries": -1}
-            worker = self._actor(Worker, plan.num_servers + index, **bounds).remote(index, plan, guard)
+            worker = self._actor(Worker, len(self._servers) + index, **bounds).remote(index, plan, guard)
             self._workers.append(worker)
             self._training.add(index)
             result = worker.train.remote(train_fn, self._servers, secrets.token_hex(16))
@@ -287,7 +305,7 @@ class Job:
         """Return the workers whose nodes are gone, and for which Ray has found no others yet."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         places = placement_group_table(self._placement)["bundles_to_node_id"]
-        first = self._plan.num_servers
+        first = len(self._servers)
         return {index for index in range(self._plan.num_workers) if places.get(first + index) not in alive}
 
     def _trained(self, index: int, ref: Any) -> None:
@@ -302,37 +320,67 @@ class Job:
             # Its process holds memory, perhaps of a GPU, that others may need.
             ray.kill(self._workers[index])
 
+    def _name(self, index: int) -> str:
+        count = self._plan.num_servers
+        return f"server-{index}" if index < count else f"standby-{index - count}"
+
+    def _may_restart(self, index: int) -> bool:
+        """Return whether Ray starts a server again: one with a standby would find its place taken."""
+        plan = self._plan
+        return plan.config.checkpoint_dir is not None and not (plan.standby and index < plan.num_servers)
+
     def _server_ended(self, index: int, ref: Any) -> None:
+        name = self._name(index)
         try:
             ray.get(ref)
-            logger.warning("server-%d has ended by its settings", index)
+            logger.warning("%s has ended by its settings", name)
         except RayActorError as error:
-            if not self._plan.config.checkpoint_dir:
+            other = (index + self._plan.num_servers) % len(self._servers)
+            if self._may_restart(index):
+                follows = self._plan.standby and other not in self._dead
+                how = f"to follow {self._name(other)}" if follows else "from its newest checkpoint"
+                logger.warning("%s died: Ray restarts it, %s", name, how)
+                if follows:
+                    self._servers[other].go_on.remote()
+                self._pending[self._servers[index].address.remote()] = partial(self._came_back, index)
+                return
+            if not isinstance(error, ActorDiedError):
+                # Out of reach for now.
+                self._watch(index)
+                return
+            self._dead.add(index)
+            if other in self._dead:
                 raise JobError(
-                    f"server-{index} died, and the run cannot go on without its shards ({_first_line(error)}). The "
+                    f"{name} died, and the run cannot go on without its shards ({_first_line(error)}). The "
                     "model was not kept: give checkpoint_dir, a folder that all nodes see."
                 ) from None
-            logger.warning("server-%d died: Ray restarts it, from its newest checkpoint", index)
-            self._pending[self._servers[index].address.remote()] = partial(self._came_back, index)
+            if index > other:
+                self._servers[other].go_on.remote()
+            place = f"in its place at {self._control[other]}" if index < other else "without a standby"
+            logger.warning("%s died: %s goes on %s", name, self._name(other), place)
 
     def _came_back(self, index: int, ref: Any) -> None:
         served = _get(ref)
         self._watch(index)
-        logger.warning("server-%d is back at %s", index, served["data"])
+        logger.warning("%s is back at %s", self._name(index), served["data"])
 
     def end(self) -> list[str]:
         """End the actors, servers by SIGTERM, at which they save; return what went wrong."""
         for worker in self._workers:
             ray.kill(worker)
         seconds, problems = self._plan.config.drain_seconds + STOP_SPARE_SECONDS, []
-        ends = [server.stop.options(max_task_retries=0).remote(seconds) for server in self._servers]
+        living = [index for index in range(len(self._servers)) if index not in self._dead]
+        first = self._plan.num_servers
         try:
-            for index, stopped in enumerate(ends):
-                try:
-                    if status := ray.get(stopped, timeout=seconds + STOP_SPARE_SECONDS):
-                        problems.append(f"server-{index} ended with status {status}")
-                except (RayActorError, GetTimeoutError) as error:
-                    problems.append(f"server-{index}: {_first_line(error)}")
+            # The standbys first: nobody is to go on.
+            for part in ([i for i in living if i >= first], [i for i in living if i < first]):
+                ends = [self._servers[index].stop.options(max_task_retries=0).remote(seconds) for index in part]
+                for index, stopped in zip(part, ends, strict=True):
+                    try:
+                        if status := ray.get(stopped, timeout=seconds + STOP_SPARE_SECONDS):
+                            problems.append(f"{self._name(index)} ended with status {status}")
+                    except (RayActorError, GetTimeoutError) as error:
+                        problems.append(f"{self._name(index)}: {_first_line(error)}")
         finally:
             if self._placement is not None:
                 remove_placement_group(self._placement)
@@ -375,10 +423,11 @@ def _in_memory(content: bytes) -> str:
 
 
 class Server:
-    """The actor of a server: a process of `pyps serve`, whose end is the actor's."""
+    """The actor of a server, or of the standby of another: a process of `pyps serve`, whose end is the actor's."""
 
-    def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes]) -> None:
-        self._name = f"server-{index}"
+    def __init__(self, index: int, plan: Plan, guard: Mapping[str, bytes], followed: Any = None) -> None:
+        self._index, self._name = index, f"standby-{index}" if followed else f"server-{index}"
+        self._plan = plan
         self._folder = tempfile.TemporaryDirectory(prefix=f"pyps-{self._name}-")
         self._ready = Path(self._folder.name) / "ready"
         self._served: dict[str, Any] = {}
@@ -386,7 +435,7 @@ class Server:
         self._stopping = False
         self._child: ChildProcess | None = None
         # Raised by `address`: for an error in a constructor Ray prints a trace.
-        self._failure = self._start(plan, guard)
+        self._failure = self._start(plan, guard, followed)
         self._folder.cleanup()
 
     # Ray puts it before each of the actor's lines.
@@ -410,23 +459,44 @@ class Server:
             self._ended.wait(seconds)
         return self._child.returncode if self._child else 0
 
-    def _start(self, plan: Plan, guard: Mapping[str, bytes]) -> str:
+    def go_on(self) -> None:
+        """Make the server, whose standby is dead, go on alone: it cannot know that this has not taken over."""
+        deadline = time.monotonic() + 2 * self._plan.config.standby_lease_seconds + GO_ON_SECONDS
+        command = [*PYPS, "promote", "--servers", self._served["control"]]
+        # Until it has missed the standby it refuses.
+        while subprocess.run(command, env=self._environment, capture_output=True).returncode:
+            if self._ended.wait(FOLLOW_SECONDS) or time.monotonic() > deadline:
+                return
+
+    def _start(self, plan: Plan, guard: Mapping[str, bytes], followed: Any) -> str:
         """Start the server; return why it does not serve, "" if it does."""
-        host, own = ray.util.get_node_ip_address(), plan.folder(self._name)
+        host, own = ray.util.get_node_ip_address(), plan.folder(self._index)
         # Ray's own property reads a deprecated one.
         with warnings.catch_warnings(action="ignore"):
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        primary = None
+        if followed is not None:
+            # Once that is dead, this one had taken over.
+            with contextlib.suppress(ActorDiedError):
+                primary = _get(followed.address.remote())["data"]
+        again = again and primary is None
         if again and own and (not own.is_dir() or newest(own) is None):
             return (
                 f"{self._name} was restarted on {host}, where {own} holds no checkpoint: name a folder that all nodes "
                 "see, or have the first checkpoint written sooner (checkpoint_seconds)"
             )
-        flags = ["--host", host, *own_flags(plan.config, self._name, self._ready), *self._guarded(host, guard)]
+        served_as = f"server-{self._index}"
+        flags = ["--host", host, *own_flags(plan.config, served_as, self._ready), *self._guarded(host, guard)]
         flags += ["--resume"] if own and again else []
+        flags += ["--standby-of", primary] if primary is not None else []
+        self._environment = {"PYTHONUNBUFFERED": "1", **os.environ, **plan.environment, **plan.settings}
+        if guard and plan.standby:
+            files = {"PYPS_TLS_CA": "ca.crt", "PYPS_OPERATOR_TOKEN_FILE": "operator"}
+            self._environment |= {name: _in_memory(guard[file]) for name, file in files.items()}
         self._child = ChildProcess(
             self._name,
             [*PYPS, "serve", *flags],
-            environment={"PYTHONUNBUFFERED": "1", **os.environ, **plan.environment, **plan.settings},
+            environment=self._environment,
             on_line=_print,
             on_end=self._end,
         )
@@ -440,7 +510,10 @@ class Server:
             if self._ended.is_set() or time.monotonic() > deadline:
                 return f"{self._name} ended, or did not serve within {START_SECONDS:g} s; its last lines say why"
         self._served = json.loads(self._ready.read_text(encoding="utf-8"))
-        if own:
+        if again and followed is not None:
+            # The folder names the standby that took over there, and that was this one.
+            threading.Thread(target=self.go_on, name="pyps-go-on", daemon=True).start()
+        if own and not plan.standby:
             # For workers that lost the server: replaced as a whole, before any caller gets the address.
             written = own / f".{ADDRESS}"
             written.write_text(self._served["data"], encoding="utf-8")
@@ -474,7 +547,10 @@ class Worker:
         return worker_name(self._index, 1)
 
     def train(self, train_fn: Callable[[], T], servers: list[Any], key: str) -> T | None:
-        served = ray.get([server.address.remote() for server in servers])
+        served = self._served(servers)
+        places = [self._place(index, server["data"]) for index, server in enumerate(served)]
+        if self._plan.standby:
+            places = [f"file:{self._followed(servers, served)}"]
         environment = os.environ | self._plan.environment
         if self._guard:
             environment["PYPS_TLS_CA"] = _in_memory(self._guard["ca.crt"])
@@ -483,7 +559,7 @@ class Worker:
             environment,
             index=self._index,
             count=self._plan.num_workers,
-            data_addresses=[self._place(index, server["data"]) for index, server in enumerate(served)],
+            data_addresses=places,
             control_addresses=[server["control"] for server in served],
             run_id=served[0]["run_id"] or self._plan.run_id,
             key=key,
@@ -501,9 +577,43 @@ class Worker:
         leave.leave_all()
         return result
 
+    def _served(self, servers: list[Any]) -> list[dict[str, Any]]:
+        """Return where each server serves, or the standby in its place."""
+        count = self._plan.num_servers
+        served = []
+        for index in range(count):
+            *firsts, last = servers[index::count]
+            for first in firsts:
+                with contextlib.suppress(ActorDiedError):
+                    served.append(ray.get(first.address.remote()))
+            if len(served) == index:
+                served.append(ray.get(last.address.remote()))
+        return served
+
+    def _followed(self, servers: list[Any], served: list[dict[str, Any]]) -> Path:
+        """Return a file with the servers' addresses, which follows takeovers as long as this process lives."""
+        self._folder = tempfile.TemporaryDirectory(prefix=f"pyps-{self!r}-")
+        path = Path(self._folder.name) / "servers"
+
+        def write(served: list[dict[str, Any]]) -> None:
+            new = path.with_suffix(".new")
+            new.write_text("".join(f"{server['data']}\n" for server in served), encoding="utf-8")
+            new.replace(path)
+
+        def follow(known: list[dict[str, Any]]) -> None:
+            while True:
+                time.sleep(FOLLOW_SECONDS)
+                if (now := self._served(servers)) != known:
+                    write(now)
+                    known = now
+
+        write(served)
+        threading.Thread(target=follow, args=(served,), name="pyps-servers", daemon=True).start()
+        return path
+
     def _place(self, index: int, address: str) -> str:
         """Return a server's place: its file, if this node sees that, else its address."""
-        folder = self._plan.folder(f"server-{index}")
+        folder = self._plan.folder(index)
         shared = folder and (folder / ADDRESS).is_file() and (folder / ADDRESS).read_text(encoding="utf-8") == address
         return f"file:{folder}/{ADDRESS}" if shared else address
 

@@ -33,7 +33,7 @@ def ray(
     server_resources: Annotated[str, typer.Option(help=_BUNDLE.format("server"))] = "CPU=1",
     max_restarts: Annotated[int, typer.Option(help="How often Ray starts a failed worker again.", min=-1)] = 3,
     run_id: RunId = "",
-    standby: Annotated[bool, typer.Option("--standby", hidden=True)] = False,
+    standby: Annotated[bool, typer.Option("--standby", help="Give each server a standby, for when it dies.")] = False,
     **settings: Any,
 ) -> None:
     """Start servers and workers on a Ray cluster and end with them.

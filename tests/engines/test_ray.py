@@ -180,6 +180,54 @@ def test_a_server_comes_back_from_its_checkpoint_on_its_node_and_on_another(clus
     assert f"the model was kept: pyps export model.safetensors --checkpoint {kept}" in output
 
 
+def test_a_standby_goes_on_in_place_of_a_dead_server_also_for_workers_that_start_then(cluster, tmp_path):
+    given = {"servers": 2, "workers": 2, "standby": True, "standby_lease_seconds": 1.0, "run_id": "followed"}
+    with cluster.train(tmp_path, **given) as job:
+        wait_until(lambda: len(lives(tmp_path)) == 2 and job.output().count("all shards are here") == 2)
+        primaries = [server for server in serving("followed") if "--standby-of" not in server.cmdline()]
+        primaries[0].kill()
+        job.wait_for_output("goes on in its place at ")
+        os.kill(min(lives(tmp_path)), signal.SIGKILL)
+        wait_until(lambda: len(lives(tmp_path)) == 3)
+        back = time.time()
+        wait_until(lambda: sum(path.stat().st_mtime > back for path in tmp_path.glob("life-*")) == 2)
+        [dead] = re.findall(r"server-(\d) died: standby-\1 goes on in its place at \S+", job.output())
+        other = 1 - int(dead)
+        [standby] = [server for server in serving("followed") if f"pyps-standby-{other}-" in str(server.cmdline())]
+        standby.kill()
+        job.wait_for_output(f"standby-{other} died: server-{other} goes on without a standby")
+        job.wait_for_output("the server goes on alone: an operator says so")
+        alone = time.time()
+        wait_until(lambda: sum(path.stat().st_mtime > alone for path in tmp_path.glob("life-*")) == 2)
+        ended(job, tmp_path)
+
+
+def test_a_standby_is_started_again_as_what_it_was(cluster, tmp_path):
+    kept = tmp_path / "kept"
+    given = {"standby": True, "standby_lease_seconds": 1.0, "checkpoint_dir": str(kept), "checkpoint_seconds": 0.2}
+
+    def kill(is_standby: bool) -> None:
+        [process] = [each for each in serving(str(kept)) if ("pyps-standby-" in str(each.cmdline())) == is_standby]
+        process.kill()
+
+    with cluster.train(tmp_path, **given) as job:
+        wait_until(lambda: job.output().count("all shards are here") == 1)
+        kill(is_standby=True)
+        job.wait_for_output("standby-0 died: Ray restarts it, to follow server-0")
+        wait_until(lambda: job.output().count("all shards are here") == 2)
+        kill(is_standby=False)
+        job.wait_for_output("server-0 died: standby-0 goes on in its place")
+        took_over = time.time()
+        wait_until(lambda: any(path.stat().st_mtime > took_over for path in kept.glob("server-0/checkpoint-*.json")))
+        kill(is_standby=True)
+        job.wait_for_output("standby-0 died: Ray restarts it, from its newest checkpoint")
+        wait_until(lambda: job.output().count("standby-0 is back at ") == 2)
+        back = time.time()
+        wait_until(lambda: all(path.stat().st_mtime > back for path in tmp_path.glob("life-*")))
+        assert f"the model was kept: pyps export model.safetensors --checkpoint {kept}" in ended(job, tmp_path)
+    assert len(lives(tmp_path)) == 1
+
+
 def test_an_exception_of_a_worker_ends_the_job_and_reaches_the_caller(cluster, tmp_path):
     with cluster.train(tmp_path, workers=2) as job:
         wait_until(lambda: len(lives(tmp_path)) == 2)
@@ -261,8 +309,8 @@ def test_a_signal_ends_a_job_and_its_servers_save(cluster, tmp_path, how, enviro
     [
         ({"workers": 0}, "workers is 0; expected a whole number, 1 or more"),
         ({"port": 7610}, "there is no setting 'port' for servers on Ray; there are batch_growth, "),
-        ({"standby": True}, "servers on Ray have no standby: Ray starts a server that died again, from its newest"),
-        ({"standby_of": "127.0.0.1:7610"}, "servers on Ray have no standby"),
+        ({"standby": 2}, "standby is 2; expected True or False"),
+        ({"standby_of": "127.0.0.1:7610"}, "there is no setting 'standby_of' for servers on Ray"),
         ({"resources": {"GPU": "1"}}, "resources has '1' of 'GPU'; expected a number above 0, as in {'GPU': 1}"),
         ({"resources": ["GPU"]}, "resources is ['GPU']; expected names and numbers, as in {'GPU': 1}"),
         ({"train_fn": 5}, "train_fn is 5; expected a function"),

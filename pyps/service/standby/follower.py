@@ -109,7 +109,7 @@ class Follower:
 
     async def keep(self) -> None:
         """Follow until the server is gone, take its place, and go on telling it so."""
-        said = ""
+        said: set[str] = set()
         while not self._reason:
             problem = ""
             try:
@@ -122,9 +122,9 @@ class Follower:
             except (PypsError, OSError, TimeoutError, grpc.aio.BaseError) as error:
                 problem = str(error) or "no answer"
             if not self._reason:
-                if problem not in ("", said):
+                if problem and problem not in said:
                     log.warning("the server is not followed", server=self._link.address, reason=problem)
-                said = problem
+                said = said | {problem} if problem else set()
                 await self._look(problem)
         await self._take_over()
         await self._keep_telling()
