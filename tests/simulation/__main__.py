@@ -113,10 +113,11 @@ def main() -> int:
         return bool(history.world.failures)
     if options.mutants:
         with ProcessPoolExecutor(options.processes) as pool:
-            found = list(pool.map(partial(find, seeds=seeds), MUTANTS))
-        for mutant, (count, words) in zip(MUTANTS, found, strict=True):
-            print(f"{count or 'NONE':>6}  {mutant.name}: {words}")
-        return any(not count for count, _ in found)
+            counts = []
+            for mutant, (count, words) in zip(MUTANTS, pool.map(partial(find, seeds=seeds), MUTANTS), strict=True):
+                counts.append(count)
+                print(f"{count or 'NONE':>6}  {mutant.name}: {words}", flush=True)
+        return not all(counts)
     report = play_on(options.processes, seeds)
     print(f"{report.histories} histories in {time.monotonic() - began:.0f} s, of {report.lost} the run was never saved")
     print(*(f"{count:8}  {mark}" for mark, count in sorted(report.marks.items())), sep="\n")

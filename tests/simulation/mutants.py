@@ -59,7 +59,6 @@ MUTANTS = (
         "self._lives.get((worker_id, incarnation))",
         "self._lives.get((worker_id, self._latest.get(worker_id)))",
     ),
-    Mutant("a push of another epoch is taken", f"{_SHARD}._refusal", "gradient.epoch != self.epoch", "False"),
     Mutant("a restore begins no epoch", "pyps.run.run:Run.restore", "header.epoch + 1", "header.epoch"),
     Mutant(
         "an epoch is claimed nowhere",
@@ -203,7 +202,7 @@ MUTANTS = (
     Mutant(
         "a standby waits for a silent server for ever",
         f"{_STANDBY}.follower:Follower._look",
-        "silent_seconds >= self._lease_seconds",
+        "silent_seconds + EARLY_SECONDS >= self._lease_seconds",
         "False",
     ),
     Mutant(

@@ -43,6 +43,9 @@ MODEL = Tensors((Tensor("w", (SIZE * SHARDS,)),), shard_size=SIZE)
 OPTIMIZER = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
 # All faults are over after so long; a call may wait for 60 s, and for 80 s on a connection that is silent.
 SECONDS_MAX = 400.0
+STANDBY_LEASE_SECONDS = 2.0
+# After the end of a server whose standby has all.
+TAKEOVER_SECONDS_MAX = STANDBY_LEASE_SECONDS + 3.0
 SERVER = {"heartbeat_seconds": 0.7, "lease_seconds": 3.0, "stall_seconds": 90.0, "drain_seconds": 5.0}
 
 CHECKED_VERSIONS = 2
@@ -292,11 +295,19 @@ class History:
         self._is_ending = True
         self._full_until.clear()
         if self.plan.standby:
-            world.run(lambda: all(each.server._primary.is_guarded for each in before), seconds_max=world.now + 60.0)
+            world.run(lambda: all(each.is_guarded for each in before), seconds_max=world.now + 60.0)
         seconds = 10.0 if self.plan.standby else 0.1
         for server in before:
             server.stop(seconds) if self.plan.final == "stop" else server.die(self.plan.final, seconds)
         world.run(lambda: all(each.dead for each in before), seconds_max=world.now + 60.0)
+        if self.plan.standby:
+            began, places = world.now, [server.place for server in before]
+            world.run(
+                lambda: self.lost or all(any(each.serves for each in self.pair(place)) for place in places),
+                seconds_max=world.now + 60.0,
+            )
+            if world.now - began > TAKEOVER_SECONDS_MAX:
+                world.fail(f"nobody served for {world.now - began:.0f} s after the end of servers with standbys")
         world.run(lambda: self.lost or self._are_ready(), seconds_max=world.now + 60.0)
 
     # Faults.
@@ -395,7 +406,7 @@ class Server(Process):
             resume=True,
             threads=2,
             standby_of="" if standby_of is None else address_of(standby_of),
-            standby_lease_seconds=2.0,
+            standby_lease_seconds=STANDBY_LEASE_SECONDS,
             **SERVER,
         )
         self._follows = standby_of is not None
@@ -493,6 +504,13 @@ class Server(Process):
             and self.server._run.is_ready
             and not self.server._run._unavailable
         )
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether its standby could take over now, as both know."""
+        others = [each for each in self._history.pair(self.place) if each is not self and not each.dead]
+        followers = [each.server._follower for each in others if each.server is not None]
+        return self.server._primary.is_guarded and any(each is not None and each._is_whole for each in followers)
 
     @property
     def num_bytes(self) -> int:

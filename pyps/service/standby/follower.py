@@ -28,6 +28,8 @@ RETRY_SECONDS = 0.2
 TELL_SECONDS = 1.0
 # A loop that is late by more has stood still itself: what it has not heard meanwhile says nothing.
 LATE_SECONDS = 0.5
+# A timer of the lease may end so much before the lease: another try, of seconds where a machine is gone, would follow.
+EARLY_SECONDS = 0.01
 # Bytes that were received and not applied; with more, nothing is read for a while.
 BACKLOG_BYTES_MAX = 2**28
 
@@ -288,7 +290,7 @@ class Follower:
         if self._is_whole:
             if has_ended:
                 self._reason = "its process has ended"
-            elif silent_seconds >= self._lease_seconds:
+            elif silent_seconds + EARLY_SECONDS >= self._lease_seconds:
                 self._reason = f"it was silent for {silent_seconds:.1f} s ({problem})"
             elif self._wants:
                 self._reason = "an operator says so"
