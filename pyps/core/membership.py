@@ -663,10 +663,12 @@ class Membership:
         self._moved(member, before=before)
 
     def _moved(self, member: Member, *, before: RosterKey) -> None:
-        """Note a change of a member: drop the roster if it would no longer be the same."""
+        """Note a change of a member: change the roster, or drop it where that takes more than one worker's entry."""
         now = _roster_key(member)
         if now != before:
-            self._roster = None
+            is_first_push = (before, now) == (_JOINED, _PUSHED) and not self.parted
+            if self._roster is not None:
+                self._roster = self._roster.with_pushed(member.worker_id, self._expectation) if is_first_push else None
             self.num_alive += now[0] - before[0]
             self.num_ended += before[0] > now[0]
 
@@ -700,6 +702,8 @@ _STALLED = {
 # What a roster depends on: whether a worker is alive, is active, and has yet to push.
 RosterKey = tuple[bool, bool, bool]
 _GONE: RosterKey = (False, False, False)
+_JOINED: RosterKey = (True, False, True)
+_PUSHED: RosterKey = (True, True, False)
 
 
 def _roster_key(member: Member) -> RosterKey:

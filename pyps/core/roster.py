@@ -57,6 +57,17 @@ class Roster:
         index = bisect_left(self.workers, worker_id)
         return index < len(self.workers) and self.workers[index] == worker_id
 
+    def with_pushed(self, worker_id: str, expectation: Expectation) -> Roster:
+        """Return the roster with a worker that has joined, alone with its name, and has pushed for the first time now.
+
+        To make it of all entries would cost the square of the workers while they come.
+        """
+        at = bisect_left(self.workers, worker_id)
+        workers = (*self.workers[:at], worker_id, *self.workers[at:])
+        missing = expectation.missing(expectation.num_workers - self.missing + 1) if self.missing else 0
+        came = bisect_left(self.coming, worker_id)
+        return Roster(workers, missing, (*self.coming[:came], *self.coming[came + 1 :]) if missing else ())
+
 
 @dataclass(frozen=True, slots=True)
 class Parted:

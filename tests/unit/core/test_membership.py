@@ -1,9 +1,13 @@
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pyps.core.effects import NONE, Effects
 from pyps.core.membership import Member, Membership, WorkerState
+from pyps.core.roster import roster_of_part
 from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
 
 
@@ -230,3 +234,22 @@ def test_after_a_takeover_workers_that_are_gone_have_come_and_the_others_have_a_
     members.expire(40.1)
     assert members.done(expected_workers=3) and not members.finished(expected_workers=3)
     assert roster(members) == ([], 0)
+
+
+CALLS = st.tuples(st.sampled_from(["join", "pushed", "leave", "expire"]), st.sampled_from("abcde"))
+
+
+@given(st.integers(0, 4), st.lists(CALLS, max_size=30))
+def test_a_roster_that_is_changed_equals_one_that_is_made_of_all_members(expected, calls):
+    members = Membership(lease_seconds=30.0, workers_max=10)
+    members.expect(expected)
+    for now, (call, worker_id) in enumerate(calls):
+        if call == "join":
+            members.join(worker_id, now, now=float(now))
+        elif call == "expire":
+            members.expire(now + 30.5)
+        elif worker_id in ids(members):
+            more = {"failed": False} if call == "leave" else {}
+            getattr(members, call)(worker_id, known(members, worker_id).incarnation, now=float(now), **more)
+        made = roster_of_part(members._entries(), copy.deepcopy(members._expectation))
+        assert members.roster == made
