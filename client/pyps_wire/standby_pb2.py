@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pyps_wire/standby.proto\x12\x07pyps.v1\"\x8a\x01\n\rFollowRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65gin\x18\x03 \x01(\x08\x12\x10\n\x08received\x18\x04 \x01(\x04\x12\r\n\x05\x61gain\x18\x05 \x03(\r\x12\x11\n\ttake_over\x18\x06 \x01(\x08\x12\x0e\n\x06leaves\x18\x07 \x01(\x08\"R\n\x0b\x46ollowReply\x12\x0c\n\x04life\x18\x01 \x01(\t\x12$\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x14.pyps.v1.FollowEvent\x12\x0f\n\x07payload\x18\x64 \x01(\x0c\"2\n\x0b\x46ollowEvent\x12\x0c\n\x04line\x18\x01 \x01(\t\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\"k\n\x0bMeetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0ehas_taken_over\x18\x03 \x01(\x08\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0cnoted_run_id\x18\x05 \x01(\t\"2\n\tMeetReply\x12\x16\n\x0ehas_taken_over\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x32w\n\x07Standby\x12:\n\x06\x46ollow\x12\x16.pyps.v1.FollowRequest\x1a\x14.pyps.v1.FollowReply(\x01\x30\x01\x12\x30\n\x04Meet\x12\x14.pyps.v1.MeetRequest\x1a\x12.pyps.v1.MeetReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pyps_wire/standby.proto\x12\x07pyps.v1\"\x8a\x01\n\rFollowRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65gin\x18\x03 \x01(\x08\x12\x10\n\x08received\x18\x04 \x01(\x04\x12\r\n\x05\x61gain\x18\x05 \x03(\r\x12\x11\n\ttake_over\x18\x06 \x01(\x08\x12\x0e\n\x06leaves\x18\x07 \x01(\x08\"R\n\x0b\x46ollowReply\x12\x0c\n\x04life\x18\x01 \x01(\t\x12$\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x14.pyps.v1.FollowEvent\x12\x0f\n\x07payload\x18\x64 \x01(\x0c\"2\n\x0b\x46ollowEvent\x12\x0c\n\x04line\x18\x01 \x01(\t\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\"\x83\x01\n\x0bMeetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0ehas_taken_over\x18\x03 \x01(\x08\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x14\n\x0cnoted_run_id\x18\x05 \x01(\t\x12\x16\n\x0e\x66ollowed_epoch\x18\x06 \x01(\x04\"2\n\tMeetReply\x12\x16\n\x0ehas_taken_over\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x32w\n\x07Standby\x12:\n\x06\x46ollow\x12\x16.pyps.v1.FollowRequest\x1a\x14.pyps.v1.FollowReply(\x01\x30\x01\x12\x30\n\x04Meet\x12\x14.pyps.v1.MeetRequest\x1a\x12.pyps.v1.MeetReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,10 +27,10 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_FOLLOWREPLY']._serialized_end=259
   _globals['_FOLLOWEVENT']._serialized_start=261
   _globals['_FOLLOWEVENT']._serialized_end=311
-  _globals['_MEETREQUEST']._serialized_start=313
-  _globals['_MEETREQUEST']._serialized_end=420
-  _globals['_MEETREPLY']._serialized_start=422
-  _globals['_MEETREPLY']._serialized_end=472
-  _globals['_STANDBY']._serialized_start=474
-  _globals['_STANDBY']._serialized_end=593
+  _globals['_MEETREQUEST']._serialized_start=314
+  _globals['_MEETREQUEST']._serialized_end=445
+  _globals['_MEETREPLY']._serialized_start=447
+  _globals['_MEETREPLY']._serialized_end=497
+  _globals['_STANDBY']._serialized_start=499
+  _globals['_STANDBY']._serialized_end=618
 # @@protoc_insertion_point(module_scope)

@@ -42,18 +42,20 @@ class FollowEvent(_message.Message):
     def __init__(self, line: _Optional[str] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
-    __slots__ = ("run_id", "epoch", "has_taken_over", "address", "noted_run_id")
+    __slots__ = ("run_id", "epoch", "has_taken_over", "address", "noted_run_id", "followed_epoch")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HAS_TAKEN_OVER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NOTED_RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_EPOCH_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     has_taken_over: bool
     address: str
     noted_run_id: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., has_taken_over: bool = ..., address: _Optional[str] = ..., noted_run_id: _Optional[str] = ...) -> None: ...
+    followed_epoch: int
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., has_taken_over: bool = ..., address: _Optional[str] = ..., noted_run_id: _Optional[str] = ..., followed_epoch: _Optional[int] = ...) -> None: ...
 
 class MeetReply(_message.Message):
     __slots__ = ("has_taken_over", "epoch")

@@ -266,10 +266,10 @@ class Server:
                 self._run.restore(restored)
             else:
                 log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
-            standby, run_id = self._checkpoints.standby
-            if standby not in ("", addresses.data):
+            note = self._checkpoints.standby
+            if note is not None and note.address != addresses.data:
                 # Also without any checkpoint: the standby may hold what this server had answered.
-                self._primary.resume(standby, run_id)
+                self._primary.resume(note, served_epoch=self._checkpoints.resumed_epoch)
         if file is not None and restored is None:
             self._run.source = ParameterFile(file)
         elif file is not None:
@@ -481,7 +481,7 @@ class Server:
         await control.stop()
         if self._checkpoints is not None:
             # Not earlier: a call at the control port may have requested a checkpoint.
-            self._checkpoints.close()
+            await asyncio.to_thread(partial(self._checkpoints.close, gives_way=bool(self._primary.fenced)))
         late.cancel()
         log.info("server ended", seconds=round(self._clock() - began, 2))
         return self._status if saved else 1

@@ -99,6 +99,9 @@ class Ownership:
         self._folder = folder
         self._file = _locked(folder)
 
+    def give_back(self) -> None:
+        """Leave the folder to the process that had it before, if that lives: a lock is free once it is closed."""
+
     def require(self) -> bool:
         """Take the folder again where it was removed and made again, as a volume that is mounted again.
 

@@ -4,7 +4,8 @@ checkpoint-00000006.json    complete ones; the newest few are kept
 checkpoint-00000007.json
 forgotten-00000005.json     checkpoints of runs that `pyps reset` made the server forget; never read, never removed
 shards/                     the files that they name
-epoch                       the last epoch that a server with this folder served under
+epoch                       the last epoch that a server with this folder, or its standby, may have served under
+standby                     where the server's standby is found, its run, and the epoch in which it follows
 .lock                       held by the running server
 .writing-…                  unfinished work of a server that was killed; removed by the next
 """
@@ -51,6 +52,16 @@ class Saved:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class StandbyNote:
+    """The standby of a folder's server that could take over, as it was last."""
+
+    address: str
+    # The run that it followed, and in which epoch.
+    run_id: str
+    epoch: int
+
+
 class CheckpointFolder:
     """A server's checkpoint folder, owned until closed or until the process ends. Any thread may use it."""
 
@@ -75,6 +86,8 @@ class CheckpointFolder:
         self._saving = threading.Lock()
         # The checkpoint that this server wrote or resumed from last; None before the first.
         self.newest: Path | None = None
+        # The epoch of the checkpoint that was resumed: this one was served under, others may only have been claimed.
+        self.resumed_epoch = 0
         # Unix time of the last one written; before it, of the start.
         self.saved_at = time.time()
         # Why the last try to write one failed, empty where it did not, and how many failed.
@@ -89,13 +102,12 @@ class CheckpointFolder:
         try:
             self._ownership = ownership = self._disk.own(path)
         except InUse as error:
-            standby = ""
+            follow = ""
             with contextlib.suppress(CheckpointError):
-                standby, _ = self.standby
-            follow = f", or, if its standby there has taken over, follow that: --standby-of {standby}"
+                if (note := self.standby) is not None:
+                    follow = f", or, if its standby there has taken over, follow that: --standby-of {note.address}"
             raise CheckpointError(
-                f"the checkpoint folder {path} is in use by {error}: give each server a folder of its own"
-                f"{follow if standby else ''}"
+                f"the checkpoint folder {path} is in use by {error}: give each server a folder of its own{follow}"
             ) from None
         except OSError as error:
             raise CheckpointError(
@@ -128,7 +140,7 @@ class CheckpointFolder:
             except CheckpointDamaged as error:
                 log.error("checkpoint ignored", path=path, reason=error)
                 continue
-            self.newest = path
+            self.newest, self.resumed_epoch = path, restored.header.epoch
             tell = log.info if path == paths[0] else log.warning
             words = "checkpoint read" if path == paths[0] else "the run goes back to an older checkpoint"
             tell(words, path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max)
@@ -214,8 +226,11 @@ class CheckpointFolder:
         self._remove_unnamed()
         return len(doomed)
 
-    def close(self) -> None:
+    def close(self, *, gives_way: bool = False) -> None:
+        """Give the folder up; `gives_way`: to the server that has taken over, which may have owned it before."""
         if self._ownership is not None:
+            if gives_way:
+                self._ownership.give_back()
             self._ownership.close()
 
     def _write(self, snapshot: Snapshot) -> Saved:
@@ -261,7 +276,9 @@ class CheckpointFolder:
                 self._ownership.require()
             names = self._disk.sizes(self.path)
             files = self._disk.sizes(self.path / SHARDS) if SHARDS in names else {}
-            unfinished = [self.path / name for name in names if name.startswith(UNFINISHED)]
+            # The notes of an epoch and a standby may be under way on other threads.
+            notes = {f"{UNFINISHED}epoch", f"{UNFINISHED}standby"}
+            unfinished = [self.path / name for name in names if name.startswith(UNFINISHED) and name not in notes]
             unfinished += [self.path / SHARDS / name for name in files if name.startswith(UNFINISHED)]
             for path in unfinished:
                 self._disk.remove(path)
@@ -289,39 +306,42 @@ class CheckpointFolder:
         return replace(restored, header=replace(restored.header, epoch=epoch))
 
     @property
-    def standby(self) -> tuple[str, str]:
-        """Where the standby of this folder's server was found last, if it could take over, and its run; "" for none.
+    def standby(self) -> StandbyNote | None:
+        """The standby of this folder's server; None where none could take over.
 
         Raises CheckpointError where the note cannot be read.
         """
-        path = self.path / "standby"
+        path, lines = self.path / "standby", [""]
         try:
-            address, *run_id = self._disk.read(path).decode().split("\n")[:2]
+            lines = self._disk.read(path).decode().split("\n")
+            problem = f"it holds {lines!r:.100}"
         except FileNotFoundError:
-            return "", ""
+            return None
         except (OSError, UnicodeDecodeError) as error:
-            address, run_id, problem = "", [], str(error)
-        else:
-            problem = f"{address[:100]!r} is no address"
-        if not is_address(address):
+            problem = str(error)
+        address, run_id, epoch, *_ = [*lines, "", ""]
+        if not is_address(address) or not re.fullmatch(r"\d{1,20}", epoch):
             raise CheckpointError(
-                f"{path} should name the standby of this folder's server, as host:port, and cannot be used: {problem}. "
-                "Write where the standby is found, or remove the file if no standby has taken over"
+                f"{path} should name the standby of this folder's server, as host:port, the run that it follows, and "
+                f"the epoch, a line each, and cannot be used: {problem}. Write that, or remove the file if no standby "
+                "has taken over"
             )
-        return address, "".join(run_id)
+        return StandbyNote(address, run_id, int(epoch))
 
-    def note_standby(self, address: str, run_id: str) -> bool:
-        """Note, durably, where the standby of the server's run is; "" for none. A later life asks it before it serves.
+    def note_standby(self, note: StandbyNote | None) -> bool:
+        """Note, durably, where the standby of the server's run is: a later life asks it before it serves.
 
-        Return whether that is done.
+        The next epoch is the standby's, which may have no folder to claim it in. Return whether all that is done.
         """
         try:
-            if address:
-                self._disk.put(self.path / "standby", [f"{address}\n{run_id}\n".encode()])
+            if note is not None:
+                epoch = max(note.epoch + 1, epoch_of(self.path, self._disk))
+                self._disk.put(self.path / "epoch", [f"{epoch}\n".encode()])
+                self._disk.put(self.path / "standby", [f"{note.address}\n{note.run_id}\n{note.epoch}\n".encode()])
             else:
                 self._disk.remove(self.path / "standby")
             self._disk.sync_folder(self.path)
-        except OSError:
+        except (OSError, CheckpointError):
             return False
         return True
 

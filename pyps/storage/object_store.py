@@ -92,11 +92,21 @@ class ObjectStore(Disk):
         log.info("asking for the folder of checkpoints", folder=folder, seconds_max=ANSWER_SECONDS)
         return _Owner(self, folder)
 
+    def read_owner(self, path: Path) -> str:
+        """Return the owner of a folder; "" for none."""
+        with contextlib.suppress(FileNotFoundError), _os_errors():
+            data: bytes = self._files.cat_file(_url(path), **self._deadline)
+            return data.decode(errors="replace")
+        return ""
+
     def put_owner(self, path: Path, owner: str) -> None:
-        # Those without an event loop know no deadline.
-        deadline = {"timeout": ANSWER_SECONDS} if self._files.async_impl else {}
         with _os_errors():
-            self._files.pipe_file(_url(path), owner.encode(), **deadline)
+            self._files.pipe_file(_url(path), owner.encode(), **self._deadline)
+
+    @property
+    def _deadline(self) -> dict[str, float]:
+        # Those without an event loop know none.
+        return {"timeout": ANSWER_SECONDS} if self._files.async_impl else {}
 
 
 class _Owner(Ownership):
@@ -104,6 +114,7 @@ class _Owner(Ownership):
         self._store = store
         self._path = folder / _OWNER
         self._text = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})"
+        self._before = store.read_owner(self._path)
         store.put_owner(self._path, self._text)
 
     def require(self) -> bool:
@@ -115,6 +126,11 @@ class _Owner(Ownership):
         if owner != self._text:
             raise InUse(f"{self._path.parent} was taken by {owner}")
         return False
+
+    def give_back(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._before and self._store.read_owner(self._path) == self._text:
+                self._store.put_owner(self._path, self._before)
 
     def close(self) -> None:
         """Nothing: the next owner replaces this one."""

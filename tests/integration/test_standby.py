@@ -325,7 +325,7 @@ def test_a_standby_of_another_run_in_the_noted_place_is_no_standby_of_this_one(s
         standby = follow(start_server, primary, client)
         for _ in range(2):
             tmp_path.mkdir(exist_ok=True)
-            (tmp_path / "standby").write_text(f"{standby.data}\nr\n", encoding="utf-8")
+            (tmp_path / "standby").write_text(f"{standby.data}\nr\n0\n", encoding="utf-8")
             again = start_server(*kept, "--resume")
             wait_for_event(again, "standby", "the server goes on alone: what is at its standby's address")
             again.stop()
@@ -335,7 +335,32 @@ def test_a_standby_of_another_run_in_the_noted_place_is_no_standby_of_this_one(s
                 primary.wait()
 
 
-@pytest.mark.parametrize("note", [b"\xff\xfe\x00", b"", b"garbage", b"host:notaport\n", b"127.0.0.1:99999\nr\n"])
+def test_a_server_that_begins_again_and_again_gives_way_to_a_standby_that_has_begun_again_too(start_server, tmp_path):
+    first, second = (("--checkpoint-dir", str(tmp_path / name)) for name in ("first", "second"))
+    primary = start_server(*QUICK, *first)
+    with make_client(primary.data, run_id="r") as client:
+        standby = follow(start_server, primary, client, flags=second)
+        shell("save", "--servers", primary.control)
+        assert (tmp_path / "first" / "epoch").read_text() == "1\n", "that of the standby, which may have no folder"
+        shell("promote", "--servers", standby.control)
+        primary.wait()
+        client.push(gradients_like(small_model(), 0))
+    standby.stop()
+    back = start_server(*second, "--resume")
+    (tmp_path / "first" / "standby").write_text(f"{back.data}\nr\n0\n", encoding="utf-8")
+    # Each start that gave way has claimed one.
+    (tmp_path / "first" / "epoch").write_text("9\n", encoding="utf-8")
+    again = start_server(*first, "--resume")
+    again.wait_for_output(f"{back.data} has taken over run 'r' under epoch 2")
+    assert again.wait() == 0
+    back.stop()
+    alone = start_server(*first, "--resume")
+    wait_for_event(alone, "standby", "the server goes on alone: its standby has ended")
+
+
+@pytest.mark.parametrize(
+    "note", [b"\xff\xfe\x00", b"", b"garbage", b"host:notaport\n", b"127.0.0.1:99999\nr\n0\n", b"127.0.0.1:1\nr\n"]
+)
 def test_a_damaged_note_of_the_standby_is_named(start_server, tmp_path, note):
     (tmp_path / "standby").write_bytes(note)
     with pytest.raises(CheckpointError, match=r"standby should name the standby .* remove the file if"):

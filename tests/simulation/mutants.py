@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant(
         "a server that begins again does not ask its standby",
         "pyps.service.server:Server._resume",
-        "self._primary.resume(standby, run_id)",
+        "self._primary.resume(note, served_epoch=self._checkpoints.resumed_epoch)",
         "pass",
     ),
     Mutant(

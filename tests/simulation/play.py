@@ -462,7 +462,7 @@ class Server(Process):
         # All that its server has answered is here.
         for shard in self.server._run.content.shards:
             model.saved(shard, header.epoch)
-            model.takeovers.add((shard, header.epoch + 1))
+            model.takeovers.add((shard, self.server._run.content.epoch))
         for flipped, noticed_at in self._flipped:
             if (
                 flipped.version < noticed_at

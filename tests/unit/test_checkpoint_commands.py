@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from pyps.storage.folder import CheckpointFolder, newest
+from pyps.storage.folder import CheckpointFolder, StandbyNote, newest
 from shards import adagrad_shards, push, write_checkpoint
 from support import shell
 
@@ -70,7 +70,7 @@ def test_prune_keeps_the_newest_and_what_they_name(job):
 def test_prune_leaves_a_server_s_folder_alone(job):
     serving = CheckpointFolder(job / "server-0")
     assert "--standby-of" not in told("prune", job, "--keep", "1", status=2)
-    serving.note_standby("127.0.0.1:7620", "run-1")
+    serving.note_standby(StandbyNote("127.0.0.1:7620", "run-1", 0))
     refused = told("prune", job, "--keep", "1", status=2)
     assert "is in use by process" in refused and "follow that: --standby-of 127.0.0.1:7620" in refused
     assert len(list((job / "server-0").glob("checkpoint-*"))) == 4

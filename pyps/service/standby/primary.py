@@ -17,6 +17,7 @@ from pyps.service.calls import Call, log_bug
 from pyps.service.standby.feed import Feed, Line
 from pyps.service.standby.follower import Follower
 from pyps.service.standby.link import Found, Link, is_loopback, is_unspecified, look
+from pyps.storage.folder import StandbyNote
 from pyps_wire import standby_pb2 as wire
 from pyps_wire.errors import InvalidArgument, NotAllowed, PypsError, ServerUnavailable, WaitTimedOut
 
@@ -47,9 +48,10 @@ class Primary:
         # The standby asks for its turn.
         self.on_request: Callable[[], None] = lambda: None
         # Notes the standby and its run for later lives of this server, on a thread; returns whether that is done.
-        self.on_guard: Callable[[str, str], bool] = lambda address, run_id: True
-        # What a former life noted of the run.
-        self._noted_run_id = ""
+        self.on_guard: Callable[[StandbyNote | None], bool] = lambda note: True
+        # What a former life noted, and the epoch of the checkpoint that this one has resumed.
+        self._noted: StandbyNote | None = None
+        self._served_epoch = 0
         # A random name of this life.
         self._life = secrets.token_hex(8)
         # Where the standby is found; "" for none.
@@ -188,7 +190,8 @@ class Primary:
             await self._tell()
             feed.add_work(run.work)
             feed.note_workers(run.membership)
-            is_noted = await asyncio.to_thread(self.on_guard, self.address, content.run_id)
+            note = StandbyNote(self.address, content.run_id, content.epoch)
+            is_noted = await asyncio.to_thread(self.on_guard, note)
             feed.guard(True)
             feed.add(Line({"event": "synced"}))
             run.events.add("standby", "a standby follows: answers wait until it has received", address=self.address)
@@ -200,7 +203,7 @@ class Primary:
             while run.content is content:
                 await asyncio.sleep(POLL_SECONDS if is_noted else ASK_SECONDS)
                 feed.note_workers(run.membership)
-                is_noted = is_noted or await asyncio.to_thread(self.on_guard, self.address, content.run_id)
+                is_noted = is_noted or await asyncio.to_thread(self.on_guard, note)
             number = feed.add(Line({"event": "reset"}))
             while feed.received < number:
                 await asyncio.sleep(WAIT_SECONDS)
@@ -253,13 +256,17 @@ class Primary:
 
     # When the standby is lost.
 
-    def resume(self, address: str, run_id: str) -> None:
-        """Serve nobody until it is known whether the standby of a former life of this server has taken over.
+    @property
+    def served_epoch(self) -> int:
+        """The epoch of what this server has: none that it claimed and has not served under."""
+        return self._served_epoch if self.is_withheld else self._run.content.epoch
 
-        `run_id`: the run that it followed; "" where that is not known.
-        """
-        self.address, self._noted_run_id, self.is_withheld = address, run_id, True
-        self._run.refuse(f"this server has begun again, and asks its standby, {address}, whether that has taken over")
+    def resume(self, noted: StandbyNote, *, served_epoch: int) -> None:
+        """Serve nobody until it is known whether the standby of a former life of this server has taken over."""
+        self.address, self._noted, self._served_epoch, self.is_withheld = noted.address, noted, served_epoch, True
+        self._run.refuse(
+            f"this server has begun again, and asks its standby, {noted.address}, whether that has taken over"
+        )
         self._finding = _heard(self._find())
 
     async def _find(self) -> None:
@@ -273,7 +280,9 @@ class Primary:
                 return
             content = run.content
             run_id = content.run_id if run.is_ready else ""
-            request = wire.MeetRequest(run_id=run_id, epoch=content.epoch, noted_run_id=self._noted_run_id)
+            request = wire.MeetRequest(run_id=run_id, epoch=content.epoch, followed_epoch=content.epoch)
+            if (noted := self._noted) is not None and self.is_withheld:
+                request.noted_run_id, request.followed_epoch = noted.run_id, noted.epoch
             try:
                 reply = await self._link(address).meet(request)
             except (PypsError, OSError):
@@ -304,7 +313,7 @@ class Primary:
         self._run.rounds.followed = False
         self._feed.guard(False)
         self._run.events.add("standby", f"the server goes on alone: {why}", warning=True, address=self.address)
-        asyncio.get_running_loop().run_in_executor(None, self.on_guard, "", "")
+        asyncio.get_running_loop().run_in_executor(None, self.on_guard, None)
         self.address = self._run.standby = ""
 
     def fence(self, address: str, epoch: int) -> None:
@@ -397,8 +406,7 @@ class StandbyService:
                 reply.has_taken_over = False
             elif self._run.is_ready and request.run_id in ("", content.run_id):
                 # It may have begun again itself since it took over.
-                serves = not self._primary.is_withheld
-                reply.has_taken_over |= content.epoch > request.epoch - serves
+                reply.has_taken_over |= self._primary.served_epoch > request.followed_epoch
         # Of two under one epoch, the one that was started again from a checkpoint gives way.
         elif (
             (standby is None or standby.has_taken_over)
