@@ -80,6 +80,7 @@ def tell(protocol: str) -> Story:
         compute,
         server=ServerPlan(expected_workers=len(WORKERS)),
         seed=1,
+        keep_events=True,
     )
     simulation.run(seconds=SECONDS)
     story, began, version = Story(), {}, 0

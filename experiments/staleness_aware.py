@@ -240,7 +240,7 @@ def simulate(
         for index, start in enumerate(starts)
     ]
     server = ServerPlan(expected_workers=workers)
-    return Simulation([first], settings, behaviour, plans, compute, server=server, seed=seed)
+    return Simulation([first], settings, behaviour, plans, compute, server=server, seed=seed, keep_events=True)
 
 
 def judge(results: list[Result]) -> list[Claim]:

@@ -17,6 +17,7 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps.simulation.event import Event, Kind
+from pyps.simulation.network import Network
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Compute, Computed, Simulation, Step, Timing, WorkerPlan, fixed
 from shards import Log
@@ -73,6 +74,7 @@ def cluster(
     rule: str = "sgd",
     settings: Mapping[str, float] | None = None,
     server: ServerPlan | None = None,
+    network: Network | None = None,
     seed: int = 0,
     **texts: Any,
 ) -> Cluster:
@@ -95,6 +97,8 @@ def cluster(
         server=server or ServerPlan(expected_workers=len(plans)),
         seed=seed,
         recorder=log,
+        network=network,
+        keep_events=True,
     )
     return Cluster(behaviour, rule, settings, first, log, simulation.shards, simulation)
 

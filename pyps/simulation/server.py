@@ -12,19 +12,18 @@ import numpy as np
 from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PushPlan, Reply
-from pyps.core.receipt import Receipt
+from pyps.core.gradient import Gradient, PublishedReply, PushPlan, Reply
+from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import RunRecorder
 from pyps.run.handshake import Greeting, Opening
 from pyps.run.run import Run
 from pyps.simulation.event import Event, Kind, Scheduler
-from pyps_wire.codecs import FLOAT32
+from pyps.simulation.network import At, Links, Network, Nic
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.partition import Model, Partition, Tensor
 
-# Schedules an action of the caller's at a time.
-At = Callable[[float, Callable[[], None]], None]
 # One push: shards and their gradients, in the order in which they are sent.
 Gradients = Sequence[tuple[int, Gradient]]
 Answer = Callable[[Receipt], None]
@@ -42,8 +41,10 @@ class ServerPlan:
     lease_seconds: float = 30.0
     # How long others may wait for a live worker; then rounds continue without it, until its next push.
     stall_seconds: float = float("inf")
-    # A shard's time for a push. Pushes wait for a busy shard, pulls do not.
+    # A shard's time for a push, and for a pull: they wait for each other in one queue. Under one mutex for the model
+    # the shards' times add up. A pull that takes no time waits for nobody.
     service_seconds: float = 0.0
+    pull_seconds: float = 0.0
     # The time of one shard's message. A worker sends the messages of a push one after the other.
     transfer_seconds: float = 0.0
     # Between two checks for workers that others wait for, while any worker waits.
@@ -62,15 +63,22 @@ class VirtualServer:
         *,
         num_workers: int,
         scheduler: Scheduler,
-        report: Callable[[Event], None],
+        network: Network | None = None,
+        report: Callable[[Event], None] | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
-        """Make a shard of each of the parameters; ValueError for one that is empty."""
+        """Make a shard of each of the parameters; ValueError for one that is empty. `report` is told each event."""
         for index, each in enumerate(parameters):
             if not each.size:
                 raise ValueError(f"parameters[{index}] holds no numbers; a simulated shard holds 1 or more")
         self.plan = plan
         self._scheduler, self._report = scheduler, report
+        network = network or Network()
+        self.links = Links(network, scheduler)
+        # The numbers of each shard, as messages count them.
+        self._sizes = network.sizes or [each.size for each in parameters]
+        # Pushed payloads, pulled ones, and accepted pushes.
+        self.bytes_in = self.bytes_out = self.num_taken = 0
         config = ServerConfig(
             run_id=RUN_ID,
             expected_workers=plan.expected_workers,
@@ -94,7 +102,7 @@ class VirtualServer:
 
     # Called by workers.
 
-    def join(self, worker_id: str, incarnation: int) -> None:
+    def join(self, worker_id: str, incarnation: int, *, codec: Codec = FLOAT32, pull_codec: Codec = FLOAT32) -> None:
         """Say Hello for a worker, whose heartbeats begin."""
         self._living[worker_id] = incarnation
         greeting = Greeting(
@@ -112,6 +120,8 @@ class VirtualServer:
             host="",
             process_id=0,
             device="",
+            gradient_codec=codec,
+            parameter_codec=pull_codec,
         )
         self.run.hello(greeting)
         self._say(Kind.JOIN, worker_id)
@@ -121,7 +131,7 @@ class VirtualServer:
         incarnation = self._living[worker_id]
         granted = self.run.may_proceed(RUN_ID, worker_id, incarnation, clock=clock, wake=wake, again=again)
         if not granted and not again:
-            self._waits(worker_id, self.run.rounds.waited_for_by(worker_id))
+            self._waits(worker_id, lambda: self.run.rounds.waited_for_by(worker_id))
         return granted
 
     def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
@@ -132,25 +142,52 @@ class VirtualServer:
         ):
             shard_id, min_version = shard.shard_id, min_versions[shard.shard_id]
             if shard.version < min_version and not shard.finished:
-                self._waits(worker_id, shard.waiting_for(self.run.rounds.roster_of(shard_id)), shard_id, min_version)
-            shard.when_version(min_version, lambda shard_id=shard_id: then(shard_id, self._resumes_at[shard_id]))  # type: ignore[misc]
+                whom = partial(self._waiting_for, shard_id)
+                self._waits(worker_id, whom, shard_id, min_version)
+            shard.when_version(min_version, lambda shard_id=shard_id: then(shard_id, self._reads_at(shard_id)))  # type: ignore[misc]
 
-    def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
-        parameters = np.empty(self.shards[shard_id].length, np.float32)
-        version = self.shards[shard_id].pull(Reply(parameters.view(np.uint8).data, 0, FLOAT32), worker_id=worker_id)
-        assert version is not None
+    def read(
+        self, worker_id: str, shard_id: int, held: tuple[int, Floats] | None, min_version: int, codec: Codec
+    ) -> tuple[int, Floats, int]:
+        """Return a shard's version and parameters for a worker that holds others, and the bytes of the message."""
+        shard, size = self.shards[shard_id], self._sizes[shard_id]
+        held_version, parameters = held or (-1, np.empty(0, np.float32))
+        num_bytes = 0
+        if codec.published:
+            published = PublishedReply(codec, min_version=min_version)
+            version = shard.pull(published, held_version=held_version, worker_id=worker_id)
+            if version is not None:
+                # The worker's last step may still have the present array.
+                in_full = published.since_version is None
+                parameters = np.zeros(shard.length, np.float32) if in_full else parameters.copy()
+                for payload in published.payloads:
+                    published.codec.add_into(payload, parameters)
+                    num_bytes += published.codec.max_bytes(size)
+        else:
+            buffer = np.empty(codec.max_bytes(shard.length), np.uint8)
+            version = shard.pull(Reply(buffer.data, 0, codec), held_version=held_version, worker_id=worker_id)
+            if version is not None:
+                parameters = buffer.view(np.float32) if codec is FLOAT32 else codec.decode(buffer.data, shard.length)
+                num_bytes = codec.max_bytes(size)
+        version = held_version if version is None else version
+        self.bytes_out += num_bytes
         self._say(Kind.PULL, worker_id, shard_id, version)
-        return version, parameters
+        return version, parameters, num_bytes
 
-    def receive(self, gradients: Gradients, *, at: At, then: Answer) -> None:
+    def receive(self, nic: Nic | None, gradients: Gradients, *, at: At, then: Answer) -> None:
         """Receive a push, whose messages arrive one after the other; answer each once it is handled."""
         # Under one mutex for the model, all of the push arrives before it is handled as a whole.
         whole = self.run.mutex is not None
         arrived = 0
         for together in [gradients] if whole else [[each] for each in gradients]:
+            num_bytes = sum([self._num_bytes(*each) for each in together])
+            self.bytes_in += num_bytes
             arrived += len(together)
             queue = partial(self._queue, together, whole=whole, at=at, then=then)
-            self._after(arrived * self.plan.transfer_seconds, queue, at=at)
+            if nic is None:
+                self._after(arrived * self.plan.transfer_seconds, queue, at=at)
+            else:
+                self.links.to_server(nic, num_bytes, at=at, then=queue)
 
     def leave(self, worker_id: str) -> None:
         """Say Leave for a worker."""
@@ -202,25 +239,46 @@ class VirtualServer:
         else:
             action()
 
+    def _num_bytes(self, shard_id: int, gradient: Gradient) -> int:
+        size, num_bytes = self._sizes[shard_id], len(gradient.payload)
+        return num_bytes if size == self.shards[shard_id].length or not num_bytes else gradient.codec.max_bytes(size)
+
     def _queue(self, gradients: Gradients, *, whole: bool, at: At, then: Answer) -> None:
-        """Handle gradients once their shards, or all shards, have handled the pushes before them."""
-        now = self._scheduler.now
+        """Handle gradients once their shards, or all shards, have handled what came before them."""
         shard_ids = list(self.shards) if whole else [shard_id for shard_id, _ in gradients]
-        ends = max(now, *(self._free_at[shard_id] for shard_id in shard_ids)) + self.plan.service_seconds
-        self._free_at.update(dict.fromkeys(shard_ids, ends))
+        now, ends = self._scheduler.now, self._occupy(shard_ids, len(gradients) * self.plan.service_seconds)
         self._after(ends - now, partial(self._handle, gradients, whole=whole, then=then), at=at)
+
+    def _occupy(self, shard_ids: Sequence[int], seconds: float) -> float:
+        """Let the shards handle something together; return when they will have."""
+        ends = max(self._scheduler.now, *[self._free_at[shard_id] for shard_id in shard_ids]) + seconds
+        for shard_id in shard_ids:
+            self._free_at[shard_id] = ends
+        return ends
+
+    def _reads_at(self, shard_id: int) -> float:
+        """Return when a pull that is there now will have been answered."""
+        if not self.plan.pull_seconds:
+            return self._resumes_at[shard_id]
+        return self._occupy(list(self.shards) if self.run.mutex else [shard_id], self.plan.pull_seconds)
 
     def _handle(self, gradients: Gradients, *, whole: bool, then: Answer) -> None:
         plans = [PushPlan(shard_id, gradient) for shard_id, gradient in gradients]
         pushed = self.run.push_whole(plans) if whole else [self.run.push(plan) for plan in plans]
         for (shard_id, gradient), (receipt, _, _) in zip(gradients, pushed, strict=True):
-            event = Event(self._scheduler.now, Kind.PUSH, gradient.worker_id, shard_id, gradient.base_version, receipt)
-            self._report(event)
+            self.num_taken += receipt.outcome is not Outcome.REJECTED
+            if self._report is not None:
+                of = gradient.worker_id, shard_id, gradient.base_version
+                self._report(Event(self._scheduler.now, Kind.PUSH, *of, receipt))
             then(receipt)
 
-    def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
+    def _waiting_for(self, shard_id: int) -> Sequence[str]:
+        return self.shards[shard_id].waiting_for(self.run.rounds.roster_of(shard_id))
+
+    def _waits(self, worker_id: str, whom: Callable[[], Sequence[str]], shard_id: int = -1, version: int = 0) -> None:
         """Record that a worker waits; see from now on whether others hold it up, and when a grace ends."""
-        self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom]))
+        if self._report is not None:
+            self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom()]))
         protocol = self.run.rounds.behaviour.aggregation.at(self.run.content.version_max)
         if self.plan.stall_seconds == float("inf") and not protocol.grace:
             return
@@ -258,7 +316,8 @@ class VirtualServer:
                 self._say(Kind.COMPLETE, shard_id=shard_id, version=shard.version)
 
     def _say(self, kind: Kind, worker_id: str = "", shard_id: int = -1, version: int = 0, *, note: str = "") -> None:
-        self._report(Event(self._scheduler.now, kind, worker_id, shard_id, version, note=note))
+        if self._report is not None:
+            self._report(Event(self._scheduler.now, kind, worker_id, shard_id, version, note=note))
 
 
 # The run's events that follow from time alone.

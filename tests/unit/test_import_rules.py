@@ -112,6 +112,7 @@ WIRE = ("pyps_wire.codecs", "pyps_wire.errors")
 OF_WORK = ("pyps.core.effects", "pyps.core.vectors.program", "pyps_wire.errors", "pyps_wire.work_pb2")
 # A run, and what it is told of at its beginning.
 OF_A_RUN = ("pyps.core", "pyps.run", "pyps.config", "pyps_wire.codecs", "pyps_wire.contract", "pyps_wire.partition")
+OF_A_SIMULATION = ("pyps.simulation", "pyps.statistics", "pyps_client.vectors", "pyps_wire.errors")
 
 RULES: dict[str, Callable[[Import], bool]] = {
     # True for an import that breaks the rule.
@@ -121,9 +122,9 @@ RULES: dict[str, Callable[[Import], bool]] = {
         and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", *WIRE, "pyps.core"))
         and not (i.for_types and i.is_of("typing_extensions"))
     ),
-    "simulation imports numpy, the run and what a run is made from, and knows no clock but its own": lambda i: (
+    "simulation imports numpy, the run, what a run is made from, and the client's encoder, and no clock": lambda i: (
         i.is_by("pyps.simulation")
-        and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.simulation", *OF_A_RUN))
+        and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", *OF_A_SIMULATION, *OF_A_RUN))
     ),
     "work and lbfgs import the standard library, numpy, programs, messages and errors, and no clock": lambda i: (
         i.is_by("pyps.work", "pyps.lbfgs")
@@ -151,8 +152,11 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "nothing of the client's distribution imports the server's": lambda i: (
         i.is_by("pyps_wire", "pyps_client") and i.is_of("pyps")
     ),
-    "the server's distribution imports the client in cli, launcher and ray only": lambda i: (
-        i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher", "pyps.ray")
+    "the server's distribution imports the client in cli, launcher and ray, and its encoder to simulate": lambda i: (
+        i.is_by("pyps")
+        and i.is_of("pyps_client")
+        and not i.is_by("pyps.cli", "pyps.launcher", "pyps.ray")
+        and not (i.is_by("pyps.simulation") and i.is_of("pyps_client.vectors"))
     ),
     "no module of the client imports from a floor above its own": lambda i: (
         i.is_by("pyps_client") and _floor(i.name) > _floor(i.importer)
