@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,15 +54,24 @@ def evaluate(
 
 def load_evaluate(script: Path) -> Evaluate:
     """Run a script as a module, and return its function `evaluate`."""
-    if not script.is_file():
-        raise InvalidArgument(f"There is no script {script}.")
-    # The script may import modules from its folder, as with `python script.py`.
-    sys.path.insert(0, str(script.resolve().parent))
+    require_script(script)
     with errors_of(script):
-        function = runpy.run_path(str(script), run_name="__pyps_eval__").get("evaluate")
+        function = run_script(script).get("evaluate")
     if not callable(function):
         raise InvalidArgument(f"{script} defines no function evaluate(parameters).")
     return function  # type: ignore[no-any-return]
+
+
+def require_script(script: Path) -> None:
+    if not script.is_file():
+        raise InvalidArgument(f"There is no script {script}.")
+
+
+def run_script(script: Path) -> dict[str, Any]:
+    """Run a script as a module; return what it defines."""
+    # The script may import modules from its folder, as with `python script.py`.
+    sys.path.insert(0, str(script.resolve().parent))
+    return runpy.run_path(str(script), run_name="__pyps_eval__")
 
 
 @contextmanager
@@ -71,12 +80,16 @@ def errors_of(script: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = traceback.TracebackException.from_exception(error)
-        own = [number for number, frame in enumerate(frames.stack) if frame.filename == str(script)]
-        del frames.stack[: own[0] if own else len(frames.stack)]
-        typer.echo("".join(frames.format()), err=True, nl=False)
-        typer.echo(f"pyps: {script} failed with the error above.", err=True)
+        typer.echo(explained(error, script), err=True)
         raise typer.Exit(1) from None
+
+
+def explained(error: Exception, script: Path) -> str:
+    """Return an error of the user's script as Python prints it, with the script's own frames only."""
+    frames = traceback.TracebackException.from_exception(error)
+    own = [number for number, frame in enumerate(frames.stack) if frame.filename == str(script)]
+    del frames.stack[: own[0] if own else len(frames.stack)]
+    return "".join([*frames.format(), f"pyps: {script} failed with the error above."])
 
 
 def print_score(observer: Observer, function: Evaluate, script: Path) -> None:

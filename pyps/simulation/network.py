@@ -24,6 +24,11 @@ class Network:
     # By shard, how many numbers its messages hold; () for as many as the shard does. So a large model needs no memory.
     sizes: Sequence[int] = ()
 
+    @property
+    def is_instant(self) -> bool:
+        """Whether messages take no time."""
+        return not self.latency_seconds and min(self.bytes_per_second, self.server_bytes_per_second) == float("inf")
+
 
 class Lane:
     """One direction of a NIC: messages pass one after the other, in the order in which their first bytes come."""

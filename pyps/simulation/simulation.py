@@ -371,7 +371,7 @@ class Simulation:
                 compute,
                 server=self.server,
                 scheduler=self._scheduler,
-                nic=None if network is None else Nic(network.bytes_per_second),
+                nic=None if network is None or network.is_instant else Nic(network.bytes_per_second),
                 seed=[seed, index],
             )
             for index, plan in enumerate(workers)

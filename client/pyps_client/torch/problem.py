@@ -1,0 +1,147 @@
+"""A user's model, loss and data as a function of one flat vector: what the simulator trains."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from pyps_wire.errors import InvalidArgument
+
+Floats = npt.NDArray[np.float32]
+
+# The examples whose mean loss is the figure, where a script has no evaluate(model).
+FIGURE_EXAMPLES = 512
+
+EXAMPLE = """
+    import torch
+    def model(): return torch.nn.Linear(8, 1)
+    def loss(model, batch): return ((model(batch[0]) - batch[1]) ** 2).mean()
+    data = torch.randn(4096, 8), torch.randn(4096, 1)           # or a Dataset, or a function that returns one
+    def evaluate(model): return float(loss(model, data))        # may be left out; lower is better
+"""
+
+
+class Problem:
+    """Gradients of a model whose parameters are views of one buffer, so that a step copies it once."""
+
+    def __init__(self, defined: MutableMapping[str, Any], *, script: str, seed: int) -> None:
+        """Take what a script defines, and make its model; InvalidArgument, in words, for one that cannot be taken.
+
+        Data that a function returns take its place among what is defined: it is called once.
+        """
+        for name, what in (("model", "model()"), ("loss", "loss(model, batch)"), ("data", "data")):
+            if not (name in defined if name == "data" else callable(defined.get(name))):
+                raise InvalidArgument(
+                    f"{script} defines no {what}; a script to simulate defines model(), loss(model, batch) and data, "
+                    f"for example:\n{EXAMPLE}"
+                )
+        seed_all(seed)
+        self._model = defined["model"]()
+        if not isinstance(self._model, torch.nn.Module):
+            raise InvalidArgument(
+                f"model() of {script} returns {type(self._model).__name__}; expected a torch.nn.Module"
+            )
+        self._loss: Callable[[Any, Any], torch.Tensor] = defined["loss"]
+        if callable(defined["data"]) and not hasattr(defined["data"], "__getitem__"):
+            defined["data"] = defined["data"]()
+        self._data = defined["data"]
+        if not _is_data(self._data):
+            raise InvalidArgument(
+                f"data of {script} is {type(self._data).__name__}; expected a tuple of tensors with as many rows each, "
+                "or a Dataset with __len__ and __getitem__"
+            )
+        tensors = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
+        self._tensors: Sequence[torch.Tensor] | None = tensors if isinstance(tensors, tuple | list) else None
+        self.num_examples = len(self._tensors[0] if self._tensors is not None else self._data)
+        self._flatten(script)
+        self._buffers = [buffer for buffer in self._model.buffers() if buffer is not None]
+        self._first_buffers = [buffer.clone() for buffer in self._buffers]
+        self._buffers_of: dict[str, list[torch.Tensor]] = {}
+        self._evaluate: Callable[[Any], Any] | None = defined.get("evaluate")
+        sample = np.random.default_rng(0).permutation(self.num_examples)[:FIGURE_EXAMPLES]
+        self._sample = None if self._evaluate else self._batch(sample)
+        self._model.train()
+
+    def _flatten(self, script: str) -> None:
+        parameters = [each for each in self._model.parameters() if each.requires_grad]
+        if not parameters:
+            raise InvalidArgument(f"model() of {script} returns a model without parameters to train")
+        for each in parameters:
+            if each.dtype != torch.float32 or each.device.type != "cpu":
+                raise InvalidArgument(
+                    f"model() of {script} has parameters of {each.dtype} on {each.device}; expected float32 on cpu"
+                )
+        self.num_parameters = sum(each.numel() for each in parameters)
+        flat, gradient = torch.empty(self.num_parameters), torch.zeros(self.num_parameters)
+        end = 0
+        for each in parameters:
+            place = slice(end, end := end + each.numel())
+            flat[place] = each.detach().reshape(-1)
+            each.data = flat[place].view(each.shape)
+            each.grad = gradient[place].view(each.shape)
+        self._gradient = gradient
+        # The memory of both is torch's.
+        self.parameters: Floats = flat.numpy()
+        self._gradient_values: Floats = gradient.numpy()
+
+    def gradient(self, worker_id: str, examples: npt.NDArray[Any]) -> Floats:
+        """Return the gradient of the mean loss of these examples at `parameters`; the next call writes over it.
+
+        Buffers such as BatchNorm's are the worker's own. NaN where the loss is not finite.
+        """
+        own = self._buffers_of.setdefault(worker_id, self._first_buffers) if self._buffers else []
+        for buffer, value in zip(self._buffers, own, strict=True):
+            buffer.copy_(value)
+        self._gradient.zero_()
+        value = self._loss(self._model, self._batch(examples))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise InvalidArgument(f"loss(model, batch) returns {type(value).__name__}; expected a tensor of one number")
+        value.backward()  # type: ignore[no-untyped-call]
+        if self._buffers:
+            self._buffers_of[worker_id] = [buffer.clone() for buffer in self._buffers]
+        return self._gradient_values
+
+    def figure(self) -> float:
+        """Return what the script's evaluate says of `parameters`, or the loss of a fixed sample of the data.
+
+        The buffers are those of the worker that computed last.
+        """
+        self._model.eval()
+        with torch.no_grad():
+            value = self._evaluate(self._model) if self._evaluate else self._loss(self._model, self._sample)
+        self._model.train()
+        return float(value)
+
+    def _batch(self, examples: npt.NDArray[Any]) -> Any:
+        if self._tensors is not None:
+            index = torch.from_numpy(examples)
+            return tuple(tensor[index] for tensor in self._tensors)
+        return default_collate([self._data[int(each)] for each in examples])
+
+
+def one_thread() -> None:
+    """Compute in one thread: several may change the last bits."""
+    torch.set_num_threads(1)
+
+
+def seed_all(seed: int) -> None:
+    """Let all that scripts draw from give the same numbers: first values, dropout, augmentation."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _is_data(data: Any) -> bool:
+    if isinstance(data, tuple | list):
+        return (
+            bool(data)
+            and all(isinstance(each, torch.Tensor) and each.dim() for each in data)
+            and (len({len(each) for each in data}) == 1 and len(data[0]) > 0)
+        )
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0

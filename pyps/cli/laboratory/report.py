@@ -1,0 +1,138 @@
+"""What trials say: a table for people, files for programs, and a picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pyps.cli.laboratory.settings import Settings
+from pyps.cli.laboratory.trial import Outcome, Trial
+
+Rows = Sequence[tuple[Trial, Outcome]]
+
+
+def combinations(rows: Rows) -> list[tuple[Trial, list[Outcome]]]:
+    """Return the first trial of each combination, and the outcomes of its seeds."""
+    groups = [list(of) for _, of in groupby(rows, key=lambda row: (row[0].protocol, row[0].staleness, row[0].rate))]
+    return [(group[0][0], [outcome for _, outcome in group]) for group in groups]
+
+
+def table(rows: Rows, settings: Settings, *, trained: bool) -> Table:
+    """Return a row for each combination, with means over its seeds and the figure's deviation."""
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("protocol", "policy"):
+        made.add_column(name, min_width=8, overflow="fold")
+    cells = [_cells(outcomes, settings, trained=trained) for _, outcomes in combinations(rows)]
+    for name in ["rate"] * trained + list(cells[0]):
+        made.add_column(name, justify="right", no_wrap=name != "note")
+    for (trial, _), row in zip(combinations(rows), cells, strict=True):
+        made.add_row(trial.protocol, trial.staleness, *[f"{trial.rate:g}"] * trained, *row.values())
+    return made
+
+
+def _cells(outcomes: Sequence[Outcome], settings: Settings, *, trained: bool) -> dict[str, str]:
+    """Return the columns of a combination's row."""
+    values = {name: [outcome.measured[name] for outcome in outcomes] for name in outcomes[0].measured}
+    notes = [str(each) for each in values.pop("note") if each]
+    numbers = {name: [float(each) for each in column] for name, column in values.items()}
+    means = {name: fmean(column) for name, column in numbers.items()}
+    cells = {"figure": _figure(numbers["figure"])} if trained else {}
+    if trained and settings.target is not None:
+        cells["s to\ntarget"] = _reached(numbers["target_seconds"])
+    return {
+        **cells,
+        "updates\n/s": _number(means["updates_per_second"]),
+        "examples\n/s": _number(means["examples_per_second"]),
+        "stale-\nness": f"{means['mean_staleness']:.2f}",
+        "wait-\ning": f"{means['waiting']:.0%}",
+        "bytes/\nexample": _number(means["bytes_per_example"]),
+        "": f"{len(notes)} of {len(outcomes)} {notes[0]}" if notes else "",
+    }
+
+
+def _figure(values: Sequence[float]) -> str:
+    if not all(map(math.isfinite, values)):
+        return "–"
+    return f"{fmean(values):.3g}" + (f" ±{stdev(values):.2g}" if len(values) > 1 else "")
+
+
+def _reached(values: Sequence[float]) -> str:
+    there = [value for value in values if math.isfinite(value)]
+    some = f"\n({len(there)} of {len(values)})" if len(there) < len(values) else ""
+    return f"{_number(fmean(there))}{some}" if there else "never"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def write(folder: Path, rows: Rows, settings: Settings) -> list[Path]:
+    """Write trials.csv, curves.csv, simulation.json and, with matplotlib, simulation.png; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trials = [_row(trial, outcome.measured) for trial, outcome in rows]
+    points = [_row(trial, point._asdict()) for trial, outcome in rows for point in outcome.points]
+    text = json.dumps({"settings": asdict(settings), "trials": trials}, indent=1) + "\n"
+    (folder / "simulation.json").write_text(text, encoding="utf-8")
+    written = [folder / "simulation.json", _write_csv(folder / "trials.csv", trials)]
+    if points:
+        written.append(_write_csv(folder / "curves.csv", points))
+        written += [folder / "simulation.png"] * draw(folder / "simulation.png", rows)
+    return written
+
+
+def _row(trial: Trial, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as files have it: six digits, and an empty text for what is no number."""
+    rounded = {
+        name: value if not isinstance(value, float) else float(f"{value:.6g}") if math.isfinite(value) else ""
+        for name, value in measured.items()
+    }
+    return {**asdict(trial), **rounded}
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def draw(path: Path, rows: Rows) -> bool:
+    """Draw the figure against virtual time and against examples, a line a combination; False without matplotlib."""
+    try:
+        # Figure alone draws without a display, which pyplot might ask for.
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for number, (trial, outcomes) in enumerate(combinations(rows)):
+        # The mean over the seeds, as far as all have come.
+        places = list(zip(*[outcome.points for outcome in outcomes], strict=False))
+        values = [fmean(point.figure for point in place) for place in places]
+        # Ten colours, then again in dashes.
+        style = ("-", "--", ":", "-.")[number // 10 % 4]
+        for axis, name in zip(axes, ("seconds", "examples"), strict=True):
+            along = [fmean(getattr(point, name) for point in place) for place in places]
+            axis.plot(along, values, style, lw=1.4, label=f"{trial.protocol}, {trial.staleness}, {trial.rate:g}")
+    for axis, label in zip(axes, ("virtual seconds", "examples"), strict=True):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    # Where something diverges, what does not is to be seen all the same.
+    first = [outcome.points[0].figure for _, outcome in rows]
+    axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2 * max(first, default=math.inf)))
+    axes[0].set_ylabel("figure (lower is better)")
+    axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    # Without the version, so that equal trials give equal bytes.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return True

@@ -1,0 +1,208 @@
+"""What a virtual cluster is like: the flags of `pyps simulate`, checked, and what follows from them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
+from typing import Annotated, Any, get_type_hints
+
+import numpy as np
+import typer
+
+from pyps.cli.serve import with_flags
+from pyps.core import schedule
+from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import Gradient, PayloadKind, Reply
+from pyps.core.roster import Roster
+from pyps.core.rule_settings import RuleSettings
+from pyps.core.rules import RULES
+from pyps.core.shard import Shard
+from pyps.simulation.network import Network
+from pyps.simulation.simulation import Failures, Timing, WorkerPlan, parse_timing
+from pyps.units import counted, parse_bandwidth, parse_seconds
+from pyps_wire.codecs import FLOAT32, Codec, codec_of
+from pyps_wire.errors import InvalidArgument
+
+# A shard's time for a message, and for a number of it: a small push and its pull take a server's Python 0.1 ms, the
+# kernels of Adagrad with the scan, and of the reply, so long a number (docs/performance.md, one thread of an EPYC).
+PUSH_SECONDS = (7.5e-5, 6e-10)
+PULL_SECONDS = (2.5e-5, 2e-10)
+MEASURED_PARAMETERS_MAX = 4_000_000
+# What a worker pushes at least once without a model, where nothing says how much.
+PUSHES_PER_WORKER = 20
+
+
+def _flag(default: Any, meaning: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": meaning, **more})
+
+
+def listed(text: str) -> list[str]:
+    """Return the items of "async,softsync:n=8,merge=all": a comma before a setting is the item's."""
+    return [item.strip() for item in re.split(r",(?!\s*\w+=)", text) if item.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The flags of a simulation. Raises InvalidArgument for a value that cannot be."""
+
+    workers: int = _flag(8, "Virtual workers.", min=1, max=100_000)
+    protocol: str = _flag("async", "Protocols, as async,softsync:n=8,hardsync.")
+    staleness: str = _flag("auto", "Staleness policies, as none,divide,constant; auto: as `pyps serve`.")
+    rate: str = _flag("", "Learning rates, as 0.1,0.3; none: the optimizer's, or 0.1.")
+    optimizer: str = _flag("", "The servers' rule and settings, as momentum:momentum=0.9; none: sgd.")
+    schedule: str = _flag("constant", "How the rate changes, as for `pyps serve`.")
+    batch_size: int = _flag(32, "Examples in a minibatch.", min=1)
+    examples: int = _flag(0, "Examples to train on, over all workers; 0: by --epochs.", min=0)
+    epochs: float = _flag(5.0, "The same in passes over the data.", min=0.001)
+    step_seconds: str = _flag("1", "Mean time in which a worker computes a minibatch, as 0.2 or 20ms.")
+    times: str = _flag("lognormal:0.15", "How it varies: fixed, normal:0.1, lognormal:0.15, exponential, scripted:1,2.")
+    slow: str = _flag("", "Slow workers, as 3x2 for three that take twice as long, or 3x2,1x10.")
+    failures: str = _flag("", "A worker's mean time between failures, and to come back, as 3600,60.")
+    latency: str = _flag("0", "Time of a message besides its bytes, as 0.001 or 1ms.")
+    bandwidth: str = _flag("", "Of a worker's link, each way, as 1gbit or 12.5MB (a second); none: no limit.")
+    server_bandwidth: str = _flag("", "The same of the server's link; none: as a worker's.")
+    service_seconds: str = _flag(
+        "kernel", "A shard's time for a push, of which a pull takes a third; kernel: by its size; measured: here."
+    )
+    shards: int = _flag(1, "Shards of the model, which work beside each other.", min=1, max=1024)
+    codec: str = _flag("float32", "Codec of gradients.")
+    pull_codec: str = _flag("float32", "Codec of parameters.")
+    local_steps: int = _flag(1, "Steps of SGD at --rate before a worker pushes what they changed.", min=1)
+    seeds: int = _flag(3, "Trials of each combination.", min=1)
+    target: float | None = _flag(None, "A figure: the time to it is told.")
+    parameters: int = _flag(1_000_000, "The model's size, with --no-gradients.", min=1)
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "latency"):
+            parse_seconds(getattr(self, name), what=f"--{name.replace('_', '-')}")
+        schedule.parse(self.schedule, epoch_examples=1)
+        _ = self.worker_plans, self.network, self.rates, self.rule_settings(0.1), self.service
+        if not listed(self.protocol) or not listed(self.staleness):
+            raise InvalidArgument("--protocol and --staleness must name one or more each, as async,hardsync")
+
+    @property
+    def rates(self) -> list[float]:
+        try:
+            rates = [float(each) for each in listed(self.rate)]
+        except ValueError:
+            rates = [math.nan]
+        if not all(0 < each < math.inf for each in rates):
+            raise InvalidArgument(f"--rate is {self.rate!r}; expected numbers above 0, as 0.1,0.3")
+        of_rule = re.search(r"learning_rate=([\d.e-]+)", self.optimizer) if self.local_steps == 1 else None
+        if rates and of_rule:
+            raise InvalidArgument(f"--rate {self.rate} and --optimizer {self.optimizer} both set it: leave one out")
+        if of_rule:
+            return [float(of_rule[1])]
+        return rates or [0.1]
+
+    def rule_settings(self, rate: float) -> RuleSettings:
+        """Return the servers' rule: for a rate, or for what local steps changed, whose rule is the outer one."""
+        text = self.optimizer or "sgd"
+        if "learning_rate" not in text:
+            text += f"{',' if ':' in text else ':'}learning_rate={1.0 if self.local_steps > 1 else rate!r}"
+        try:
+            settings = RuleSettings.parse(text)
+        except ValueError as error:
+            raise InvalidArgument(f"--optimizer is {self.optimizer!r}: {error}") from None
+        return replace(settings, kinds=(PayloadKind.DELTA,)) if self.local_steps > 1 else settings
+
+    @property
+    def worker_plans(self) -> list[WorkerPlan]:
+        mean = parse_seconds(self.step_seconds, what="--step-seconds")
+        found = [re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", item) for item in listed(self.slow)]
+        slow = [(int(each[1]), float(each[2])) for each in found if each is not None and float(each[2])]
+        if len(slow) < len(found) or sum(count for count, _ in slow) > self.workers:
+            raise InvalidArgument(
+                f"--slow is {self.slow!r}; expected at most {counted(self.workers, 'worker')} and how much longer each"
+                " takes, as 3x2"
+            )
+        factors = [factor for count, factor in slow for _ in range(count)]
+        factors += [1.0] * (self.workers - len(factors))
+        timings = {factor: self._timing(factor * mean) for factor in dict.fromkeys(factors)}
+        plan = WorkerPlan(
+            "",
+            codec=codec_of(self.codec, Codec.pushes, what="--codec"),
+            pull_codec=codec_of(self.pull_codec, Codec.pulls, what="--pull-codec"),
+            failures=self._failures,
+        )
+        width = len(str(self.workers - 1))
+        return [replace(plan, worker_id=f"w{i:0{width}}", timing=timings[each]) for i, each in enumerate(factors)]
+
+    def _timing(self, mean: float) -> Timing:
+        timing, count = parse_timing(self.times, mean=mean), self.local_steps
+        if count == 1:
+            return timing
+        return lambda step, random: sum(timing(step * count + each, random) for each in range(count))
+
+    @property
+    def _failures(self) -> Failures | None:
+        times = [parse_seconds(item, what="--failures") for item in listed(self.failures)]
+        if times and (len(times) != 2 or not times[0]):
+            raise InvalidArgument(f"--failures is {self.failures!r}; expected two times, as 3600,60")
+        return Failures(*times) if times else None
+
+    @property
+    def network(self) -> Network:
+        of_worker = parse_bandwidth(self.bandwidth or "inf", what="--bandwidth")
+        of_server = parse_bandwidth(self.server_bandwidth or self.bandwidth or "inf", what="--server-bandwidth")
+        return Network(parse_seconds(self.latency, what="--latency"), of_worker, of_server)
+
+    @property
+    def service(self) -> Callable[[int], tuple[float, float]]:
+        """A function that returns a shard's seconds for a push and for a pull, by its size."""
+        if self.service_seconds == "kernel":
+            return lambda size: (PUSH_SECONDS[0] + size * PUSH_SECONDS[1], PULL_SECONDS[0] + size * PULL_SECONDS[1])
+        if self.service_seconds == "measured":
+            return _measured
+        seconds = parse_seconds(self.service_seconds, what="--service-seconds, unless kernel or measured,")
+        return lambda size: (seconds, seconds / 3)
+
+    def sized(self, *, num_parameters: int, num_examples: int) -> Settings:
+        """Return the settings for a model and data of that size, 0 examples for none; later steps need no more."""
+        if self.shards > num_parameters:
+            raise InvalidArgument(
+                f"--shards is {self.shards}; expected at most {num_parameters}, the number of the model's parameters"
+            )
+        per_push = self.batch_size * self.local_steps
+        examples = self.examples or round(self.epochs * num_examples) or self.workers * PUSHES_PER_WORKER * per_push
+        push, _ = self.service(math.ceil(num_parameters / self.shards))
+        service = f"{push:.6g}" if self.service_seconds == "measured" else self.service_seconds
+        return replace(self, parameters=num_parameters, examples=examples, service_seconds=service)
+
+    @property
+    def pushes(self) -> int:
+        return math.ceil(self.examples / (self.batch_size * self.local_steps))
+
+
+_KINDS: dict[str, Any] = get_type_hints(Settings)
+
+
+def _flag_of(setting: Field[Any]) -> inspect.Parameter:
+    option: Any = Annotated[_KINDS[setting.name], typer.Option(**setting.metadata)]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=option)
+
+
+# Replaces a command's `**` parameter by a flag for each setting.
+with_cluster = partial(with_flags, added=[_flag_of(each) for each in fields(Settings)])
+
+
+def _measured(size: int) -> tuple[float, float]:
+    """Measure a shard's push and pull on this machine; a large shard takes as many times as long as it is larger."""
+    length = min(size, MEASURED_PARAMETERS_MAX)
+    behaviour, rule, rate = Behaviour.parse(), RULES["adagrad"], {"learning_rate": 0.1}
+    shard = Shard(0, np.zeros(length, np.float32), rule=rule, hyperparameters=rate, behaviour=behaviour)
+    payload, buffer = np.ones(length, np.float32).tobytes(), np.empty(length * 4, np.uint8)
+    moments = [time.perf_counter()]
+    for sequence in range(21):
+        shard.push(Gradient("w", 1, sequence, sequence, 0, FLOAT32, payload), roster=Roster(("w",)))
+        moments.append(time.perf_counter())
+        shard.pull(Reply(buffer.data, 0, FLOAT32), worker_id="w")
+        moments.append(time.perf_counter())
+    seconds = np.diff(moments) * size / length
+    return statistics.median(seconds[0::2]), statistics.median(seconds[1::2])

@@ -1,0 +1,147 @@
+"""Grids of trials, in processes of one thread each: a result does not depend on how many there are."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyps.cli.evaluate import explained, run_script
+from pyps.cli.laboratory.settings import Settings, listed
+from pyps.cli.laboratory.trial import Outcome, Trial
+from pyps.config import ServerConfig
+from pyps.core import protocols, staleness
+from pyps_wire.errors import InvalidArgument, PypsError
+
+T = TypeVar("T")
+
+# Read when a process loads a library.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_LOOK_SECONDS = 0.2
+
+
+class ScriptFailed(Exception):
+    """A user's script raised an error, which the text shows as Python does."""
+
+
+def grid(settings: Settings) -> tuple[list[Trial], list[str]]:
+    """Return the trials of all combinations that differ, seeds last, and what to know of them, in sentences."""
+    trials: dict[Trial, None] = {}
+    remarks = []
+    for name in dict.fromkeys(listed(settings.protocol)):
+        protocol, policies = protocols.parse(name), listed(settings.staleness)
+        if protocol.coordinated:
+            raise InvalidArgument(f"--protocol names {name}, under which no worker pushes; expected another one")
+        protocol.check(settings.workers)
+        remarks += [f"{protocol.text}: {warning}." for warning in protocol.warnings(settings.workers)]
+        texts = [
+            (ServerConfig(protocol=name).behaviour.staleness if policy == "auto" else staleness.parse(policy)).text
+            for policy in policies
+        ]
+        if protocol.barrier or protocol.name == "serial" or settings.workers == 1:
+            if len(policies) > 1:
+                remarks.append(f"{protocol.text}: one row for all policies, as no gradient is stale there.")
+            texts = ["none"]
+        for text in texts:
+            for rate in settings.rates:
+                trials |= {Trial(protocol.text, text, rate, seed): None for seed in range(settings.seeds)}
+    return list(trials), remarks
+
+
+class Pool:
+    """Processes that have run the user's script, if there is one."""
+
+    def __init__(self, script: Path | None, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._done = context.Value("d", 0.0)
+        self._executor = ProcessPoolExecutor(processes, context, _begin, (script, self._done))
+        self._before = {name: os.environ.get(name) for name in _ONE_THREAD}
+
+    def __enter__(self) -> Pool:
+        os.environ.update(_ONE_THREAD)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(cancel_futures=True)
+        for name, value in self._before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how many parameters the script's model has, and how many examples its data."""
+        return self._executor.submit(_sizes).result()
+
+    def run(
+        self, trials: Sequence[Trial], settings: Settings, *, tell: Callable[[float], None] = lambda done: None
+    ) -> list[Outcome]:
+        """Return the trials' outcomes, in order; `tell` is called with the number of trials done, in parts."""
+        futures = [self._executor.submit(_run, trial, settings) for trial in trials]
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, _LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+            for future in done:
+                # A failure ends the others.
+                future.result()
+            tell(self._done.value)
+        return [future.result() for future in futures]
+
+
+# What follows is called in the processes.
+
+_script: Path | None = None
+_defined: dict[str, Any] = {}
+_done: Synchronized[float]
+
+
+def _begin(script: Path | None, done: Synchronized[float]) -> None:
+    global _script, _done
+    _script, _done = script, done
+    # Ctrl-C ends them in silence: the parent says what happens.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # What servers would log of virtual workers.
+    logging.getLogger("pyps").setLevel(logging.CRITICAL)
+
+
+def _problem(seed: int) -> Any:
+    """Return the script's problem for a seed; None without a script."""
+    if _script is None:
+        return None
+    from pyps_client.torch.problem import Problem, one_thread, seed_all
+
+    if not _defined:
+        one_thread()
+        # The script's data are the same in each process.
+        seed_all(0)
+        _defined.update(run_script(_script))
+    return Problem(_defined, script=str(_script), seed=seed)
+
+
+def _in_script(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except PypsError:
+        raise
+    except Exception as error:
+        if _script is None:
+            raise
+        raise ScriptFailed(explained(error, _script)) from None
+
+
+def _sizes() -> tuple[int, int]:
+    problem = _in_script(lambda: _problem(0))
+    return problem.num_parameters, problem.num_examples
+
+
+def _run(trial: Trial, settings: Settings) -> Outcome:
+    def tell(share: float) -> None:
+        with _done.get_lock():
+            _done.value += share
+
+    return _in_script(lambda: trial.run(settings, _problem(trial.seed), tell))
