@@ -367,8 +367,13 @@ class Membership:
     def idle(self, now: float) -> set[str]:
         """Return the live workers whose last push is so old that others may be waiting for the next."""
         latest = now - IDLE_SHARE * self.stall_seconds
-        last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in self.alive()}
-        return {worker_id for worker_id, time in last.items() if time <= latest}
+        with self._lock:
+            last = [
+                (m.worker_id, m.joined_at if m.taken_at is None else m.taken_at)
+                for m in self._members.values()
+                if m.alive
+            ]
+        return {worker_id for worker_id, time in last if time <= latest}
 
     def end_stalls(
         self,

@@ -97,6 +97,8 @@ class VirtualServer:
         self._resumes_at = dict.fromkeys(self.shards, 0.0)
         # The workers that send heartbeats, and their incarnations.
         self._living: dict[str, int] = {}
+        # When each of them called last.
+        self._called_at: dict[str, float] = {}
         self._ticking = False
         self._last_event = 0
 
@@ -136,7 +138,7 @@ class VirtualServer:
 
     def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
         """Call `then` for each shard once it has the version, with the shard's number and the time to read it."""
-        incarnation = self._living[worker_id]
+        incarnation, self._called_at[worker_id] = self._living[worker_id], self._scheduler.now
         for shard in self.run.shards_to_pull(
             RUN_ID, worker_id, incarnation, observer=False, shard_ids=min_versions.keys()
         ):
@@ -294,9 +296,12 @@ class VirtualServer:
             self._scheduler.at(self._scheduler.now + self.plan.tick_seconds, self._keep_time)
 
     def _tick(self) -> None:
+        latest = self._scheduler.now - self.plan.lease_seconds / 2
         for worker_id, incarnation in self._living.items():
             # Live workers send heartbeats.
-            self.run.heard(RUN_ID, worker_id, incarnation)
+            if self._called_at.get(worker_id, latest) <= latest:
+                self._called_at[worker_id] = self._scheduler.now
+                self.run.heard(RUN_ID, worker_id, incarnation)
         with self._reporting_rounds():
             self.run.tick()
             for event in self.run.events.since(self._last_event):

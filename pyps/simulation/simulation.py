@@ -228,16 +228,18 @@ class VirtualWorker:
         self._after_trips((1 + in_exchange) if waits else 0, self._pull)
 
     def _request_step(self, *, again: bool = False) -> None:
-        wake = partial(self._at, 0.0, partial(self._request_step, again=True))
+        wake = partial(self._call, self._life, partial(self._at, 0.0, partial(self._request_step, again=True)))
         if self._server.may_proceed(self.worker_id, self.steps_done, wake=wake, again=again):
             self._after_trips(2, self._pull)
 
     def _pull(self) -> None:
         self._outstanding = set(self._shards)
-        self._server.pull(self.worker_id, self._min_versions, then=self._reads_at)
+        # A life may end while it waits for a version.
+        self._server.pull(self.worker_id, self._min_versions, then=partial(self._reads_at, self._life))
 
-    def _reads_at(self, shard_id: int, time: float) -> None:
-        self._at(time, partial(self._read, shard_id))
+    def _reads_at(self, life: int, shard_id: int, time: float) -> None:
+        if life == self._life:
+            self._at(time, partial(self._read, shard_id))
 
     def _read(self, shard_id: int) -> None:
         held, least, codec = self._held.get(shard_id), self._min_versions[shard_id], self.plan.pull_codec

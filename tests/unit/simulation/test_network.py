@@ -155,6 +155,17 @@ def test_a_worker_that_fails_comes_back_as_a_new_process_and_others_go_on():
     assert again.simulation.trace() == run.simulation.trace()
 
 
+@pytest.mark.parametrize("protocol", ["hardsync", "ssp:s=1", "serial", "asgd"])
+def test_what_a_life_waited_for_does_not_come_to_the_next(protocol):
+    plans = [WorkerPlan(name, failures=Failures(mean_seconds=4.0, recovery_seconds=0.5)) for name in "abcd"]
+    network = Network(0.1, bytes_per_second=100.0)
+    server = ServerPlan(lease_seconds=2.0, pull_seconds=0.1)
+    run = cluster(protocol, parameters=[[0.0], [0.0]], workers=plans, network=network, server=server).run(seconds=200.0)
+
+    assert len(run.events(Kind.DIE)) > 100
+    assert run.events(Kind.PUSH)[-1].time > 190.0
+
+
 def test_a_run_that_ends_under_two_shards_lets_its_workers_leave_once():
     run = cluster(parameters=[[0.0], [0.0]], workers=2)
     run.simulation.at(3.5, run.simulation.server.run.finish)
