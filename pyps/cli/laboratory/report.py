@@ -129,8 +129,10 @@ def draw(path: Path, rows: Rows) -> bool:
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     # Where something diverges, what does not is to be seen all the same.
-    first = [outcome.points[0].figure for _, outcome in rows]
-    axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2 * max(first, default=math.inf)))
+    figures = [[point.figure for point in outcome.points if math.isfinite(point.figure)] for _, outcome in rows]
+    if all(figures):
+        first, least = max(each[0] for each in figures), min(map(min, figures))
+        axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2 * first - least + 1e-9))
     axes[0].set_ylabel("figure (lower is better)")
     axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0))
     # Without the version, so that equal trials give equal bytes.

@@ -18,7 +18,7 @@ import typer
 from pyps.cli.serve import with_flags
 from pyps.core import schedule
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PayloadKind, Reply
+from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
@@ -159,7 +159,7 @@ class Settings:
         if self.service_seconds == "kernel":
             return lambda size: (PUSH_SECONDS[0] + size * PUSH_SECONDS[1], PULL_SECONDS[0] + size * PULL_SECONDS[1])
         if self.service_seconds == "measured":
-            return _measured
+            return lambda size: (_measured(size), 0.0)
         seconds = parse_seconds(self.service_seconds, what="--service-seconds, unless kernel or measured,")
         return lambda size: (seconds, seconds / 3)
 
@@ -171,8 +171,9 @@ class Settings:
             )
         per_push = self.batch_size * self.local_steps
         examples = self.examples or round(self.epochs * num_examples) or self.workers * PUSHES_PER_WORKER * per_push
-        push, _ = self.service(math.ceil(num_parameters / self.shards))
-        service = f"{push:.6g}" if self.service_seconds == "measured" else self.service_seconds
+        service = self.service_seconds
+        if service == "measured":
+            service = f"{self.service(math.ceil(num_parameters / self.shards))[0]:.6g}"
         return replace(self, parameters=num_parameters, examples=examples, service_seconds=service)
 
     @property
@@ -192,17 +193,13 @@ def _flag_of(setting: Field[Any]) -> inspect.Parameter:
 with_cluster = partial(with_flags, added=[_flag_of(each) for each in fields(Settings)])
 
 
-def _measured(size: int) -> tuple[float, float]:
-    """Measure a shard's push and pull on this machine; a large shard takes as many times as long as it is larger."""
+def _measured(size: int) -> float:
+    """Measure a shard's push on this machine; a large shard takes as many times as long as it is larger."""
     length = min(size, MEASURED_PARAMETERS_MAX)
     behaviour, rule, rate = Behaviour.parse(), RULES["adagrad"], {"learning_rate": 0.1}
     shard = Shard(0, np.zeros(length, np.float32), rule=rule, hyperparameters=rate, behaviour=behaviour)
-    payload, buffer = np.ones(length, np.float32).tobytes(), np.empty(length * 4, np.uint8)
-    moments = [time.perf_counter()]
+    payload, moments = np.ones(length, np.float32).tobytes(), [time.perf_counter()]
     for sequence in range(21):
         shard.push(Gradient("w", 1, sequence, sequence, 0, FLOAT32, payload), roster=Roster(("w",)))
         moments.append(time.perf_counter())
-        shard.pull(Reply(buffer.data, 0, FLOAT32), worker_id="w")
-        moments.append(time.perf_counter())
-    seconds = np.diff(moments) * size / length
-    return statistics.median(seconds[0::2]), statistics.median(seconds[1::2])
+    return statistics.median(np.diff(moments)) * size / length
