@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -105,6 +106,8 @@ def _begin(script: Path | None, done: Synchronized[float]) -> None:
     _script, _done = script, done
     # Ctrl-C ends them in silence: the parent says what happens.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Pushes make no cycles: the collector would look through all workers for nothing.
+    gc.set_threshold(100_000)
     # What servers would log of virtual workers.
     logging.getLogger("pyps").setLevel(logging.CRITICAL)
 

@@ -100,13 +100,14 @@ class _Training:
     def outcome(self, tell: Callable[[float], None]) -> Outcome:
         settings, simulation = self._settings, self._simulation
         points, note = self._look(), ""
-        for index in range(1, POINTS + 1):
+        looks = sorted({index * settings.pushes // POINTS for index in range(1, POINTS + 1)} - {0})
+        for index, pushes in enumerate(looks):
             try:
-                simulation.run(pushes=index * settings.pushes // POINTS * settings.shards)
+                simulation.run(pushes=pushes * settings.shards)
             except _Ended as ended:
                 note = str(ended)
             points += self._look()
-            tell(1 / POINTS if not note else 1 - (index - 1) / POINTS)
+            tell((len(looks) - index if note else 1) / len(looks))
             if note:
                 break
         return Outcome(points, self._measured(points, note))
