@@ -18,6 +18,8 @@ from pyps.cli.status import PIPE_COLUMNS
 from pyps.units import counted, in_bytes
 from pyps_wire.errors import InvalidArgument
 
+TABLE_COLUMNS_MIN = 88
+
 
 @with_cluster
 def simulate(
@@ -65,6 +67,8 @@ def simulate(
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_COLUMNS
+    # A narrow terminal folds lines; a cell that is cut off is lost.
+    console.width = max(console.width, TABLE_COLUMNS_MIN)
     console.print(report.table(rows, settings, trained=script is not None))
     if out is not None:
         written = report.write(out, rows, settings)

@@ -34,17 +34,18 @@ def table(rows: Rows, settings: Settings, *, trained: bool) -> Table:
         made.add_column(name, min_width=8, overflow="fold")
     cells = [_cells(outcomes, settings, trained=trained) for _, outcomes in combinations(rows)]
     for name in ["rate"] * trained + list(cells[0]):
-        made.add_column(name, justify="right", no_wrap=name != "note")
-    for (trial, _), row in zip(combinations(rows), cells, strict=True):
-        made.add_row(trial.protocol, trial.staleness, *[f"{trial.rate:g}"] * trained, *row.values())
+        made.add_column(name, justify="right", no_wrap=True)
+    for (trial, outcomes), row in zip(combinations(rows), cells, strict=True):
+        notes = [str(note) for outcome in outcomes if (note := outcome.measured["note"])]
+        note = f"\n{len(notes)} of {len(outcomes)} {notes[0]}" if notes else ""
+        made.add_row(trial.protocol, trial.staleness + note, *[f"{trial.rate:g}"] * trained, *row.values())
     return made
 
 
 def _cells(outcomes: Sequence[Outcome], settings: Settings, *, trained: bool) -> dict[str, str]:
     """Return the columns of a combination's row."""
-    values = {name: [outcome.measured[name] for outcome in outcomes] for name in outcomes[0].measured}
-    notes = [str(each) for each in values.pop("note") if each]
-    numbers = {name: [float(each) for each in column] for name, column in values.items()}
+    names = [name for name in outcomes[0].measured if name != "note"]
+    numbers = {name: [float(outcome.measured[name]) for outcome in outcomes] for name in names}
     means = {name: fmean(column) for name, column in numbers.items()}
     cells = {"figure": _figure(numbers["figure"])} if trained else {}
     if trained and settings.target is not None:
@@ -56,7 +57,6 @@ def _cells(outcomes: Sequence[Outcome], settings: Settings, *, trained: bool) ->
         "stale-\nness": f"{means['mean_staleness']:.2f}",
         "wait-\ning": f"{means['waiting']:.0%}",
         "bytes/\nexample": _number(means["bytes_per_example"]),
-        "": f"{len(notes)} of {len(outcomes)} {notes[0]}" if notes else "",
     }
 
 
