@@ -18,7 +18,7 @@ from pyps.cli.status import PIPE_COLUMNS
 from pyps.units import counted, in_bytes
 from pyps_wire.errors import InvalidArgument
 
-TABLE_COLUMNS_MIN = 88
+TABLE_COLUMNS_MIN = 96
 
 
 @with_cluster

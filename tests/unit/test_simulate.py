@@ -211,3 +211,10 @@ def test_a_trial_that_diverges_or_is_refused_ends_and_says_so():
 def test_amounts_are_read_with_their_units():
     assert [parse_seconds(text, what="x") for text in ("2", "10 ms", "0.05 ms", "1e-3")] == [2.0, 0.01, 5e-05, 0.001]
     assert [parse_bandwidth(text, what="x") for text in ("1gbit", "100mbit", "12.5MB")] == [125e6, 12.5e6, 12.5e6]
+
+
+def test_a_shards_time_follows_its_size_or_is_measured_here():
+    kernel = Settings(shards=2).service
+    assert kernel(10**7)[0] == pytest.approx(7.5e-5 + 6e-3)
+    assert Settings(service_seconds="3ms").service(10) == pytest.approx((0.003, 0.001))
+    assert 0 < float(Settings(service_seconds="measured").sized(num_parameters=10, num_examples=0).service_seconds) < 1
