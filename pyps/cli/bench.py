@@ -119,7 +119,7 @@ def bench(
             greetings |= {address: _greet(address, token) for address in data_addresses(servers, token)}
             for address, greeting in greetings.items():
                 _require_free(address, greeting)
-            _measure(measured, tuple(greetings), token, setups, sizes=parameters, seconds=seconds)
+            measure_rounds(measured, tuple(greetings), token, setups, sizes=parameters, seconds=seconds)
         finally:
             # The results follow: ignore a further Ctrl-C.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -159,7 +159,7 @@ def _require_free(address: str, greeting: HelloReply) -> None:
     )
 
 
-def _measure(
+def measure_rounds(
     results: list[Rounds],
     addresses: tuple[str, ...],
     token: str,

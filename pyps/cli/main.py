@@ -32,6 +32,7 @@ COMMANDS = {
     "drain": ("Let servers hand over to their standbys, and end.", "control:drain"),
     "promote": ("Make standbys take over.", "control:promote"),
     "simulate": ("Train a model of yours on a virtual cluster, under several protocols.", "simulate:simulate"),
+    "advise": ("Say which way of training a model of yours to start with.", "advise:advise"),
     "eval": ("Score a running model with a script of your own.", "evaluate:evaluate"),
     "bench": ("Measure rounds between this machine and running servers.", "bench:bench"),
     "certs": ("Make, show and check certificates for TLS.", "certs:certs"),

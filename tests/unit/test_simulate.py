@@ -162,7 +162,7 @@ def test_one_worker_takes_the_steps_of_torchs_own_sgd():
     import torch
 
     of_script = problem()
-    model, draws = of_script._model, np.random.default_rng([0, 0])
+    model, draws = of_script.model, np.random.default_rng([0, 0])
     twin = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0))
     twin.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
+import os
 import random
+import runpy
+import sys
 from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
+from pyps_client.launch import Launch
+from pyps_client.torch.remote_optimizer import RemoteOptimizer
 from pyps_wire.errors import InvalidArgument
 
 Floats = npt.NDArray[np.float32]
@@ -42,10 +50,10 @@ class Problem:
                     f"for example:\n{EXAMPLE}"
                 )
         seed_all(seed)
-        self._model = defined["model"]()
-        if not isinstance(self._model, torch.nn.Module):
+        self.model = defined["model"]()
+        if not isinstance(self.model, torch.nn.Module):
             raise InvalidArgument(
-                f"model() of {script} returns {type(self._model).__name__}; expected a torch.nn.Module"
+                f"model() of {script} returns {type(self.model).__name__}; expected a torch.nn.Module"
             )
         self._loss: Callable[[Any, Any], torch.Tensor] = defined["loss"]
         if callable(defined["data"]) and not hasattr(defined["data"], "__getitem__"):
@@ -60,16 +68,16 @@ class Problem:
         self._tensors: Sequence[torch.Tensor] | None = tensors if isinstance(tensors, tuple | list) else None
         self.num_examples = len(self._tensors[0] if self._tensors is not None else self._data)
         self._flatten(script)
-        self._buffers = [buffer for buffer in self._model.buffers() if buffer is not None]
+        self._buffers = [buffer for buffer in self.model.buffers() if buffer is not None]
         self._first_buffers = [buffer.clone() for buffer in self._buffers]
         self._buffers_of: dict[str, list[torch.Tensor]] = {}
         self._evaluate: Callable[[Any], Any] | None = defined.get("evaluate")
         sample = np.random.default_rng(0).permutation(self.num_examples)[:FIGURE_EXAMPLES]
         self._sample = None if self._evaluate else self._batch(sample)
-        self._model.train()
+        self.model.train()
 
     def _flatten(self, script: str) -> None:
-        parameters = [each for each in self._model.parameters() if each.requires_grad]
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
         if not parameters:
             raise InvalidArgument(f"model() of {script} returns a model without parameters to train")
         for each in parameters:
@@ -99,7 +107,7 @@ class Problem:
         for buffer, value in zip(self._buffers, own, strict=True):
             buffer.copy_(value)
         self._gradient.zero_()
-        value = self._loss(self._model, self._batch(examples))
+        value = self._loss(self.model, self._batch(examples))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise InvalidArgument(f"loss(model, batch) returns {type(value).__name__}; expected a tensor of one number")
         value.backward()  # type: ignore[no-untyped-call]
@@ -112,10 +120,10 @@ class Problem:
 
         The buffers are those of the worker that computed last.
         """
-        self._model.eval()
+        self.model.eval()
         with torch.no_grad():
-            value = self._evaluate(self._model) if self._evaluate else self._loss(self._model, self._sample)
-        self._model.train()
+            value = self._evaluate(self.model) if self._evaluate else self._loss(self.model, self._sample)
+        self.model.train()
         return float(value)
 
     def _batch(self, examples: npt.NDArray[Any]) -> Any:
@@ -125,9 +133,9 @@ class Problem:
         return default_collate([self._data[int(each)] for each in examples])
 
 
-def one_thread() -> None:
-    """Compute in one thread: several may change the last bits."""
-    torch.set_num_threads(1)
+def use_threads(count: int) -> None:
+    """Compute in so many threads: another number may change the last bits."""
+    torch.set_num_threads(count)
 
 
 def seed_all(seed: int) -> None:
@@ -145,3 +153,29 @@ def _is_data(data: Any) -> bool:
             and (len({len(each) for each in data}) == 1 and len(data[0]) > 0)
         )
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0
+
+
+def main() -> None:
+    """Train a script as a real worker, for `pyps advise --check`, until a signal."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("script")
+    for name, kind in (("--batch-size", int), ("--rate", float), ("--codec", str)):
+        parser.add_argument(name, type=kind, required=True)
+    options = parser.parse_args()
+    logging.getLogger("pyps.client").setLevel(logging.WARNING)
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    seed_all(0)
+    problem = Problem(runpy.run_path(options.script, run_name="__pyps_simulate__"), script=options.script, seed=0)
+    optimizer = RemoteOptimizer(
+        problem.model,
+        torch.optim.SGD(problem.model.parameters(), lr=options.rate),
+        launch=Launch(gradient_codec=options.codec, parameter_codec=options.codec),
+    )
+    drawn = np.random.default_rng(int(os.environ["PYPS_WORKER_INDEX"]))
+    while True:
+        problem.gradient("", drawn.integers(problem.num_examples, size=options.batch_size))
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pyps.cli.laboratory.settings import Settings
-from pyps.cli.laboratory.trial import Outcome, Trial
+from pyps.cli.laboratory.trial import Outcome, Point, Trial
 
 Rows = Sequence[tuple[Trial, Outcome]]
 
@@ -136,5 +136,28 @@ def draw(path: Path, rows: Rows) -> bool:
     axes[0].set_ylabel("figure (lower is better)")
     axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0))
     # Without the version, so that equal trials give equal bytes.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return True
+
+
+def draw_ways(path: Path, ways: Sequence[tuple[str, Sequence[Sequence[Point]]]], *, target: float) -> bool:
+    """Draw the figure of each way against time, the last two in black; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for number, (label, curves) in enumerate(ways):
+        places = list(zip(*curves, strict=False))
+        style = {len(ways) - 2: "k--", len(ways) - 1: "k:"}.get(number, "-")
+        times = [fmean(point.seconds for point in place) for place in places]
+        axis.plot(times, [fmean(point.figure for point in place) for place in places], style, lw=1.4, label=label)
+    axis.axhline(target, color="grey", lw=0.8)
+    axis.annotate("target", (0, target), color="grey", fontsize="small", va="bottom")
+    axis.set_ylim(top=1.2 * max(curves[0][0].figure for _, curves in ways))
+    axis.set(xlabel="virtual seconds", ylabel="figure (lower is better)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return True

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from pyps.cli.evaluate import explained, run_script
 from pyps.cli.laboratory.settings import Settings, listed
@@ -23,8 +27,9 @@ from pyps_wire.errors import InvalidArgument, PypsError
 T = TypeVar("T")
 
 # Read when a process loads a library.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _LOOK_SECONDS = 0.2
+WARM_UP_STEPS, STEPS_MIN = 3, 8
 
 
 class ScriptFailed(Exception):
@@ -58,14 +63,16 @@ def grid(settings: Settings) -> tuple[list[Trial], list[str]]:
 class Pool:
     """Processes that have run the user's script, if there is one."""
 
-    def __init__(self, script: Path | None, processes: int) -> None:
+    def __init__(self, script: Path | None, processes: int, *, threads: int = 1) -> None:
+        """`threads`: of each process; their number may change the last bits."""
         context = multiprocessing.get_context("spawn")
         self._done = context.Value("d", 0.0)
-        self._executor = ProcessPoolExecutor(processes, context, _begin, (script, self._done))
-        self._before = {name: os.environ.get(name) for name in _ONE_THREAD}
+        self._executor = ProcessPoolExecutor(processes, context, _begin, (script, self._done, threads))
+        self._processes, self._threads = processes, threads
+        self._before = {name: os.environ.get(name) for name in _THREADS}
 
     def __enter__(self) -> Pool:
-        os.environ.update(_ONE_THREAD)
+        os.environ.update(dict.fromkeys(_THREADS, str(self._threads)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,6 +85,11 @@ class Pool:
     def sizes(self) -> tuple[int, int]:
         """Return how many parameters the script's model has, and how many examples its data."""
         return self._executor.submit(_sizes).result()
+
+    def steps(self, batch_size: int, seconds: float) -> list[float]:
+        """Compute minibatches in all processes at once, for so long; return the seconds of each."""
+        futures = [self._executor.submit(_steps, batch_size, seconds) for _ in range(self._processes)]
+        return [taken for future in futures for taken in future.result()]
 
     def run(
         self, trials: Sequence[Trial], settings: Settings, *, tell: Callable[[float], None] = lambda done: None
@@ -99,11 +111,12 @@ class Pool:
 _script: Path | None = None
 _defined: dict[str, Any] = {}
 _done: Synchronized[float]
+_threads = 1
 
 
-def _begin(script: Path | None, done: Synchronized[float]) -> None:
-    global _script, _done
-    _script, _done = script, done
+def _begin(script: Path | None, done: Synchronized[float], threads: int) -> None:
+    global _script, _done, _threads
+    _script, _done, _threads = script, done, threads
     # Ctrl-C ends them in silence: the parent says what happens.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Pushes make no cycles: the collector would look through all workers for nothing.
@@ -116,10 +129,10 @@ def _problem(seed: int) -> Any:
     """Return the script's problem for a seed; None without a script."""
     if _script is None:
         return None
-    from pyps_client.torch.problem import Problem, one_thread, seed_all
+    from pyps_client.torch.problem import Problem, seed_all, use_threads
 
     if not _defined:
-        one_thread()
+        use_threads(_threads)
         # The script's data are the same in each process.
         seed_all(0)
         _defined.update(run_script(_script))
@@ -140,6 +153,19 @@ def _in_script(call: Callable[[], T]) -> T:
 def _sizes() -> tuple[int, int]:
     problem = _in_script(lambda: _problem(0))
     return problem.num_parameters, problem.num_examples
+
+
+def _steps(batch_size: int, seconds: float) -> list[float]:
+    """Compute minibatches for so long; return the seconds of each but the first ones."""
+    problem, drawn = _in_script(lambda: _problem(0)), np.random.default_rng(0)
+    taken, end = list[float](), math.inf
+    while len(taken) < STEPS_MIN or time.perf_counter() < end:
+        began = time.perf_counter()
+        _in_script(lambda: problem.gradient("", drawn.integers(problem.num_examples, size=batch_size)))
+        taken.append(time.perf_counter() - began)
+        if len(taken) == WARM_UP_STEPS:
+            end = time.perf_counter() + seconds
+    return taken[WARM_UP_STEPS:]
 
 
 def _run(trial: Trial, settings: Settings) -> Outcome:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # How often a trial looks at the figure.
 POINTS = 40
+# Numbers of a shard without gradients that workers follow by differences.
+PUBLISHED_LENGTH = 2048
 # A trial ends after so many gradients that are not finite, or so many pushes for each that should be taken.
 SKIPS_MAX = 10
 PUSHES_MAX = 20
@@ -68,7 +70,9 @@ class _Training:
         borders = [index * size // shards for index in range(shards + 1)]
         self._places = [slice(*place) for place in pairwise(borders)]
         lengths = [stop - start for start, stop in pairwise(borders)]
-        network, nothing = settings.network, np.zeros(1, np.float32)
+        plans, network = settings.worker_plans, settings.network
+        # What a published copy keeps of its differences depends on their size beside its own.
+        nothing = np.zeros(PUBLISHED_LENGTH if plans[0].pull_codec.published else 1, np.float32)
         parameters = [nothing] * shards
         if problem is None:
             network = replace(network, sizes=lengths)
@@ -88,7 +92,7 @@ class _Training:
                 schedule=settings.schedule,
                 epoch_examples=problem.num_examples if problem else 1,
             ),
-            settings.worker_plans,
+            plans,
             self._compute,
             server=ServerPlan(
                 expected_workers=settings.workers, service_seconds=push_seconds, pull_seconds=pull_seconds

@@ -1,0 +1,263 @@
+"""`pyps advise`: measures a user's script, tries ways to train it in virtual time, and says which to start with."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pyps.cli.evaluate import require_script
+from pyps.cli.laboratory import report
+from pyps.cli.laboratory.advice import LOCAL_STEPS, Advice, Way
+from pyps.cli.laboratory.advice import advise as make_advice
+from pyps.cli.laboratory.check import check as check_way
+from pyps.cli.laboratory.measure import Link, measure_link, measure_steps
+from pyps.cli.laboratory.settings import Settings
+from pyps.cli.laboratory.sweep import Pool, ScriptFailed
+from pyps.units import counted, in_bytes, in_seconds, parse_seconds
+from pyps_wire.errors import InvalidArgument
+
+STEPS_MIN = 4
+SHOWN = 8
+NOT_MODELLED = (
+    "GPUs that share a machine, data loading, other traffic, packet loss, TLS, servers with too few cores",
+    "rates that change over time, weight decay, clipping, and any optimizer but the servers' SGD",
+    "figures after more examples than were tried: who is ahead early may not be ahead late",
+    "DDP is taken at its best: its exchange is hidden behind the backward pass as far as it fits there",
+)
+
+
+def advise(
+    script: Annotated[
+        Path,
+        typer.Argument(help="Python file that defines model(), loss(model, batch), data, maybe evaluate(model)."),
+    ],
+    workers: Annotated[int, typer.Option(help="Workers that you have.", min=2, max=4096)] = 8,
+    batch_size: Annotated[int, typer.Option(help="Examples in a worker's minibatch.", min=1)] = 32,
+    epochs: Annotated[float, typer.Option(help="Passes over the data, of all workers together.", min=0.0)] = 5.0,
+    rate: Annotated[str, typer.Option(help="Learning rates to try; otherwise around one process's best.")] = "",
+    step_seconds: Annotated[
+        str, typer.Option(help="Mean time of a worker's step, as 20ms; otherwise that of this machine's processors.")
+    ] = "",
+    times: Annotated[str, typer.Option(help="How it varies, as lognormal:0.15; otherwise as measured.")] = "",
+    slow: Annotated[str, typer.Option(help="Slow workers, as 3x2 for three that take twice as long.")] = "",
+    failures: Annotated[
+        str, typer.Option(help="A worker's mean seconds between failures and those to come back, as 3600,60.")
+    ] = "",
+    latency: Annotated[str, typer.Option(help="Of the workers' links, as 1ms; otherwise of this machine's own.")] = "",
+    bandwidth: Annotated[str, typer.Option(help="Each way, as 1gbit; otherwise of this machine's own.")] = "",
+    target: Annotated[
+        float | None, typer.Option(help="The figure to reach; otherwise nearly what one process reaches.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Trials of each way.", min=1)] = 2,
+    out: Annotated[Path | None, typer.Option(help="Folder for the page and the picture.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Then run it on this machine, and compare.")] = False,
+    check_seconds: Annotated[float, typer.Option(help="How long that is measured.", min=1.0)] = 60.0,
+    processes: Annotated[int, typer.Option(help="Trials at once; 0: one a core.", min=0, max=1024)] = 0,
+) -> None:
+    """Measure a model of yours, and say which way of training it to start with, and why.
+
+    Protocols, staleness policies, rates, codecs, local steps and numbers of workers are tried in virtual time, with
+    real gradients. Where one process, or DDP, does as well, it says so.
+    """
+    require_script(script)
+    cores, console = os.cpu_count() or 1, Console()
+    given = Settings(
+        workers=workers, batch_size=batch_size, epochs=epochs, rate=rate, slow=slow, failures=failures, seeds=seeds,
+        target=target, step_seconds=step_seconds or "1", times=times or "fixed", latency=latency or "0",
+        bandwidth=bandwidth,
+    )  # fmt: skip
+    try:
+        typer.echo("measuring a step and a round ...", err=True)
+        steps = measure_steps(script, batch_size=batch_size, at_once=1, threads=cores)
+        with Pool(script, processes or cores) as pool:
+            size, num_examples = pool.sizes()
+            here = measure_link(size)
+            measured = replace(
+                given,
+                step_seconds=step_seconds or f"{steps.seconds:.6g}",
+                times=times or f"lognormal:{steps.sigma:.3g}",
+                latency=latency or f"{here.latency_seconds:.6g}",
+                bandwidth=bandwidth or here.in_words,
+                service_seconds="measured",
+            ).sized(num_parameters=size, num_examples=num_examples)
+            if measured.examples < STEPS_MIN * workers * batch_size:
+                raise InvalidArgument(
+                    f"--epochs {epochs:g} of {counted(num_examples, 'example')} are {measured.examples:,}, less than "
+                    f"{STEPS_MIN} steps of each worker; expected more epochs, or smaller batches"
+                )
+            link = Link(measured.network.latency_seconds, measured.network.bytes_per_second)
+            tried = given.rates if rate else []
+            found = make_advice(pool, measured, link, rates=tried, tell=_tell)
+        page = _page(script, found, measured, is_given=bool(step_seconds))
+        for line in page:
+            console.print(line, highlight=False, markup=False)
+        console.print(_table(found))
+        if check:
+            _check(console, script, found.best, min(workers, cores), check_seconds, here)
+    except ScriptFailed as failed:
+        typer.echo(str(failed), err=True)
+        raise typer.Exit(1) from None
+    if out is not None:
+        _write(out, page, found)
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"trying {text} ...", err=True)
+
+
+def _measured_words(settings: Settings, *, is_given: bool) -> str:
+    network, size = settings.network, 4 * settings.parameters
+    moving = size / network.bytes_per_second + network.latency_seconds
+    push, _ = settings.service(settings.parameters)
+    step = _milliseconds(parse_seconds(settings.step_seconds, what="--step-seconds"))
+    return (
+        f"A step of {settings.batch_size} examples takes {step} ({'as given' if is_given else 'measured here'}, "
+        f"{settings.times}). A gradient is {in_bytes(size)}: over a link of {network.bytes_per_second * 8e-9:.3g} "
+        f"Gbit/s and {_milliseconds(network.latency_seconds)} it takes {_milliseconds(moving)}, and the server "
+        f"{_milliseconds(push)}."
+    )
+
+
+def _page(script: Path, found: Advice, measured: Settings, *, is_given: bool) -> list[str]:
+    """Return the page, a paragraph each."""
+    best, target = found.best, found.target
+    lines = [f"Advice for {script}", _measured_words(measured, is_given=is_given)]
+    times = [_time(way, target) for way in (found.one, best, found.ddp)]
+    lines.append(f"To a figure of {target:.4g}: one process {times[0]}, pyps {times[1]}, DDP at its best {times[2]}.")
+    if found.verdict == "one":
+        lines.append("Stay with one process: more workers do not get there clearly sooner.")
+    elif found.verdict == "ddp":
+        lines.append(
+            "Take DDP (torch.distributed): it is as quick here, and simpler. pyps is for workers that differ in speed, "
+            "fail, or have slow links."
+        )
+    elif found.verdict == "none":
+        lines.append("No way gets there with so many examples: give more --epochs, or another --target.")
+    lines.append("Start with:" if found.verdict == "pyps" else "With pyps the quickest way is:")
+    lines += [_command(best), *_why(found)]
+    lines.append(
+        f"How sure: {counted(measured.seeds, 'seed')} of each way, of {best.settings.examples:,} examples; the best "
+        f"takes {_spread(best, target)}. Ways within that of each other are not told apart."
+    )
+    lines.append("Not modelled: " + "; ".join(NOT_MODELLED) + ".")
+    return lines
+
+
+def _why(found: Advice) -> list[str]:
+    best, target, lines = found.best, found.target, list[str]()
+    for name in ("protocol", "staleness"):
+        own, like = getattr(best.trial, name), best.settings.workers
+        others = [way for way in found.ways if getattr(way.trial, name) != own and way.settings.workers == like]
+        if others:
+            lines.append(f"The best other {name}, {getattr(others[0].trial, name)}, takes {_time(others[0], target)}.")
+    if best.settings.codec != "float32":
+        lines.append(f"{best.settings.codec}: float32 would clearly slow the workers on this link.")
+    if best.settings.local_steps > 1:
+        lines.append(f"{LOCAL_STEPS} local steps: the link does not carry a gradient a step.")
+    fewer = [way for way in found.ways if way.settings.workers < best.settings.workers]
+    lines += [f"With {way.settings.workers} workers it takes {_time(way, target)}." for way in fewer]
+    staleness, waiting = best.mean("mean_staleness"), best.mean("waiting")
+    lines.append(f"Mean staleness is {staleness:.2f} updates; workers wait {waiting:.0%} of the time.")
+    return lines
+
+
+def _command(way: Way) -> str:
+    flags = ["--workers", str(way.settings.workers), "--protocol", way.trial.protocol]
+    flags += ["--staleness", way.trial.staleness]
+    command = f"pyps run {shlex.join(flags)} -- python train.py"
+    if way.settings.local_steps > 1:
+        lead = f'LocalTraining(model, torch.optim.SGD(parameters, lr={way.trial.rate:g}), outer="average", sync_every='
+        settings = f"{lead}{way.settings.local_steps}, launch=Launch({_codecs(way)}))"
+    else:
+        codecs = _codecs(way)
+        launch = f", launch=Launch({codecs})" if codecs else ""
+        settings = f"RemoteOptimizer(model, torch.optim.SGD(parameters, lr={way.trial.rate:g}){launch})"
+    return f"  {command}\n  {settings}"
+
+
+def _codecs(way: Way) -> str:
+    name = way.settings.codec
+    return "" if name == "float32" else f'gradient_codec="{name}", parameter_codec="{name}"'
+
+
+def _table(found: Advice) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("way", "policy", "codec"):
+        table.add_column(name, overflow="fold")
+    for name in ("work-\ners", "rate", "local\nsteps", "to the\ntarget", "figure", "stale-\nness", "wait-\ning"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for way in [*found.ways[:SHOWN], found.ddp, found.one]:
+        is_pyps = way.name == "pyps"
+        table.add_row(
+            way.trial.protocol if is_pyps else way.name,
+            way.trial.staleness if is_pyps else "",
+            way.settings.codec if is_pyps else "",
+            str(way.settings.workers),
+            f"{way.trial.rate:g}",
+            str(way.settings.local_steps),
+            _time(way, found.target),
+            f"{way.last:.3g}",
+            f"{way.mean('mean_staleness'):.2f}",
+            f"{way.mean('waiting'):.0%}" if is_pyps else "",
+        )
+    return table
+
+
+def _check(console: Console, script: Path, best: Way, workers: int, seconds: float, link: Link) -> None:
+    """Run the best way with as many workers as this machine has processors, and show prediction and measurement."""
+    best = best._replace(settings=replace(best.settings, local_steps=1))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    steps = measure_steps(script, batch_size=best.settings.batch_size, at_once=workers, threads=threads)
+    typer.echo(f"running {counted(workers, 'worker')} on this machine for {in_seconds(seconds)} ...", err=True)
+    rows = check_way(script, best, workers=workers, seconds=seconds, steps=steps, link=link)
+    table = Table(caption=f"{counted(workers, 'real worker')} and a server on this machine, {best.trial.protocol}")
+    for name in ("", "predicted", "measured", "off by"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(row.what, f"{row.predicted:,.3f}", f"{row.measured:,.3f}", f"{row.off:+.0%}")
+    console.print(table)
+
+
+def _time(way: Way, target: float) -> str:
+    return _seconds(way.mean_seconds_to(target))
+
+
+def _spread(way: Way, target: float) -> str:
+    there = way.seconds_to(target)
+    return f"{_seconds(min(there))} to {_seconds(max(there))}"
+
+
+def _seconds(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "never"
+    return in_seconds(seconds) if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else in_seconds(seconds)
+
+
+def _write(folder: Path, page: list[str], found: Advice) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join([f"# {page[0]}", *(f"```\n{line}\n```" if line.startswith("  ") else line for line in page[1:])])
+    ways = [*found.ways[:SHOWN], found.ddp, found.one]
+    drawn = report.draw_ways(folder / "advice.png", [(_label(way), way.curves) for way in ways], target=found.target)
+    picture = "\n\n![The figure against time](advice.png)" if drawn else ""
+    (folder / "advice.md").write_text(f"{text}{picture}\n", encoding="utf-8")
+    typer.echo(f"Written: {folder / 'advice.md'}" + (f", {folder / 'advice.png'}" if drawn else ""))
+
+
+def _label(way: Way) -> str:
+    if way.name != "pyps":
+        return way.name
+    local = f", {way.settings.local_steps} local steps" if way.settings.local_steps > 1 else ""
+    return f"{way.settings.workers} x {way.trial.protocol}, {way.trial.staleness}, {way.trial.rate:g}{local}"
