@@ -44,7 +44,7 @@ class Link(NamedTuple):
     @property
     def in_words(self) -> str:
         """The bandwidth as flags have it."""
-        return f"{self.bytes_per_second / 1e6:.6g}MB" if math.isfinite(self.bytes_per_second) else ""
+        return f"{self.bytes_per_second / 1e6:.3f}MB" if math.isfinite(self.bytes_per_second) else ""
 
 
 def measure_steps(script: Path, *, batch_size: int, at_once: int, threads: int) -> Steps:
