@@ -38,7 +38,23 @@ IMAGES = ROOT / "docs" / "images"
 SCRATCH = ROOT / "out" / "experiments"
 
 # In the order of the page.
-NAMES = ("staleness_law", "large_rates", "division_needed", "hardsync_accuracy")
+NAMES = (
+    "speedup",
+    "staleness_law",
+    "large_rates",
+    "division_needed",
+    "hardsync_accuracy",
+    "convergence_rate",
+    "minibatch_time",
+    "opposed_gradients",
+    "adagrad_rates",
+    "warm_start",
+    "adam_tuning",
+    "three_modes",
+    "exponential_penalty",
+    "ssp_staleness",
+    "backup_workers",
+)
 # Published seeds begin here; those below are for pilots and tests.
 FIRST_SEED = 100
 SEEDS = tuple(range(FIRST_SEED, FIRST_SEED + 5))
@@ -84,6 +100,12 @@ class Results:
         means = {value: chosen.mean(column, **{by: value}) for value in chosen.distinct(by)}
         best = min(means, key=means.__getitem__)
         return means[best], best
+
+    def soonest(self, **fields: Any) -> float:
+        """Return the least mean of `reached_at` over the rates that reach the target with every seed."""
+        chosen = self.where(**fields)
+        times = [chosen.values("reached_at", rate=rate) for rate in chosen.distinct("rate")]
+        return min(fmean(each) for each in times if all(each))
 
     def distinct(self, column: str) -> list[Any]:
         return list(dict.fromkeys(row[column] for row in self.rows))
@@ -392,9 +414,9 @@ def kept_verdicts() -> list[dict[str, Any]]:
 
 def _chapter(judged: Mapping[str, Any]) -> str:
     seeds, pilot = judged["seeds"], judged["pilot"]
-    by = f"{judged['trials']} trials, seeds {_seeds(seeds)}."
+    by = f"{judged['trials']} trials, {_seeds(seeds)}."
     if pilot:
-        by += f" A pilot on seeds {_seeds(pilot)} chose {judged['pilot_chose']}."
+        by += f" A pilot on {_seeds(pilot)} chose {judged['pilot_chose']}."
     rows = [
         f"| {each['words']} | {_bounds(each)} | {_number(each['measured'], each['unit'])} | {_outcome(each)} |"
         for each in judged["conditions"]
@@ -413,7 +435,8 @@ def _chapter(judged: Mapping[str, Any]) -> str:
 
 def _seeds(seeds: Sequence[int]) -> str:
     whole = len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1))
-    return f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
+    named = f"{seeds[0]} to {seeds[-1]}" if whole else ", ".join(map(str, seeds))
+    return f"seed{'s' * (len(seeds) > 1)} {named}"
 
 
 def _fill(text: str) -> str:

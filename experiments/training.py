@@ -19,7 +19,7 @@ digits = cache(digits_network.load)
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Trial):
-    """One training over a fixed number of examples. A step takes a virtual second on average."""
+    """One training over a fixed number of examples."""
 
     protocol: str = "async"
     staleness: str = "none"
@@ -32,6 +32,8 @@ class Training(Trial):
     epochs: float = 20.0
     # After this share of the examples the rate falls to a tenth; 1 for never.
     drop: float = 0.85
+    # A step's virtual seconds on average, and how they vary.
+    seconds: float = 1.0
     timing: str = "normal:0.1"
     # How many times longer the first worker's steps take.
     slow: float = 1.0
@@ -83,7 +85,9 @@ class Training(Trial):
         starts = np.random.default_rng([self.seed, self.workers]).random(self.workers)
         workers = [
             WorkerPlan(
-                f"w{index:03}", parse_timing(self.timing, mean=1.0 if index else self.slow), joins_at=float(start)
+                f"w{index:03}",
+                parse_timing(self.timing, mean=self.seconds * (1 if index else self.slow)),
+                joins_at=float(start),
             )
             for index, start in enumerate(starts)
         ]
