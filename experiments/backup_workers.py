@@ -81,7 +81,7 @@ EXPERIMENT = Experiment(
             "sigma 0.5, 4 backups: error above that without",
             lambda results: mean(results, "test_error", 4) - mean(results, "test_error", 0),
             at_most=0.02,
-            unit="%",
+            unit="points",
         ),
         Condition(
             "sigma 0.5: error of `async` with `divide` above that of 4 backups",
@@ -90,7 +90,7 @@ EXPERIMENT = Experiment(
             ),
             at_least=0.005,
             opposite=-0.005,
-            unit="%",
+            unit="points",
         ),
         beside("sigma 0.5: worker by worker as quick with 4 backups, times", each(4), at_least=1.0, unit="x"),
         beside(

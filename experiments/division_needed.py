@@ -67,7 +67,7 @@ EXPERIMENT = Experiment(
             lead_at_best("none"),
             at_least=0.01,
             opposite=-0.005,
-            unit="%",
+            unit="points",
         ),
         *(
             Condition(
@@ -75,14 +75,17 @@ EXPERIMENT = Experiment(
                 lead("constant", timing),
                 at_least=0.005,
                 opposite=-0.005,
-                unit="%",
+                unit="points",
             )
             for rates, lead in (("best rates", lead_at_best), ("rates 0.1 and 0.2", lead_at_large))
             for times, timing in (("", ALIKE), ("wide times, ", WIDE))
         ),
         *(
             beside(
-                f"best rates: `{policy}` errs more than `divide`, by", lead_at_best(policy), at_least=0.005, unit="%"
+                f"best rates: `{policy}` errs more than `divide`, by",
+                lead_at_best(policy),
+                at_least=0.005,
+                unit="points",
             )
             for policy in POLICIES[3:]
         ),

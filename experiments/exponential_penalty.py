@@ -62,24 +62,32 @@ EXPERIMENT = Experiment(
         control(
             "`divide`, 300 learners: least error", lambda results: best(results, "divide", 300), at_most=0.1, unit="%"
         ),
-        Condition("5 learners, beta 0.1: error above that of `divide`", worse(POLICIES[1], 5), at_most=0.02, unit="%"),
+        Condition(
+            "5 learners, beta 0.1: error above that of `divide`", worse(POLICIES[1], 5), at_most=0.02, unit="points"
+        ),
         Condition(
             "300 learners, beta 0.1: error above that of `divide`",
             worse(POLICIES[1], 300),
             at_least=0.1,
             opposite=0.0,
-            unit="%",
+            unit="points",
         ),
         Condition(
             "300 learners, beta 0.5: error above that of `divide`",
             worse(POLICIES[2], 300),
             at_least=0.1,
             opposite=0.0,
-            unit="%",
+            unit="points",
         ),
-        beside("30 learners, beta 0.1: error above that of `divide`", worse(POLICIES[1], 30), at_most=0.02, unit="%"),
-        beside("30 learners, beta 0.5: error above that of `divide`", worse(POLICIES[2], 30), at_least=0.1, unit="%"),
-        beside("5 learners, beta 0.5: error above that of `divide`", worse(POLICIES[2], 5), at_most=0.02, unit="%"),
+        beside(
+            "30 learners, beta 0.1: error above that of `divide`", worse(POLICIES[1], 30), at_most=0.02, unit="points"
+        ),
+        beside(
+            "30 learners, beta 0.5: error above that of `divide`", worse(POLICIES[2], 30), at_least=0.1, unit="points"
+        ),
+        beside(
+            "5 learners, beta 0.5: error above that of `divide`", worse(POLICIES[2], 5), at_most=0.02, unit="points"
+        ),
     ),
     shows_not="""Chan and Lane's own beta, which is not known to us. A rate as large as the penalty is small would
     undo it where all gradients are equally stale; none above 5 was tried.""",

@@ -52,7 +52,7 @@ EXPERIMENT = Experiment(
             lambda results: min(best(results, *other) for other in OTHERS) - best(results, "hardsync"),
             at_least=0.0,
             opposite=-0.005,
-            unit="%",
+            unit="points",
         ),
         *(
             Condition(
@@ -60,7 +60,7 @@ EXPERIMENT = Experiment(
                 lead_at(rate),
                 at_least=0.0,
                 opposite=-0.005,
-                unit="%",
+                unit="points",
             )
             for rate in (0.02, 0.1)
         ),

@@ -136,7 +136,7 @@ class Condition:
     # Of a claim: beyond this the opposite of what it says was seen.
     opposite: float | None = None
     role: Role = Role.CLAIM
-    # "%" for shares; "x" and others are written behind the number.
+    # "%" for shares, "points" for their differences; "x" and others are written behind the number.
     unit: str = ""
 
     def judge(self, results: Results) -> dict[str, Any]:
@@ -450,8 +450,8 @@ def _bounds(condition: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    if unit == "%":
-        return f"{100 * value:.3g} %"
+    if unit in ("%", "points"):
+        return f"{100 * value:.3g} {unit}"
     return f"{value:.4g}{'' if unit in ('', 'x') else ' '}{unit}"
 
 

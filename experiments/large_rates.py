@@ -101,7 +101,10 @@ EXPERIMENT = Experiment(
         Condition("rate 0.1, n = 30, `none`: error", error_of(ASYNC), at_least=0.5, opposite=0.08, unit="%"),
         Condition("rate 0.1, n = 15, `none`: error", error_of("softsync:n=15"), at_least=0.4, opposite=0.08, unit="%"),
         Condition(
-            "rate 0.1, n = 1, `none`: error above hardsync's", over_hardsync("softsync:n=1"), at_most=0.02, unit="%"
+            "rate 0.1, n = 1, `none`: error above hardsync's",
+            over_hardsync("softsync:n=1"),
+            at_most=0.02,
+            unit="points",
         ),
         *(
             Condition(
@@ -109,7 +112,7 @@ EXPERIMENT = Experiment(
                 over_hardsync(f"softsync:n={n}", "divide"),
                 at_most=0.02,
                 opposite=0.4,
-                unit="%",
+                unit="points",
             )
             for n in SPLITS
         ),
@@ -117,7 +120,7 @@ EXPERIMENT = Experiment(
             "wide times, rate 0.1, n = 30, `divide`: error above hardsync's",
             over_hardsync(ASYNC, "divide", timing=WIDE),
             at_most=0.02,
-            unit="%",
+            unit="points",
         ),
         beside(
             "rate 0.2: serial training fails as well, without any staleness: error",
@@ -129,14 +132,14 @@ EXPERIMENT = Experiment(
             "rate 0.02, n = 30: `divide` errs more than `none`, by",
             lambda results: error(results, ASYNC, "divide", rate=0.02) - error(results, ASYNC, rate=0.02),
             at_least=0.0,
-            unit="%",
+            unit="points",
         ),
         *(
             beside(
                 f"rate 0.1, n = 30, `{policy}`: error above hardsync's",
                 over_hardsync(ASYNC, policy),
                 at_most=0.02,
-                unit="%",
+                unit="points",
             )
             for policy in POLICIES[2:]
         ),
@@ -144,7 +147,7 @@ EXPERIMENT = Experiment(
             "rate 0.1, n = 15, `per_update`: error above hardsync's",
             over_hardsync("softsync:n=15", "per_update"),
             at_most=0.02,
-            unit="%",
+            unit="points",
         ),
     ),
     shows_not="""That division is needed (the next claim), nor anything about networks of millions of numbers. A rate

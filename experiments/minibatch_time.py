@@ -106,14 +106,14 @@ EXPERIMENT = Experiment(
             "minibatches of 64: error of four GPUs above that of one",
             lambda results: error(results, FOUR, 64) - error(results, ALONE, 64),
             at_most=0.02,
-            unit="%",
+            unit="points",
         ),
         Condition(
             "one GPU: error of minibatches of 256 above that of 16",
             lambda results: error(results, ALONE, 256) - error(results, ALONE, 16),
             at_least=0.02,
             opposite=-0.005,
-            unit="%",
+            unit="points",
         ),
         Condition("minibatches of 4: examples a second of four GPUs over one", throughput(4), at_most=2.0, unit="x"),
         Condition(

@@ -124,7 +124,7 @@ EXPERIMENT = Experiment(
             lambda results: of("opposed", 30)(results) - of("opposed", 0)(results),
             at_least=0.15,
             opposite=-0.05,
-            unit="%",
+            unit="points",
         ),
         Condition(
             "30 workers, 100 versions apart: pairs whose sum is below a quarter of their lengths",
@@ -137,7 +137,7 @@ EXPERIMENT = Experiment(
             "one worker, 30 versions apart: pairs opposed more often than at the same version, by",
             lambda results: of("opposed", 30, 1)(results) - of("opposed", 0, 1)(results),
             at_least=0.15,
-            unit="%",
+            unit="points",
         ),
     ),
     shows_not="""That versions alone oppose gradients: see the run of one worker. Nor that training suffers from it:

@@ -102,10 +102,13 @@ EXPERIMENT = Experiment(
             unit="x",
         ),
         Condition(
-            "30 learners, 1-softsync: error above that of one worker", loss_of_accuracy(ONE), at_most=0.02, unit="%"
+            "30 learners, 1-softsync: error above that of one worker",
+            loss_of_accuracy(ONE),
+            at_most=0.02,
+            unit="points",
         ),
         Condition(
-            "30 learners, async: error above that of one worker", loss_of_accuracy(ASYNC), at_most=0.02, unit="%"
+            "30 learners, async: error above that of one worker", loss_of_accuracy(ASYNC), at_most=0.02, unit="points"
         ),
         beside("hardsync, 30 learners: speed-up", speedup(HARDSYNC), at_most=22, unit="x"),
         *(

@@ -88,7 +88,7 @@ EXPERIMENT = Experiment(
             lambda results: error(results, "asynchronous") - error(results, "hybrid"),
             at_least=0.005,
             opposite=-0.005,
-            unit="%",
+            unit="points",
         ),
         Condition(
             "four alike: steps a second, hybrid over synchronous",
