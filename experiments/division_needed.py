@@ -43,7 +43,7 @@ def draw(figure: Figure, results: Results) -> None:
     axis.axvline(100 * best(results, "serial"), color="black", linestyle=":", label="serial")
     axis.set_yticks([row + 0.2 for row in range(len(POLICIES))], POLICIES)
     axis.invert_yaxis()
-    axis.set(xlabel="held-out error in % at its own best rate", title="30 workers, n = 30")
+    axis.set(xlim=(0, 6), xlabel="held-out error in % at its own best rate", title="30 workers, n = 30")
     figure.legend(title="compute times", loc="outside right center")
 
 

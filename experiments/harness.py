@@ -451,7 +451,7 @@ def _bounds(condition: Mapping[str, Any]) -> str:
 
 def _number(value: float, unit: str) -> str:
     if unit in ("%", "points"):
-        return f"{100 * value:.3g} {unit}"
+        return f"{round(100 * value, 2):.3g} {unit}"
     return f"{value:.4g}{'' if unit in ('', 'x') else ' '}{unit}"
 
 
