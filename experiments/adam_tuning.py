@@ -85,6 +85,8 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""Other things that are tuned: momentum, the betas, schedules. A recurrent network of speech may
     differ.""",
+    reading="""Both rules have one and a half decades of usable rates, and the same least error; the default of Adam's
+    rate is 3.5 points from its best within ten epochs.""",
     draw=draw,
     quick={"epochs": 1.0},
 )

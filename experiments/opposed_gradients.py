@@ -142,6 +142,8 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""That versions alone oppose gradients: see the run of one worker. Nor that training suffers from it:
     updates apply gradients one after another, and what is opposed may undo a swing of the parameters.""",
+    reading="""With 30 workers gradients of versions that are far apart do oppose each other, 31 % of the pairs at 30
+    versions and 64 % at 100 against 5 % at the same; none cancels: no sum is below a quarter of the lengths.""",
     draw=draw,
     quick={"updates": 200},
 )
