@@ -270,6 +270,7 @@ def test_servers_that_were_killed_are_started_again_and_each_push_counts_once(st
     launcher.wait_for_output("worker-2 finished")
 
     for name in ("server-0", "server-1"):
+        wait_until(lambda name=name: newest(folder / name), what="a checkpoint")
         server_of(launcher, folder / name).kill()
         said = "started again from its newest checkpoint; workers send again what it lacks."
         launcher.wait_for_output(f"{name} was killed by SIGKILL; {said}")

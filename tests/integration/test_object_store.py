@@ -35,6 +35,8 @@ def bucket() -> Iterator[str]:
         for name, value in {**told, "AWS_DEFAULT_REGION": "us-east-1"}.items():
             environment.setenv(name, value)
         boto3.client("s3").create_bucket(Bucket="checkpoints")
+        # One of this process may know the server of an earlier use of this fixture.
+        pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
         yield BUCKET
     server.stop()
 

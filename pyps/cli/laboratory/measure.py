@@ -59,14 +59,25 @@ def measure_steps(script: Path, *, batch_size: int, at_once: int, threads: int) 
 
 def measure_link(num_parameters: int) -> Link:
     """Measure rounds of a worker with a server on this machine, and what of them the numbers take."""
-    logging.getLogger("pyps.client").setLevel(logging.WARNING)
     rounds, sizes = list[Rounds](), (num_parameters, SMALL)
-    with served() as (address, _):
+    with served() as (address, _), _quiet():
         measure_rounds(rounds, (address,), "", [Setup("auto", "float32")], sizes=sizes, seconds=LINK_SECONDS)
     large, small = (statistics.median(each.seconds) for each in rounds)
     # Both ways one after the other, with the server's update between.
     moving = max(large - small, 1e-9)
     return Link(small / 2, 2 * 4 * max(0, num_parameters - SMALL) / moving if num_parameters > SMALL else math.inf)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log only warnings of the client while the block runs."""
+    logger = logging.getLogger("pyps.client")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager
