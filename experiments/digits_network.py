@@ -37,6 +37,20 @@ class Digits:
         """How many images there are to train on."""
         return self.labels.size
 
+    def first_parameters(self, random: np.random.Generator) -> Floats:
+        return first_parameters(random)
+
+    def gradient(self, parameters: Floats, batch: Labels) -> Floats:
+        return loss_gradient(parameters, self.images[batch], self.labels[batch])
+
+    def train_loss(self, parameters: Floats) -> float:
+        """Returns the loss over all training images; that of chance where it is not finite."""
+        loss = mean_loss(parameters, self.images, self.labels)
+        return loss if np.isfinite(loss) else float(np.log(CLASSES))
+
+    def held_out_measures(self, parameters: Floats) -> dict[str, float]:
+        return {"test_error": self.test_error(parameters)}
+
     def test_error(self, parameters: Floats) -> float:
         """Returns the share of held-out images taken for another digit; chance where the network is not finite."""
         if not np.isfinite(parameters).all():

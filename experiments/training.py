@@ -1,20 +1,46 @@
-"""The trial of the learning experiments: workers train the digits in virtual time around the servers' own code."""
+"""The trial of the learning experiments: workers train a small task in virtual time around the servers' own code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from experiments import digits_network
+from experiments import character_network, digits_network
 from experiments.harness import Trial
+from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.simulation import Computed, Simulation, Step, WorkerPlan, parse_timing
+from pyps.simulation.simulation import Compute, Computed, Simulation, Step, WorkerPlan, parse_timing
 
 digits = cache(digits_network.load)
+characters = cache(character_network.load)
+
+
+class Task(Protocol):
+    """Data, and a network whose parameters are one vector."""
+
+    @property
+    def num_examples(self) -> int: ...
+
+    def first_parameters(self, random: np.random.Generator) -> Floats: ...
+
+    def gradient(self, parameters: Floats, batch: npt.NDArray[np.int64]) -> Floats:
+        """Return the gradient of the mean loss over these examples."""
+        ...
+
+    def train_loss(self, parameters: Floats) -> float:
+        """Return the loss over the training data; that of chance where it is not finite."""
+        ...
+
+    def held_out_measures(self, parameters: Floats) -> dict[str, float]:
+        """Return what the network is worth on data held out, by the names of columns."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +69,26 @@ class Training(Trial):
     # The training loss (of all images) whose first time is measured; 0 for none.
     target: float = 0.0
 
+    def task(self) -> Task:
+        return digits()
+
     def measure(self) -> dict[str, float]:
-        task = digits()
+        task = self.task()
         simulation = self.simulation(task)
         pushes, reached = round(self.epochs * task.num_examples / self.batch), 0.0
         if self.target:
             # Twenty looks an epoch.
             for done in range(0, pushes, max(1, task.num_examples // (20 * self.batch))):
                 simulation.run(pushes=done)
-                if not reached and self._loss(simulation) <= self.target:
+                if not reached and task.train_loss(simulation.shards[0].state().parameters) <= self.target:
                     reached = simulation.now
         simulation.run(pushes=pushes)
         [shard] = simulation.shards
         parameters = shard.state().parameters
         tally = simulation.tally
         return {
-            "test_error": task.test_error(parameters),
-            "train_loss": self._loss(simulation),
+            **task.held_out_measures(parameters),
+            "train_loss": task.train_loss(parameters),
             "updates": shard.version,
             "mean_staleness": tally.staleness_sum / (tally.pushes_applied + tally.pushes_pending),
             "virtual_seconds": simulation.now,
@@ -67,7 +96,7 @@ class Training(Trial):
             "reached_at": reached,
         }
 
-    def simulation(self, task: digits_network.Digits) -> Simulation:
+    def simulation(self, task: Task) -> Simulation:
         """Return machines that begin at random moments of a first second."""
         behaviour = Behaviour.parse(
             protocol=self.protocol,
@@ -77,32 +106,36 @@ class Training(Trial):
             epoch_examples=task.num_examples,
         )
 
-        def compute(step: Step) -> Computed:
-            batch = step.random.integers(task.num_examples, size=self.batch)
-            gradient = digits_network.loss_gradient(step.parameters[0], task.images[batch], task.labels[batch])
-            return Computed({0: gradient}, examples=self.batch)
-
         starts = np.random.default_rng([self.seed, self.workers]).random(self.workers)
-        workers = [
-            WorkerPlan(
-                f"w{index:03}",
-                parse_timing(self.timing, mean=self.seconds * (1 if index else self.slow)),
-                joins_at=float(start),
-            )
-            for index, start in enumerate(starts)
-        ]
-        rule, _, settings = self.rule.partition(":")
-        return Simulation(
-            [digits_network.first_parameters(np.random.default_rng(self.seed))],
-            RuleSettings.parse(f"{rule}:learning_rate={self.rate!r}" + (f",{settings}" if settings else "")),
+        workers = [self.plan(index, float(start)) for index, start in enumerate(starts)]
+        simulation = Simulation(
+            [task.first_parameters(np.random.default_rng(self.seed))],
+            self.settings(),
             behaviour,
             workers,
-            compute,
+            self.computation(task, lambda: simulation.shards[0].state().parameters),
             server=ServerPlan(expected_workers=self.workers, service_seconds=self.service, pull_seconds=self.pull),
             seed=self.seed,
         )
+        return simulation
 
-    def _loss(self, simulation: Simulation) -> float:
-        """Return the loss over all training images; that of chance where it is not finite."""
-        loss = digits_network.mean_loss(simulation.shards[0].state().parameters, digits().images, digits().labels)
-        return loss if np.isfinite(loss) else float(np.log(digits_network.CLASSES))
+    def plan(self, index: int, joins_at: float) -> WorkerPlan:
+        """Return a worker's plan."""
+        timing = parse_timing(self.timing, mean=self.seconds * (1 if index else self.slow))
+        return WorkerPlan(f"w{index:03}", timing, joins_at=joins_at)
+
+    def settings(self) -> RuleSettings:
+        """Return the servers' update rule."""
+        rule, _, settings = self.rule.partition(":")
+        return RuleSettings.parse(f"{rule}:learning_rate={self.rate!r}" + (f",{settings}" if settings else ""))
+
+    def computation(self, task: Task, present: Callable[[], Floats]) -> Compute:
+        """Return what workers compute: the gradient of a minibatch. `present` gives the servers' own parameters."""
+
+        def compute(step: Step) -> Computed:
+            batch = step.random.integers(task.num_examples, size=self.batch)
+            gradient = task.gradient(step.parameters[0], batch)
+            # Servers refuse what is not finite, so that a network that diverged would never see all examples.
+            return Computed({0: gradient} if np.isfinite(gradient).all() else {}, examples=self.batch)
+
+        return compute
