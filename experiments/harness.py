@@ -44,6 +44,7 @@ NAMES = (
     "large_rates",
     "division_needed",
     "hardsync_accuracy",
+    "interplay",
     "convergence_rate",
     "minibatch_time",
     "opposed_gradients",
