@@ -55,6 +55,7 @@ NAMES = (
     "exponential_penalty",
     "ssp_staleness",
     "backup_workers",
+    "model_parallel",
 )
 # Published seeds begin here; those below are for pilots and tests.
 FIRST_SEED = 100
