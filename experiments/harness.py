@@ -63,6 +63,8 @@ SEEDS = tuple(range(FIRST_SEED, FIRST_SEED + 5))
 # For an experiment whose setting was changed after it had been run on those.
 FRESH_SEEDS = tuple(range(FIRST_SEED + 5, FIRST_SEED + 10))
 QUICK_SEEDS = (0, 1)
+# Virtual seconds to a target that no rate reaches.
+NEVER = 1e9
 PAGE_WIDTH = 160
 
 
@@ -106,10 +108,10 @@ class Results:
         return means[best], best
 
     def soonest(self, **fields: Any) -> float:
-        """Return the least mean of `reached_at` over the rates that reach the target with every seed."""
+        """Return the least mean of `reached_at` over the rates that reach the target with every seed, or NEVER."""
         chosen = self.where(**fields)
         times = [chosen.values("reached_at", rate=rate) for rate in chosen.distinct("rate")]
-        return min(fmean(each) for each in times if all(each))
+        return min((fmean(each) for each in times if all(each)), default=NEVER)
 
     def distinct(self, column: str) -> list[Any]:
         return list(dict.fromkeys(row[column] for row in self.rows))
@@ -146,6 +148,7 @@ class Condition:
     def judge(self, results: Results) -> dict[str, Any]:
         measured = float(f"{self.measure(results):.6g}")
         assert math.isfinite(measured), self.words
+        error = standard_error(self.measure, results)
         bounds = {"at_least": self.at_least, "at_most": self.at_most, "opposite": self.opposite}
         given = {name: bound for name, bound in bounds.items() if bound is not None and math.isfinite(bound)}
         reverse = self.opposite is not None and (
@@ -157,8 +160,19 @@ class Condition:
             **given,
             "unit": self.unit,
             "measured": measured,
+            "standard_error": float(f"{error:.2g}"),
             "outcome": "yes" if self.at_least <= measured <= self.at_most else "opposite" if reverse else "no",
         }
+
+
+def standard_error(measure: Measure, results: Results) -> float:
+    """Return the jackknife's standard error over seeds: the best rate is chosen anew without each of them."""
+    seeds = results.distinct("seed")
+    if len(seeds) < 3:
+        return 0.0
+    without = [measure(Results(row for row in results.rows if row["seed"] != seed)) for seed in seeds]
+    mean = fmean(without)
+    return math.sqrt((len(seeds) - 1) / len(seeds) * sum((each - mean) ** 2 for each in without))
 
 
 control = partial(Condition, role=Role.CONTROL)
@@ -223,17 +237,19 @@ def verdict(conditions: Iterable[Mapping[str, Any]]) -> str:
 INTRODUCTION = """
 Claims of the papers that pyps follows, each judged by an experiment around the servers' own code in virtual time:
 gradients, shards, protocols and policies are real; only the time that computations and messages take is drawn. `make
-experiments` repeats all of them, with the same bytes; the tables are in `docs/experiments/`, and a file of
-`experiments/` says how each is made. The tasks are small (mostly scikit-learn's digits: a network of 2,410 numbers, and
-360 held-out images, of which one is 0.28 points): a verdict is about this setting, and says nothing about speech,
-CIFAR-10 or ImageNet.
+experiments` repeats all of them, with the same bytes on the same machine and libraries; the tables are in
+`docs/experiments/`, and a file of `experiments/` says how each is made. The tasks are small (mostly scikit-learn's
+digits: a network of 2,410 numbers, and 360 held-out images, of which one is 0.28 points): a verdict is about this
+setting, and says nothing about speech, CIFAR-10 or ImageNet.
 """
 RULE = """
 A verdict follows from the conditions of its claim, whose thresholds were fixed in a commit before the first run on the
 published seeds (five or more, from 100 on). *Confirmed*: all of them hold. *Mixed*: some hold. *Reversed*: none holds,
-and one shows the opposite by a margin that was fixed as well. *Not reproduced*: none holds, and none shows the
-opposite. *Not judged*: a control failed. Conditions marked "beside" were fixed at the same time and decide nothing. A
-pilot chose settings where the text says so, on seeds that are not among the published ones.
+and one reaches a bound of the opposite, which was fixed as well. *Not reproduced*: none holds, and none shows the
+opposite. *Not judged*: a control failed. Conditions marked "beside" decide nothing: some follow from the setting, some
+are only of interest. A pilot chose settings where the text says so, on seeds that are not among the published ones; it
+says as well where a pilot had seen an outcome before its threshold was written. Behind a figure stands its standard
+error over the seeds; bars in pictures are standard deviations.
 """
 
 
@@ -309,16 +325,18 @@ def _value(text: str) -> Any:
 
 
 def require_committed(experiment: Experiment) -> None:
-    """Raise SystemExit where git knows that the experiment's file is changed: its thresholds are not fixed yet."""
-    path = f"experiments/{experiment.name}.py"
+    """Raise SystemExit where git knows that the experiment's files are changed: its thresholds are not fixed yet."""
+    paths = [f"experiments/{name}.py" for name in (experiment.name, "harness", "training", "digits_network")]
     try:
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", path], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "--", *paths], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return
     if changed:
-        raise SystemExit(f"{path} is not committed: the published seeds are run after its thresholds are fixed")
+        raise SystemExit(
+            f"not committed; the published seeds are run after settings and thresholds are fixed:\n{changed}"
+        )
 
 
 def keep(experiment: Experiment, table: str) -> str:
@@ -422,7 +440,8 @@ def _chapter(judged: Mapping[str, Any]) -> str:
     if pilot:
         by += f" A pilot on {_seeds(pilot)} chose {judged['pilot_chose']}."
     rows = [
-        f"| {each['words']} | {_bounds(each)} | {_number(each['measured'], each['unit'])} | {_outcome(each)} |"
+        f"| {each['words']} | {_bounds(each)} "
+        f"| {_number(each['measured'], each['unit'], each['standard_error'])} | {_outcome(each)} |"
         for each in judged["conditions"]
     ]
     paragraphs = [
@@ -453,10 +472,14 @@ def _bounds(condition: Mapping[str, Any]) -> str:
     return ", ".join(f"{sign} {_number(bound, unit)}" for sign, bound in bounds.items())
 
 
-def _number(value: float, unit: str) -> str:
+def _number(value: float, unit: str, error: float = 0.0) -> str:
+    if value >= NEVER:
+        return "never"
     if unit in ("%", "points"):
-        return f"{round(100 * value, 2):.3g} {unit}"
-    return f"{value:.4g}{'' if unit in ('', 'x') else ' '}{unit}"
+        number, within = f"{round(100 * value, 2):.3g}", round(100 * error, 2)
+    else:
+        number, within = f"{value:.4g}", error
+    return number + (f" ± {within:.2g}" if within else "") + (unit if unit in ("", "x") else f" {unit}")
 
 
 def _outcome(condition: Mapping[str, Any]) -> str:

@@ -83,23 +83,28 @@ EXPERIMENT = Experiment(
     title="ASGD is 3.2 times as quick on four GPUs; large minibatches hurt plain SGD and pay under ASGD",
     paper="Zhang et al. 2013, Asynchronous Stochastic Gradient Descent for DNN Training, ICASSP",
     section="abstract, and a reader's review of sections 2.3 and 4",
-    claim="""3.2 times on four GPUs against one, without loss of accuracy. For SGD a large minibatch degrades the
-    performance significantly; ASGD is strong with large minibatches and weak with small ones.""",
-    setting="""`asgd` with one mutex for the model, 4 workers and 1; minibatches of 4 to 256 of the digits, 20 epochs, plain
-    SGD. A minibatch takes 1/64 s an example, with a variation of 5 %; a push holds the mutex for 0.025 s,
-    and a GET as long: together 5 % of a minibatch of 64. The one GPU trains without a server and pays none of it.
-    Each at the best of seven rates from 0.1 to 8; the target is a training loss of 0.2. A first run, on seeds 100 to
-    104, had rates up to 2, where the one GPU was best with minibatches of 16 and more; thresholds are as they were.""",
+    claim="""3.2 times on four GPUs against one, without loss of accuracy. The review: for SGD a minibatch beyond what
+    the GPU can use gains little speed and degrades the performance significantly; ASGD is strong with large
+    minibatches and weak with small ones.""",
+    setting="""`asgd` with one mutex for the model, 4 workers and 1; minibatches of 4 to 256 of the digits, 20 epochs by
+    SGD without momentum at a constant rate. A minibatch takes 1/64 s an example, with a variation of 5 %; a push
+    holds the mutex for 0.025 s, and a GET as long: together 5 % of a minibatch of 64. The one GPU trains without a
+    server and pays none of it. Each at the best of seven rates from 0.1 to 8; the target is a training loss of 0.2.
+    A first run, on seeds 100 to 104, had rates up to 2, where the one GPU was best with minibatches of 16 and more,
+    and let throughputs decide that follow from the mutex's time; this one has seeds of its own.""",
     trials=trials,
     seeds=FRESH_SEEDS,
     pilot=(0,),
-    pilot_chose="""rates and target; that 3.2 lies within the range of minibatches follows from the mutex's time,
-    which we chose""",
+    pilot_chose="""rates and target; that the throughput passes 3.2 within the range of minibatches follows from the
+    mutex's time, which we chose""",
     conditions=(
         control("one GPU, minibatches of 16: error", lambda results: error(results, ALONE, 16), at_most=0.08, unit="%"),
         Condition(
-            "minibatches of 64: examples a second of four GPUs over one",
-            throughput(64),
+            "each with its best minibatch: sooner at the target by four GPUs",
+            lambda results: (
+                min(soonest(results, ALONE, batch) for batch in BATCHES)
+                / min(soonest(results, FOUR, batch) for batch in BATCHES)
+            ),
             at_least=3.2,
             opposite=1.0,
             unit="x",
@@ -107,7 +112,8 @@ EXPERIMENT = Experiment(
         Condition(
             "minibatches of 64: error of four GPUs above that of one",
             lambda results: error(results, FOUR, 64) - error(results, ALONE, 64),
-            at_most=0.02,
+            at_most=0.01,
+            opposite=0.02,
             unit="points",
         ),
         Condition(
@@ -117,14 +123,15 @@ EXPERIMENT = Experiment(
             opposite=-0.005,
             unit="points",
         ),
-        Condition("minibatches of 4: examples a second of four GPUs over one", throughput(4), at_most=2.0, unit="x"),
         Condition(
             "sooner at the target by four GPUs: with minibatches of 64 over with 4",
             lambda results: sooner(64)(results) / sooner(4)(results),
             at_least=1.2,
-            opposite=1.0,
+            opposite=0.9,
             unit="x",
         ),
+        beside("minibatches of 64: examples a second of four GPUs over one", throughput(64), at_least=3.2, unit="x"),
+        beside("minibatches of 4: examples a second of four GPUs over one", throughput(4), at_most=2.0, unit="x"),
         beside("minibatches of 64: sooner at the target by four GPUs", sooner(64), at_least=3.2, unit="x"),
         beside("minibatches of 256: sooner at the target by four GPUs", sooner(256), at_least=3.2, unit="x"),
         beside(

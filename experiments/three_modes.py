@@ -69,16 +69,17 @@ def draw(figure: Figure, results: Results) -> None:
 
 EXPERIMENT = Experiment(
     name="three_modes",
-    title="The hybrid mode has more advantages than the asynchronous and the synchronous one",
+    title="The hybrid mode seems to have more advantages than the asynchronous and the synchronous one",
     paper=PAPER,
     section="parallel optimization",
     claim="""Asynchronous: no GPU is idle, but gradients are computed at the wrong place. Synchronous: one GPU works
     at a time. Hybrid (all on the same parameters, one update of the mean): right gradients and all GPUs, unless one
-    is slow; "more advantages and fewer disadvantages as compared to both".""",
-    setting="""4 workers, minibatches of 8 of the digits, Adam at the best of five rates from 0.001 to 0.1, 20
-    epochs at a constant rate; compute times normal with a variation of 0.1, or one of the four three times slower. In
-    the source's words; pyps calls them async, serial and hardsync. The target is a training loss of 0.1. A first run,
-    on seeds 100 to 104, had rates up to 0.01, where all three were best; thresholds are as they were.""",
+    is slow; it seems to have more advantages and fewer disadvantages than both.""",
+    setting="""4 workers, minibatches of 8 of the digits, Adam at the best of five rates from 0.001 to 0.1, 20 epochs at
+    a constant rate; compute times normal with a variation of 0.1, or one of the four three times slower. In the
+    source's words; pyps calls them async, serial and hardsync. The target is a training loss of 0.1. A first run, on
+    seeds 100 to 104, had rates up to 0.01, where all three were best, and let steps a second decide, which follow
+    from the order of turns; this one has seeds of its own.""",
     trials=trials,
     seeds=FRESH_SEEDS,
     pilot=(0,),
@@ -92,14 +93,13 @@ EXPERIMENT = Experiment(
             opposite=-0.005,
             unit="points",
         ),
-        Condition(
+        beside(
             "four alike: steps a second, hybrid over synchronous",
             lambda results: throughput(results, "hybrid") / throughput(results, "synchronous"),
             at_least=3.0,
-            opposite=1.0,
             unit="x",
         ),
-        Condition(
+        beside(
             "four alike: steps a second, hybrid over asynchronous",
             lambda results: throughput(results, "hybrid") / throughput(results, "asynchronous"),
             at_least=0.8,
@@ -119,7 +119,7 @@ EXPERIMENT = Experiment(
             opposite=0.9,
             unit="x",
         ),
-        Condition(
+        beside(
             "one slow: steps a second of the hybrid over those without",
             lambda results: throughput(results, "hybrid", STRAGGLER) / throughput(results, "hybrid"),
             at_most=0.5,
