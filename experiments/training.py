@@ -73,8 +73,11 @@ class Training(Trial):
         return digits()
 
     def measure(self) -> dict[str, float]:
+        return self.measured(self.simulation(self.task()))
+
+    def measured(self, simulation: Simulation) -> dict[str, float]:
+        """Run a simulation to its end."""
         task = self.task()
-        simulation = self.simulation(task)
         pushes, reached = round(self.epochs * task.num_examples / self.batch), 0.0
         if self.target:
             # Twenty looks an epoch.
