@@ -58,6 +58,7 @@ NAMES = (
     "ssp_staleness",
     "backup_workers",
     "model_parallel",
+    "compression",
 )
 # Published seeds begin here; those below are for pilots and tests.
 FIRST_SEED = 100
