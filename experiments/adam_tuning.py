@@ -80,13 +80,15 @@ EXPERIMENT = Experiment(
             at_least=0.0,
             unit="points",
         ),
-        beside("decades of usable rates of Adam", lambda results: decades(results, ADAM), at_least=1.5),
-        beside("decades of usable rates of Nesterov", lambda results: decades(results, NESTEROV), at_least=1.5),
+        beside("usable rates of Adam, two a decade", lambda results: 2 * decades(results, ADAM), at_least=3),
+        beside("usable rates of Nesterov, two a decade", lambda results: 2 * decades(results, NESTEROV), at_least=3),
     ),
     shows_not="""Other things that are tuned: momentum, the betas, schedules. A recurrent network of speech may
     differ.""",
-    reading="""Both rules have one and a half decades of usable rates, and the same least error; the default of Adam's
-    rate is 3.5 points from its best within ten epochs.""",
+    reading="""Each rule has three usable rates of the grid, which span a decade, and the same least error; the
+    default of Adam's rate is 3.5 points from its best within ten epochs. A limit of 3 points would give Adam five
+    rates and Nesterov four. Above its best rate Adam is never worse than 12 %, where Nesterov's ends at chance: less
+    tuning is needed not to fail, and as much to be at the best.""",
     draw=draw,
     quick={"epochs": 1.0},
 )
