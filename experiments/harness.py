@@ -55,6 +55,7 @@ NAMES = (
     "three_modes",
     "parameter_averaging",
     "exponential_penalty",
+    "league",
     "ssp_staleness",
     "backup_workers",
     "model_parallel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,9 @@ class Task(Protocol):
 class Training(Trial):
     """One training over a fixed number of examples."""
 
+    # How often the loss is looked at where there is a target.
+    looks_per_epoch: ClassVar[int] = 20
+
     protocol: str = "async"
     staleness: str = "none"
     warmup: str = ""
@@ -80,8 +83,7 @@ class Training(Trial):
         task = self.task()
         pushes, reached = round(self.epochs * task.num_examples / self.batch), 0.0
         if self.target:
-            # Twenty looks an epoch.
-            for done in range(0, pushes, max(1, task.num_examples // (20 * self.batch))):
+            for done in range(0, pushes, max(1, task.num_examples // (self.looks_per_epoch * self.batch))):
                 simulation.run(pushes=done)
                 if not reached and task.train_loss(simulation.shards[0].state().parameters) <= self.target:
                     reached = simulation.now
