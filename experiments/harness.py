@@ -43,6 +43,7 @@ NAMES = (
     "staleness_law",
     "large_rates",
     "division_needed",
+    "second_task",
     "hardsync_accuracy",
     "interplay",
     "convergence_rate",
