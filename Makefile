@@ -83,10 +83,8 @@ bench: $(STAMP) ## Measure everything, 30 minutes; BENCH=quick: a few, BENCH=rou
 	$(BIN)/python benchmarks/bench.py $(if $(filter quick,$(BENCHMARKS)),--quick) \
 		$(if $(filter-out quick,$(BENCHMARKS)),--only '$(filter-out quick,$(BENCHMARKS))') $(if $(PEERS),--peers '$(PEERS)')
 
-# One paper's claims are judged by a program of their own.
 experiments: $(STAMP) ## Judge the papers' claims in virtual time, within an hour; BENCH=quick: short runs without verdicts
 	$(BIN)/python -m experiments $(if $(filter quick,$(BENCHMARKS)),--quick)
-	$(if $(filter quick,$(BENCHMARKS)),,$(BIN)/python experiments/sandblaster.py --picture out/sandblaster.png)
 
 # A wheel's tag says how old a glibc its module still runs with: auditwheel reads that from the symbols that it asks for.
 wheel: $(STAMP) ## Build the wheels of both distributions into dist/ (PYTHONS="python3.11 python3.12": pyps for each)

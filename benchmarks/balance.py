@@ -5,7 +5,7 @@
 Computing is a pause here, 0.2 s an example for a worker at full speed, so that a machine with few cores can be many
 workers: what is measured is the handing out, with its messages, and not the machine. Ideal is the time in which all
 workers, each at its own speed, would end together. Three ways: each worker its fixed share, ten portions a worker, and
-copies of the last portions too (Dean et al. 2012, section 4.2). The same in virtual time: experiments/sandblaster.py.
+copies of the last portions too (Dean et al. 2012, section 4.2). In virtual time: experiments/sandblaster_balance.py.
 """
 
 from __future__ import annotations
