@@ -62,6 +62,7 @@ NAMES = (
     "league",
     "ssp_staleness",
     "backup_workers",
+    "replicas_killed",
     "model_parallel",
     "compression",
 )
