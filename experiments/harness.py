@@ -48,6 +48,7 @@ NAMES = (
     "interplay",
     "convergence_rate",
     "minibatch_time",
+    "batch_growth",
     "sixteen_workers",
     "opposed_gradients",
     "adagrad_rates",

@@ -138,9 +138,13 @@ class Training(Trial):
         """Return what workers compute: the gradient of a minibatch. `present` gives the servers' own parameters."""
 
         def compute(step: Step) -> Computed:
-            batch = step.random.integers(task.num_examples, size=self.batch)
+            batch = step.random.integers(task.num_examples, size=self.size(step.number))
             gradient = task.gradient(step.parameters[0], batch)
             # Servers refuse what is not finite, so that a network that diverged would never see all examples.
-            return Computed({0: gradient} if np.isfinite(gradient).all() else {}, examples=self.batch)
+            return Computed({0: gradient} if np.isfinite(gradient).all() else {}, examples=batch.size)
 
         return compute
+
+    def size(self, step: int) -> int:
+        """Return the minibatch of a worker's step."""
+        return self.batch
