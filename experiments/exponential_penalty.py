@@ -109,6 +109,9 @@ EXPERIMENT = Experiment(
         ),
     ),
     shows_not="""Chan and Lane's own beta, which is not known to us.""",
+    reading="""With 30 learners, at a mean staleness of 29, a mild penalty (beta 0.1) costs nothing, and one of
+    0.5 nearly everything. With 300 both leave the model untrained, and a rate that undoes the mean's penalty does not
+    help: the staleness varies, and fresh gradients, the first above all, then take steps of any size.""",
     draw=draw,
     quick={"epochs": 1.0},
 )

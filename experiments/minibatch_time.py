@@ -143,6 +143,11 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""3.2 itself, which is a constant of hardware: the shape is reproduced, the place is ours. GPUs take
     the same time for small minibatches, which would hurt small ones more.""",
+    reading="""3.2 times the examples a second are had from minibatches of 16 on, by the mutex's time alone. To a
+    target four GPUs are 2.1 times as soon there, 1.1 with minibatches of 64, and 1.8 times with each side's best: one
+    GPU stands rates twice and four times as large, which makes up for most of its fewer steps. Large minibatches do
+    not hurt one GPU by more than 0.6 points, and pay no more under ASGD than small ones: they save the mutex, and cost
+    updates.""",
     draw=draw,
     quick={"epochs": 4.0, "target": 1.5},
 )

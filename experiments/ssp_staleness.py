@@ -110,6 +110,10 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""What SSP saves in messages: a worker here pulls before every step, while Ho's reads from a cache that
     the bound allows to be old. Nor workers with data of their own, whose bias a bound limits.""",
+    reading="""A bound of 3 is a third sooner at the target than a barrier, with machines alike and with one slow.
+    It is not sooner than no bound: level where machines are alike, and where one is four times slower 2.7 times later,
+    since all wait for that one once it is 3 steps behind, while without a bound its few gradients, however stale, do
+    no harm here.""",
     draw=draw,
     quick={"epochs": 2.0, "target": 2.2},
 )

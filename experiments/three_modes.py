@@ -64,6 +64,7 @@ def draw(figure: Figure, results: Results) -> None:
             axis.bar(rows, [of(results, mode, slow) for mode in MODES], width=0.35, label=name)
         axis.set_xticks([index + 0.2 for index in range(len(MODES))], MODES)
         axis.set_ylabel(label)
+    figure.axes[0].set_ylim(0, 5)
     figure.axes[0].legend()
 
 
@@ -140,6 +141,10 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""More than four workers, where asynchronous gradients are staler. The digits are an easy task: a
     minibatch four times larger costs the hybrid updates, which it may need more than others do.""",
+    reading="""With four machines alike the hybrid is 3.4 times as soon at the target as the synchronous mode, and level
+    with the asynchronous one (1.04 ± 0.04), which makes more steps and needs a smaller rate. Its accuracy is no
+    better. With one slow machine the asynchronous mode is there in half of the hybrid's time. So the advantages are
+    over the synchronous mode.""",
     draw=draw,
     quick={"epochs": 3.0, "target": 1.5},
 )

@@ -119,6 +119,9 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""What a longer warm start does (the paper's is said to have taken hours), nor deep networks, in which
     the first steps are the dangerous ones.""",
+    reading="""With a warm start of 200 updates 25 of 50 trainings of Adagrad fail, against 16 without it: at rates of
+    0.3 and more it makes failures likelier. At 0.03 and 0.1 none fails, and a warm start gains about half a point.
+    It fails less often than plain SGD at the same rates, by a third, and that is Adagrad's doing.""",
     draw=draw,
     quick={"epochs": 2.0},
 )
