@@ -337,10 +337,14 @@ class Worker:
         run = agreed if each else led
         return run(self._peers, lambda: self._servers.on_first(operation))
 
-    def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
-        """Run one operation a server, all at once; return the results in order, or raise the first failure."""
+    def ask_all(self, operation_of: Callable[[tuple[ShardRange, ...]], Operation[T]]) -> list[T]:
+        """Run an operation on each server of this process's, all at once; return the results, or raise the first error.
+
+        `operation_of` makes it from the shards that this process has on the server.
+        """
         self._check_open()
-        return self._servers.on_all(operations)
+        of_servers = [self.partition.of_server(connection.index) for connection in self._servers.connections]
+        return self._servers.on_all([operation_of(shards) for shards in of_servers])
 
     @property
     def sender(self) -> Sender:

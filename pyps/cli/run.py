@@ -42,6 +42,21 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 # Flags of the commands that start servers and workers.
 WorkerCommand = Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)]
 LocalServers = Annotated[int, typer.Option("--servers", help="Servers to start.", min=1, max=SERVERS_MAX)]
+LocalWorkers = Annotated[
+    int,
+    typer.Option(
+        "--workers", "--replicas", help="Workers to start, each of --parts processes.", min=1, max=WORKERS_MAX
+    ),
+]
+Parts = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes of each worker, each of which holds a part of the model; 1 by default.",
+        min=1,
+        max=WORKERS_MAX,
+        show_default=False,
+    ),
+]
 RunId = Annotated[str, typer.Option(help="The run's name; empty makes one.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")]
 Stay = Annotated[bool, typer.Option("--stay", help="Keep serving after the workers' end, until Ctrl-C.")]
@@ -54,21 +69,8 @@ Verbose = Annotated[
 def run(
     command: WorkerCommand,
     servers: LocalServers = 1,
-    workers: Annotated[
-        int,
-        typer.Option(
-            "--workers", "--replicas", help="Workers to start, each of --parts processes.", min=1, max=WORKERS_MAX
-        ),
-    ] = 1,
-    parts: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes of each worker, each of which holds a part of the model; 1 by default.",
-            min=1,
-            max=WORKERS_MAX,
-            show_default=False,
-        ),
-    ] = None,
+    workers: LocalWorkers = 1,
+    parts: Parts = None,
     max_restarts: Annotated[
         int, typer.Option(help="How often each worker that failed is started again, all its parts.", min=0)
     ] = 0,
@@ -98,11 +100,6 @@ def run(
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set as under torchrun. A replica that loses a process
     ends as a whole, and the other replicas go on.
     """
-    if workers * (parts or 1) > WORKERS_MAX:
-        raise ConfigError(
-            f"--workers {workers} of --parts {parts} are {workers * (parts or 1)} processes, but at most {WORKERS_MAX} "
-            "are started on one machine"
-        )
     job = JobSettings(
         command=tuple(command),
         num_servers=servers,
@@ -128,6 +125,11 @@ def run_locally(
 
     `settings` is the job without the settings of its servers, which are in `server_settings` and in the file `config`.
     """
+    if (processes := settings.num_workers * settings.num_processes) > WORKERS_MAX:
+        raise ConfigError(
+            f"--workers {settings.num_workers} of --parts {settings.num_parts} are {processes} processes, but at most "
+            f"{WORKERS_MAX} are started on one machine"
+        )
     server_settings = {**server_settings, "expected_workers": str(expected_workers)}
     sizes = {"num_servers": settings.num_servers, "num_workers": settings.num_workers}
     resolved = check_job(server_settings, config, **sizes)

@@ -11,7 +11,7 @@ import typer
 from pyps.cli.coordination.link import PROTOCOL
 from pyps.cli.coordination.settings import PORTIONS_HELP, PORTIONS_MAX, CoordinationSettings, with_coordination
 from pyps.cli.run import CONTEXT_SETTINGS as CONTEXT_SETTINGS
-from pyps.cli.run import WORKERS_MAX, ConfigFile, LocalServers, RunId, Stay, Verbose, run_locally
+from pyps.cli.run import ConfigFile, LocalServers, LocalWorkers, Parts, RunId, Stay, Verbose, run_locally
 from pyps.cli.serve import KEPT, with_settings
 from pyps.config import ConfigError
 from pyps.launcher import JobSettings
@@ -28,7 +28,8 @@ def sandblaster(
         list[str], typer.Argument(help="What each worker runs: a script, or any program.", show_default=False)
     ],
     servers: LocalServers = 1,
-    workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=WORKERS_MAX)] = 1,
+    workers: LocalWorkers = 1,
+    parts: Parts = None,
     portions: Annotated[
         int,
         typer.Option(
@@ -47,7 +48,7 @@ def sandblaster(
 
     The script calls pyps_client.sandblaster with its model, a loss and its data set; it has no loop. A worker that
     dies costs only time, if there is another; a killed coordinator is started again and continues. The exit status is 0
-    only if the coordinator and all workers finished with 0.
+    only if the coordinator and all workers finished with 0. --parts is as for `pyps run`.
     """
     of_servers = {"protocol": PROTOCOL} | {name: settings.pop(name) for name in _OF_SERVERS}
     coordinator = CoordinationSettings(portions=portions or PORTIONS_PER_WORKER * workers, **settings)
@@ -55,6 +56,7 @@ def sandblaster(
         command=worker_command(command),
         num_servers=servers,
         num_workers=workers,
+        num_parts=parts,
         run_id=run_id,
         coordinator_flags=coordinator.as_flags(),
     )

@@ -269,7 +269,7 @@ def test_a_mistake_of_one_process_is_refused_by_all_alike(start_server, start_py
         ("unsupported", "Adadelta"),
         ("foreign parameter", "is not a parameter of the model"),
         ("pace", "push_every"),
-        ("no replica", "give RemoteOptimizer replica=Replica()"),
+        ("no replica", "give RemoteOptimizer or sandblaster() replica=Replica()"),
     ):
         job = ReplicaJob(start_python, servers, "--steps", "1", "--rule", "sgd", "--mistake", case)
         for process in job.processes.values():

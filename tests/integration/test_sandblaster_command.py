@@ -5,6 +5,7 @@ import signal
 
 import psutil
 import pytest
+import torch
 
 from sandblaster import END_SECONDS, SCRIPT
 from support import PythonProcess, wait_until
@@ -41,6 +42,24 @@ def test_a_killed_coordinator_is_started_again(start_python, tmp_path):
     assert [int(number) for number in re.findall(r"\| iteration +(\d+)  loss ", output)] == [1, 2, 3, 4, 5, 6]
     assert re.search(r"^coordinator \| ended after 6 iterations and 7 passes, loss ", output, re.M)
     assert re.search(r"^worker-0    \| bits ", output, re.M)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_replica_takes_the_iterations_of_a_worker_of_one_process(start_python, tmp_path, servers):
+    """The paper's second half on its first; on one server shards of both parts lie together."""
+    losses, models = [], []
+    for parts in (1, 2):
+        saved = tmp_path / str(parts)
+        flags = ("--servers", str(servers), "--iterations", "4", "--portions", "6", "--parts", str(parts))
+        job = start_python("-m", "pyps", "sandblaster", *flags, str(SCRIPT), "--save", str(saved))
+        assert job.wait(END_SECONDS) == 0, job.output()
+        losses.append([float(loss) for loss in re.findall(r"\| iteration +\d+  loss ([0-9.]+)", job.output())])
+        models.append(torch.cat([values.reshape(-1) for values in torch.load(saved)]))
+
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    # Sums over the processes are made in another order, and L-BFGS carries that on.
+    assert 0 < (models[1] - models[0]).norm() / models[0].norm() < 1e-4
 
 
 def test_workers_that_all_fail_end_the_job_at_once(start_python):

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from pyps_client.data.samplers import length_of
+from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_client.torch.gradients import Gradients
+from pyps_client.torch.joining import Joining
 from pyps_client.torch.layout import Layout
-from pyps_client.torch.schedule import Settings
-from pyps_client.torch.steps import Steps
 from pyps_client.vectors import Vectors
-from pyps_client.worker import Worker
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import Portion
+
+if TYPE_CHECKING:
+    from pyps_client.replica.dtensor import ModelCut
 
 # The number of batches to load ahead.
 BATCHES_AHEAD = 4
@@ -40,22 +42,35 @@ class PortionGradient:
     bits depend only on the portion, the parameters, the size of a batch, torch's number of threads, and the processor.
 
     It owns the model's `grad` until `release`. The sum over portions has memory of its own only if they are kept apart,
-    or on a device.
+    on a device, or of a model that is cut: then each batch's gradients are brought together by the replica's processes.
     """
 
-    def __init__(self, layout: Layout, gathered: Gradients, loss_of: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        gathered: Gradients,
+        loss_of: Callable[[Any], Any],
+        *,
+        cut: ModelCut | None = None,
+        peers: Group = ALONE,
+    ) -> None:
         """`gathered`: the memory of the sum, which is sent. `loss_of(batch)`: the mean loss of a batch."""
         self._layout = layout
         self._gathered = gathered
         self._loss_of = loss_of
+        self._cut = cut
+        self._peers = peers
         self._keeps_apart = False
-        for parameter in layout.parameters:
-            parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
-        # By index, for parameters whose type is too narrow for the sum over batches: that sum.
+        if cut is None:
+            for parameter in layout.parameters:
+                parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
+        else:
+            self.release()
+        # By index, for parameters whose type is too narrow for the sum over batches, or that are cut: that sum.
         self._wide = {
-            index: torch.empty_like(parameter, dtype=torch.float32)
+            index: torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for index, parameter in enumerate(layout.parameters)
-            if parameter.dtype.itemsize < torch.float32.itemsize
+            if cut is not None or parameter.dtype.itemsize < torch.float32.itemsize
         }
 
     def begin_pass(self, *, keep_apart: bool) -> None:
@@ -67,9 +82,9 @@ class PortionGradient:
     def compute_batches(self, batches: Iterable[tuple[Any, int]]) -> float:
         """Compute the gradient over batches, each with its number of examples; return the float64 sum of their losses.
 
-        The gradient that was computed before is lost, unless it was kept.
+        The gradient that was computed before is lost, unless it was kept. In a replica the losses are the leader's.
         """
-        if not self._keeps_apart:
+        if not self._keeps_apart and self._cut is None:
             # Compute it in the memory that is sent.
             self._gathered.hand_out()
         with torch.no_grad():
@@ -87,15 +102,18 @@ class PortionGradient:
         loss_sum = 0.0
         for loss, count in losses:
             loss_sum += float(loss) * count
-        return loss_sum
+        return self._peers.broadcast(loss_sum)
 
     def keep(self) -> None:
-        gradients = self._own()
-        self._gathered.add([self._wide.get(index, gradient) for index, gradient in enumerate(gradients)], versions={})
+        sums: dict[int, torch.Tensor] = dict(enumerate(self._own())) | self._wide
+        self._gathered.add([sums[index] for index in range(len(sums))], versions={})
 
     def sealed(self) -> Vectors | None:
-        """Return the sum in the type in which it is sent, valid until `clear`; None if it is not finite in it."""
-        if not self._gathered.seal():
+        """Return the sum in the type in which it is sent, valid until `clear`; None if it is not finite in it.
+
+        In a replica None on all processes if it is not finite on one.
+        """
+        if self._peers.all_reduce([float(not self._gathered.seal())])[0]:
             return None
         self._gathered.ready()
         return self._gathered.vectors
@@ -103,6 +121,8 @@ class PortionGradient:
     def why_not_sealed(self) -> str:
         if not self._gathered.are_finite():
             return "the gradient is not finite. If every step's is not, look at the loss and at the data."
+        if self._gathered.seal():
+            return "the gradient of another process of the replica cannot be sent, which says why."
         narrow = self._gathered.wire_dtype
         others = "'bfloat16' or 'float32'" if narrow == torch.float16 else "'float32'"
         return (
@@ -114,12 +134,17 @@ class PortionGradient:
         self._gathered.clear()
 
     def release(self) -> None:
-        for parameter in self._layout.parameters:
+        for parameter in self._layout.parameters if self._cut is None else self._cut.claimed.parameters:
             parameter.grad = None
 
     def _own(self) -> list[torch.Tensor]:
-        """Return the model's gradients, one a tensor; zeros for tensors that the loss does not use."""
-        gradients = []
+        """Return the model's gradients, one a tensor; zeros for tensors that the loss does not use.
+
+        Of a model that is cut none: they go to the wide sums after each batch.
+        """
+        gradients: list[torch.Tensor] = []
+        if self._cut is not None:
+            return gradients
         for parameter in self._layout.parameters:
             if parameter.grad is None:
                 raise InvalidArgument(
@@ -129,13 +154,19 @@ class PortionGradient:
             gradients.append(parameter.grad)
         return gradients
 
-    def _widen(self, gradients: Sequence[torch.Tensor]) -> None:
+    def _widen(self, gradients: Sequence[torch.Tensor | None]) -> None:
         if not self._wide:
             return
-        narrow = [gradients[index] for index in self._wide]
+        if self._cut is not None:
+            gradients = self._cut.gradients()
+        pairs = [(wide, narrow) for index, wide in self._wide.items() if (narrow := gradients[index]) is not None]
         with torch.no_grad():
-            torch._foreach_add_(list(self._wide.values()), narrow)
-            torch._foreach_zero_(narrow)
+            for wide, narrow in pairs:
+                wide.add_(narrow)
+            if self._cut is not None:
+                self.release()
+            else:
+                torch._foreach_zero_([narrow for _, narrow in pairs])
 
 
 def _checked(loss: Any) -> torch.Tensor:
@@ -220,11 +251,11 @@ def checked_length(dataset: Any) -> int:
 class PortionComputation(PortionGradient):
     """Computes a worker's portions, in the session's memory."""
 
-    def __init__(self, session: Worker, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
+    def __init__(self, joined: Joining, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
         self._loader = loader
         # Only its memory and its pulls: the coordinator makes the steps.
-        self._steps = Steps(session, layout, Settings(), local_rates=tuple)
-        super().__init__(layout, self._steps.gradients, loss_of)
+        self._steps = joined.steps()
+        super().__init__(joined.layout, self._steps.gradients, loss_of, cut=joined.cut, peers=joined.replica)
 
     def begin_pass(self, *, keep_apart: bool) -> None:
         super().begin_pass(keep_apart=keep_apart)
@@ -238,6 +269,7 @@ class PortionComputation(PortionGradient):
         steps.bring()
         steps.note_pulled()
         steps.take_pulled()
+        steps.send_copies()
         steps.written.note()
 
     def compute(self, portion: Portion, upcoming: Portion | None) -> float:

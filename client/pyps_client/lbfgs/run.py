@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,16 +14,17 @@ from pyps_client.launch import Launch
 from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLoader, checked_length, loss_function
 from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult
 from pyps_client.log import logger
-from pyps_client.torch.layout import Layout, plan, several, shareable_buffers, warn_of_float64
+from pyps_client.replica.group import ALONE
+from pyps_client.torch.joining import Joining
+from pyps_client.torch.layout import several, shareable_buffers, warn_of_float64
 from pyps_client.torch.memory import TorchConverter
-from pyps_client.torch.parameters import initial_values
-from pyps_client.worker import Worker
-from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
+from pyps_client.torch.rules import ServersRule
+from pyps_client.torch.schedule import Settings
 from pyps_wire.errors import InvalidArgument
 from pyps_wire.work_pb2 import DataSpec
 
-# The coordinator makes the steps, but a run needs a rule.
-_SETTINGS = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
+if TYPE_CHECKING:
+    from pyps_client.replica.processes import Replica
 
 
 def sandblaster(
@@ -36,6 +37,7 @@ def sandblaster(
     collate: Callable[[list[Any]], Any] | None = None,
     on_pass: Callable[[int], object] | None = None,
     threads: int | None = 1,
+    replica: Replica | None = None,
     servers: str | Sequence[str] | None = None,
     launch: Launch | None = None,
 ) -> SandblasterResult:
@@ -54,7 +56,8 @@ def sandblaster(
 
     `on_pass(number)` is called with the parameters of each new pass in the model, which it must not change.
     `threads`: the number of torch's threads, on which the last bits of a sum may depend; None does not set it. To use
-    more processors, start more workers. `servers` and `launch` are as for RemoteOptimizer.
+    more processors, start more workers. `replica`, `servers` and `launch` are as for RemoteOptimizer; the processes of
+    a replica give the same data set, and their losses are of the whole model, equal in all of them.
 
     An error of the loss ends this worker; others compute its portions. Raises a ConfigurationError for wrong arguments
     or servers that do not run Sandblaster, and a ConnectionFailed if servers do not answer in time.
@@ -72,21 +75,20 @@ def sandblaster(
         raise InvalidArgument(
             f"The model ({type(model).__name__}) has no parameters that require a gradient: there is nothing to train."
         )
-    layout = plan(model, [{"params": trained}], shard_size=launch.shard_size)
-    _warn(model, layout)
-    warn_of_float64(layout)
-    launch.require_one_process("sandblaster()")
-    session = Worker(
-        layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices
-    )
-    with session:
+    # The coordinator makes the steps, but a run needs a rule.
+    rule = ServersRule([{"params": trained}], "sgd", {"learning_rate": 1.0})
+    joined = Joining(model, rule, launch, Settings(), replica or ALONE)
+    _warn(model)
+    joined.join()
+    warn_of_float64(joined.layout)
+    with joined.session as session:
         if session.terms.protocol.partition(":")[0] != "sandblaster":
             raise InvalidArgument(
                 f"The servers of run {session.run_id!r} run the protocol {session.terms.protocol!r}; portions for a "
                 "coordinator need servers started with --protocol sandblaster, as `pyps sandblaster` starts them."
             )
         loader = PortionLoader(dataset, batch_size=batch_size, collate=collate)
-        computation = PortionComputation(session, layout, compute_loss, loader)
+        computation = PortionComputation(joined, compute_loss, loader)
         threads_before = torch.get_num_threads()
         torch.set_num_threads(threads or threads_before)
         try:
@@ -96,6 +98,7 @@ def sandblaster(
                 computation=computation,
                 converter=TorchConverter(),
                 on_pass=on_pass,
+                peers=joined.replica,
             )
             work.result.message = work.run()
             session.hurry()
@@ -111,7 +114,7 @@ def sandblaster(
         return work.result
 
 
-def _warn(model: torch.nn.Module, layout: Layout) -> None:
+def _warn(model: torch.nn.Module) -> None:
     """Warn of modules that make the loss differ from call to call, and of values that workers do not share."""
     training = [(name, module) for name, module in model.named_modules() if module.training]
     changing = "in training mode that %s, and the line search would compare losses of different functions; call "
@@ -124,7 +127,7 @@ def _warn(model: torch.nn.Module, layout: Layout) -> None:
             changing % "depends on the batch",
         ),
         (
-            [name for name, value in model.named_parameters() if id(value) not in layout.names],
+            [name for name, value in model.named_parameters() if not value.requires_grad],
             left_alone % "parameters",
         ),
         (list(shareable_buffers(model)), left_alone % "buffers"),

@@ -18,6 +18,7 @@ from pyps_client.data.queue import RemoteQueue
 from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
 from pyps_client.pull import LARGE_BYTES
+from pyps_client.replica.group import ALONE, Group, agreed
 from pyps_client.retry import Busy, RetryPolicy, Wait
 from pyps_client.transport.connection import call_seconds
 from pyps_client.transport.grpc import GrpcChannel
@@ -63,8 +64,13 @@ class CoordinatedWork:
         computation: PortionComputation,
         converter: Converter,
         on_pass: Callable[[int], object] | None = None,
+        peers: Group = ALONE,
     ) -> None:
-        """`on_pass` gets each pass's number once its parameters are in the model."""
+        """`on_pass` gets each pass's number once its parameters are in the model.
+
+        `peers`: the processes of this worker's replica. Their leader leases, claims and delivers for all, and each
+        computes and stages its own part of every portion.
+        """
         self.result = SandblasterResult(run_id=session.run_id)
         self._session = session
         self._queue = RemoteQueue(session)
@@ -72,8 +78,9 @@ class CoordinatedWork:
         self._staging = Staging(session, converter=converter)
         self._computation = computation
         self._on_pass = on_pass
-        # The pass of the parameters in the model, and the epoch: a restored server may have others.
-        self._parameters_of: tuple[int, int] | None = None
+        self._peers = peers
+        # The pass of the parameters in the model, and each process's epoch: a restored server may have others.
+        self._parameters_of: tuple[int, ...] | None = None
         self._pass = 0
         # Portions whose gradients are in the sum, with their sums of losses.
         self._claimed: list[tuple[Portion, float]] = []
@@ -108,7 +115,7 @@ class CoordinatedWork:
     def _enter(self, reply: LeaseReply) -> None:
         """Pull the parameters of a new pass."""
         pass_number = getattr(reply, "pass")
-        entered = (pass_number, self._session.epoch)
+        entered = (pass_number, *self._peers.all_gather(self._session.epoch))
         if entered == self._parameters_of:
             return
         if self._claimed:
@@ -159,7 +166,8 @@ class CoordinatedWork:
                 loss_sum = math.nan
             else:
                 stage_id, first = leases[0], self._claimed[0][0].portion_id
-                self._staging.stage(vectors, pass_number=self._pass, portion_id=first, stage_id=stage_id)
+                staged = {"pass_number": self._pass, "portion_id": first, "stage_id": stage_id}
+                agreed(self._peers, partial(self._staging.stage, vectors, **staged))
             delivery = self._queue.deliver(leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
         except InvalidArgument as refused:
             self._throw_away()
@@ -239,21 +247,19 @@ class Staging:
             # The field's name is a keyword of Python's.
             **{"pass": pass_number},  # type: ignore[arg-type]
         )
-        partition = self._session.partition
-        of_servers = [partition.of_server(index) for index in range(partition.num_servers)]
-        self._session.ask_all([partial(self._send, header, shards, vectors) for shards in of_servers])
+        self._session.ask_all(lambda shards: partial(self._send, header, vectors, shards))
 
     def _send(
         self,
         header: StageRequest,
-        shards: Sequence[ShardRange],
         vectors: Vectors,
+        shards: Sequence[ShardRange],
         channel: GrpcChannel,
         _: threading.Event,
     ) -> None:
         """Send a stage to one server, again as a whole after a lost connection."""
         if not shards:
-            # More servers than shards.
+            # More servers than shards, or server 0 of a process whose part lies on others.
             return
         num_bytes = self._codec.max_bytes(sum(shard.length for shard in shards))
         if num_bytes > LARGE_BYTES:

@@ -40,7 +40,7 @@ class Joining:
     layout: Layout
     gradients: Callable[[], Iterable[torch.Tensor | None]]
     # The split model; None where the worker trains it whole.
-    _cut: ModelCut | None = None
+    cut: ModelCut | None = None
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Joining:
             raise InvalidArgument(f"overlap is 'backward', but {what} a push as a whole: use overlap='step' or 'off'.")
         if replica is ALONE and launch.parts > 1:
             raise InvalidArgument(
-                f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
-                "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
+                f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which --parts "
+                "sets): give RemoteOptimizer or sandblaster() replica=Replica(), or start workers of one process."
             )
         self.module, self.launch, self.replica = module, launch, replica
         self._param_groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
@@ -95,7 +95,7 @@ class Joining:
             self._join_split(run)
 
     def steps(self) -> Steps:
-        session, cut, layout, rates, settings = self.session, self._cut, self.layout, self.rates, self._settings
+        session, cut, layout, rates, settings = self.session, self.cut, self.layout, self.rates, self._settings
         if cut is not None:
             rates.groups_of_vectors = cut.arrangement.own_param_groups
         common: dict[str, Any] = {
@@ -131,7 +131,7 @@ class Joining:
         )
 
     def _join_whole(self) -> None:
-        self.layout, self._cut = self._whole_layout(), None
+        self.layout, self.cut = self._whole_layout(), None
         layout = self.layout
         settings = OptimizerSettings()
         settings.CopyFrom(self._optimizer)
@@ -172,7 +172,7 @@ class Joining:
         claimed = claims_of(groups, replica)
         claims = replica.all_gather(claimed.claims)
         arrangement = arrange(claims, replica.index, run=run, shard_size=self.launch.shard_size)
-        self._cut = cut = ModelCut(arrangement, claimed)
+        self.cut = cut = ModelCut(arrangement, claimed)
         self.layout, self.gradients = cut.layout(), cut.gradients
         parts = arrangement.parts if arrangement.model.num_parts > 1 else ()
         self._connect(arrangement.model, cut.settings(self._optimizer), parts=parts, peers=replica)

@@ -78,13 +78,6 @@ class Sandblaster(Aggregation):
             " another --protocol"
         )
 
-    def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
-        if replica or parts:
-            raise InvalidArgument(
-                f"worker {worker_id!r} is a process of a replica or holds a part of the model, and under {self.text} "
-                "workers of one process compute with the whole of it: start the servers with another --protocol"
-            )
-
     def check_change(self, before: Aggregation) -> None:
         if not before.coordinated:
             raise InvalidArgument(

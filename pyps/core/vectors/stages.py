@@ -21,7 +21,7 @@ class StagePart:
     portion_id: int
     stage_id: int
     shard_id: int
-    # The stage's shards on this server.
+    # The shards on this server that its sender holds.
     num_shards: int
     codec: Codec
     payload: bytes | memoryview
@@ -94,10 +94,10 @@ class Stages:
         if length is None:
             known = ", ".join(map(str, sorted(self._lengths))) or "none"
             raise InvalidArgument(f"stage {part.stage_id} has shard {part.shard_id}, this server holds {known}")
-        if part.num_shards != len(self._lengths):
+        if not 1 <= part.num_shards <= len(self._lengths):
             raise InvalidArgument(
                 f"stage {part.stage_id} has num_shards {part.num_shards}, this server holds {len(self._lengths)} "
-                "shards: send each of them, zeros where a portion has no gradient"
+                "shards: send each that the worker has, zeros where a portion has no gradient"
             )
         if part.stage_id == 0:
             raise InvalidArgument("a stage has stage_id 0; expected the lease of its first portion")
