@@ -24,6 +24,7 @@ from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe
 from pyps.storage.checkpoint import CheckpointDamaged
 from pyps.storage.checkpoint_set import differing, newest_set
 from pyps.storage.folder import checkpoint_paths
+from pyps.storage.opposed import pairs_of
 from pyps.storage.parameter_file import save_for_torch
 from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
@@ -134,6 +135,10 @@ def _write_whole(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], for
 
 def replay(
     folder: Annotated[Path, typer.Argument(help="A server's --update-log, or a folder in it.")],
+    opposed: Annotated[
+        bool,
+        typer.Option("--opposed", help="Also show how often pushes point against those they were computed beside."),
+    ] = False,
 ) -> None:
     """Apply logged updates again, shard by shard, and compare the result with the logged bits.
 
@@ -155,6 +160,8 @@ def replay(
             different.append(f"{path}: {replayed.difference}")
     if table.rows:
         Console().print(table)
+    if opposed and not unread:
+        Console().print(_opposed(paths))
     for message in (*different, *unread):
         typer.echo(message)
     if different:
@@ -162,6 +169,15 @@ def replay(
         fail(f"{len(different)} of {len(paths)} logs do not replay to what was logged{rest}")
     if unread:
         fail(f"{len(unread)} of {len(paths)} logs could not be replayed, so nothing is said of what they hold")
+
+
+def _opposed(paths: Sequence[Path]) -> Table:
+    table = Table("versions apart", "pairs of pushes", "opposed", "mean cosine")
+    for pairs in pairs_of(paths):
+        apart = str(pairs.apart_min) + (f" to {pairs.apart_max}" if pairs.apart_max > pairs.apart_min else "")
+        table.add_row(apart, f"{pairs.num_pairs:,}", f"{100 * pairs.opposed:.1f} %", f"{pairs.mean_cosine:.3f}")
+    table.caption = None if table.rows else "no push was computed while another came"
+    return table
 
 
 def _row(replayed: Replayed) -> tuple[str, ...]:

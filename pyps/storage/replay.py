@@ -58,6 +58,18 @@ class ShardLog:
         """True if the first parameters were kept (--log-gradients)."""
         return self._begin["payloads"] is not None
 
+    def require_gradients(self) -> None:
+        if not self.replayable:
+            raise UpdateLogError(
+                f"{self.path} holds no gradients: a server keeps them with --log-gradients, as far as "
+                "--log-gradients-max-bytes allows"
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """The shard's, in a replayable log."""
+        return int(self._begin["payloads"][0]["bytes"]) // 4
+
     def shard(self, recorder: Recorder | None = None) -> Shard:
         """Return the shard as it was at the beginning of a replayable log."""
         begin = self._begin
@@ -160,11 +172,7 @@ def replay(path: Path) -> Replayed:
     Raises UpdateLogError when the log cannot be read, or no gradients were kept at all.
     """
     log = ShardLog(path)
-    if not log.replayable:
-        raise UpdateLogError(
-            f"{path} holds no gradients: a server keeps them with --log-gradients, as far as "
-            "--log-gradients-max-bytes allows"
-        )
+    log.require_gradients()
     replayed = Replayed(log)
     try:
         for event in log.events():

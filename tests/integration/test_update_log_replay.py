@@ -25,7 +25,8 @@ def test_the_logs_of_a_job_replay_or_name_what_differs(start_server, tmp_path):
         replayed = replay(path)
         assert (replayed.ended, replayed.difference, replayed.updates) == (True, "", 3)
         assert (replayed.version, replayed.checksum) == final[replayed.shard_id]
-    shown = shell("replay", str(tmp_path))
+    shown = shell("replay", "--opposed", str(tmp_path))
+    assert "no push was computed while another came" in shown
     for _, checksum in final.values():
         assert checksum in shown
     assert shown.count("yes") == len(paths)

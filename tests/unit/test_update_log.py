@@ -23,6 +23,7 @@ from pyps.core.recorder import Configured, Event, Pulled, Pushed, Updated
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run_header import RunHeader
+from pyps.storage.opposed import pairs_of
 from pyps.storage.plain import checksum_of, quick_checksum_of
 from pyps.storage.replay import Ended, NotKept, ShardLog, log_paths, replay
 from pyps.storage.update_log import LoggedUpdate, UpdateLog, UpdateLogError, decode, encode
@@ -248,6 +249,26 @@ def test_every_kind_of_update_is_replayed(
     assert (replayed.run.run_id, replayed.run.epoch, replayed.shard_id) == ("run 1/../x", 2, 0)
     assert (replayed.ended, replayed.cut_short) == (True, False)
     assert replayed.checksum == checksum_of(pull(shard)[1])
+
+
+def test_the_log_tells_which_pushes_that_were_computed_beside_each_other_are_opposed(
+    log: UpdateLog, tmp_path: Path
+) -> None:
+    shard, up = logged_shard(log), np.ones(16)
+    push(shard, up, sequence=1, epoch=2, worker_id="a", base_version=0)
+    # Beside a's, of the same version.
+    push(shard, -2 * up, sequence=1, epoch=2, worker_id="b", base_version=0)
+    # Beside b's, whose version is one below; a's had come before.
+    push(shard, [3.0], sequence=2, epoch=2, worker_id="a", base_version=1, extents=(Extent(3, 1),))
+    # Beside this one; what was refused counts for nothing.
+    push(shard, np.full(16, np.nan), sequence=2, epoch=2, worker_id="b", base_version=1)
+    push(shard, up, sequence=3, epoch=2, worker_id="b", base_version=2)
+    log.end()
+
+    same, one = pairs_of(log_paths(tmp_path))
+
+    assert same == (0, 0, 1, 1.0, pytest.approx(-1.0))
+    assert one == (1, 1, 2, 0.5, pytest.approx((-0.25 + 0.25) / 2))
 
 
 def test_a_restored_shard_is_logged_from_where_it_stands(tmp_path: Path) -> None:
