@@ -43,7 +43,7 @@ class Trained(Trial):
     # Of the time that the same work takes, each time that it is done: lognormal.
     variation: float = 0.1
     # Whether other wires are computed as well.
-    band: bool = True
+    band: int = 1
 
     def measure(self) -> dict[str, float]:
         plans = plans_of(self.network, self.machines)
@@ -222,5 +222,5 @@ EXPERIMENT = Experiment(
     the speech network's best to 32 machines (7.4 times), 0.3 of the bandwidth to 2 (1.2 times). And small networks do
     not show it: with 5.2 million weights local gains 2.2 times on 81, 1.3 times the dense network's best.""",
     draw=draw,
-    quick={"band": False},
+    quick={"band": 0},
 )
