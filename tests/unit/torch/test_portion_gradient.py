@@ -1,6 +1,6 @@
 """The gradient of a portion: a sum over its examples, of the same bits whoever computes it, and in little memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from pyps_client.lbfgs import gradient
 from pyps_client.lbfgs.gradient import PortionGradient, loss_function
+from pyps_client.replica.group import Group
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
 from pyps_wire.errors import InvalidArgument
@@ -201,3 +202,21 @@ def test_exactly_one_loss_is_required_and_batches_that_are_no_pairs_need_loss_of
         InvalidArgument, match=r"gives batches that are a Tensor; expected \(input, target\) pairs: give loss_of="
     ):
         of_batch(torch.zeros(4, 7))
+
+
+class OthersOverflow(Group):
+    """A replica of which another process has a sum that is not finite."""
+
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
+        return [number + 1.0 for number in numbers]
+
+
+def test_a_sum_that_another_process_of_the_replica_cannot_send_is_not_sent() -> None:
+    worker = Worker(make_model())
+    loss_of = loss_function(worker.model, functional.cross_entropy, None)
+    gradient = PortionGradient(worker.layout, worker.gathered, loss_of, peers=OthersOverflow())
+    gradient.compute_batches(batches(*examples(6), 3))
+    gradient.keep()
+
+    assert gradient.sealed() is None
+    assert "another process of the replica" in gradient.why_not_sealed()
