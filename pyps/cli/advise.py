@@ -16,10 +16,10 @@ from rich.table import Table
 
 from pyps.cli.evaluate import require_script
 from pyps.cli.laboratory import report
-from pyps.cli.laboratory.advice import LOCAL_STEPS, Advice, Way
+from pyps.cli.laboratory.advice import LOCAL_STEPS, Advice, Link, Way
 from pyps.cli.laboratory.advice import advise as make_advice
 from pyps.cli.laboratory.check import check as check_way
-from pyps.cli.laboratory.measure import Link, measure_link, measure_steps
+from pyps.cli.laboratory.measure import Round, measure_round, measure_steps
 from pyps.cli.laboratory.settings import Settings
 from pyps.cli.laboratory.sweep import Pool, ScriptFailed
 from pyps.units import counted, in_bytes, in_seconds, parse_seconds
@@ -52,8 +52,8 @@ def advise(
     failures: Annotated[
         str, typer.Option(help="A worker's mean seconds between failures and those to come back, as 3600,60.")
     ] = "",
-    latency: Annotated[str, typer.Option(help="Of the workers' links, as 1ms; otherwise of this machine's own.")] = "",
-    bandwidth: Annotated[str, typer.Option(help="Each way, as 1gbit; otherwise of this machine's own.")] = "",
+    latency: Annotated[str, typer.Option(help="Of the workers' links, as 1ms; otherwise this machine's own.")] = "",
+    bandwidth: Annotated[str, typer.Option(help="Each way, as 1gbit; otherwise as on this machine.")] = "",
     target: Annotated[
         float | None, typer.Option(help="The figure to reach; otherwise nearly what one process reaches.")
     ] = None,
@@ -77,32 +77,34 @@ def advise(
     )  # fmt: skip
     try:
         typer.echo("measuring a step and a round ...", err=True)
+        if (load := os.getloadavg()[0]) > cores / 2:
+            typer.echo(f"this machine does other work (load {load:.1f}): what is measured may be too slow", err=True)
         steps = measure_steps(script, batch_size=batch_size, at_once=1, threads=cores)
+        around = measure_round(script, given, steps.seconds, threads=cores)
         with Pool(script, processes or cores) as pool:
             size, num_examples = pool.sizes()
-            here = measure_link(size)
             measured = replace(
                 given,
                 step_seconds=step_seconds or f"{steps.seconds:.6g}",
                 times=times or f"lognormal:{steps.sigma:.3g}",
-                latency=latency or f"{here.latency_seconds:.6g}",
-                bandwidth=bandwidth or here.in_words,
-                service_seconds="measured",
+                # Half there and half back: so it is each worker's own, however many steps it takes between.
+                latency=f"{given.network.latency_seconds + around.exchange_seconds / 2:.6g}",
             ).sized(num_parameters=size, num_examples=num_examples)
             if measured.examples < STEPS_MIN * workers * batch_size:
                 raise InvalidArgument(
                     f"--epochs {epochs:g} of {counted(num_examples, 'example')} are {measured.examples:,}, less than "
                     f"{STEPS_MIN} steps of each worker; expected more epochs, or smaller batches"
                 )
-            link = Link(measured.network.latency_seconds, measured.network.bytes_per_second)
+            here = 8 * size / max(around.exchange_seconds, 1e-9)
+            link = Link(given.network.latency_seconds, given.network.bytes_per_second if bandwidth else here)
             tried = given.rates if rate else []
-            found = make_advice(pool, measured, link, rates=tried, tell=_tell)
-        page = _page(script, found, measured, is_given=bool(step_seconds))
+            found = make_advice(pool, measured, link, around.service_for, rates=tried, tell=_tell)
+        page = _page(script, found, measured, around, given=given, is_given=bool(step_seconds))
         for line in page:
             console.print(line, highlight=False, markup=False)
         console.print(_table(found))
         if check:
-            _check(console, script, found.best, min(workers, cores), check_seconds, here)
+            _check(console, script, found.best, min(workers, cores), check_seconds)
     except ScriptFailed as failed:
         typer.echo(str(failed), err=True)
         raise typer.Exit(1) from None
@@ -114,23 +116,26 @@ def _tell(text: str) -> None:
     typer.echo(f"trying {text} ...", err=True)
 
 
-def _measured_words(settings: Settings, *, is_given: bool) -> str:
-    network, size = settings.network, 4 * settings.parameters
-    moving = size / network.bytes_per_second + network.latency_seconds
-    push, _ = settings.service(settings.parameters)
-    step = _milliseconds(parse_seconds(settings.step_seconds, what="--step-seconds"))
+def _measured_words(given: Settings, measured: Settings, around: Round, *, is_given: bool) -> str:
+    step = _milliseconds(parse_seconds(measured.step_seconds, what="--step-seconds"))
+    network, size = given.network, 4 * measured.parameters
+    over = "; no link is given, so that workers are as near to the server as on this machine"
+    if not network.is_instant:
+        moving = _milliseconds(size / network.bytes_per_second + network.latency_seconds)
+        over = f", which takes {moving} over the link that is given"
     return (
-        f"A step of {settings.batch_size} examples takes {step} ({'as given' if is_given else 'measured here'}, "
-        f"{settings.times}). A gradient is {in_bytes(size)}: over a link of {network.bytes_per_second * 8e-9:.3g} "
-        f"Gbit/s and {_milliseconds(network.latency_seconds)} it takes {_milliseconds(moving)}, and the server "
-        f"{_milliseconds(push)}."
+        f"A step of {measured.batch_size} examples takes {step} ({'as given' if is_given else 'measured here'}, "
+        f"{measured.times}). To exchange it takes a worker {_milliseconds(around.exchange_seconds)} more, and the "
+        f"server {_milliseconds(around.service_seconds)} (measured here). A gradient is {in_bytes(size)}{over}."
     )
 
 
-def _page(script: Path, found: Advice, measured: Settings, *, is_given: bool) -> list[str]:
+def _page(
+    script: Path, found: Advice, measured: Settings, around: Round, *, given: Settings, is_given: bool
+) -> list[str]:
     """Return the page, a paragraph each."""
     best, target = found.best, found.target
-    lines = [f"Advice for {script}", _measured_words(measured, is_given=is_given)]
+    lines = [f"Advice for {script}", _measured_words(given, measured, around, is_given=is_given)]
     times = [_time(way, target) for way in (found.one, best, found.ddp)]
     lines.append(f"To a figure of {target:.4g}: one process {times[0]}, pyps {times[1]}, DDP at its best {times[2]}.")
     if found.verdict == "one":
@@ -212,13 +217,11 @@ def _table(found: Advice) -> Table:
     return table
 
 
-def _check(console: Console, script: Path, best: Way, workers: int, seconds: float, link: Link) -> None:
+def _check(console: Console, script: Path, best: Way, workers: int, seconds: float) -> None:
     """Run the best way with as many workers as this machine has processors, and show prediction and measurement."""
     best = best._replace(settings=replace(best.settings, local_steps=1))
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    steps = measure_steps(script, batch_size=best.settings.batch_size, at_once=workers, threads=threads)
     typer.echo(f"running {counted(workers, 'worker')} on this machine for {in_seconds(seconds)} ...", err=True)
-    rows = check_way(script, best, workers=workers, seconds=seconds, steps=steps, link=link)
+    rows = check_way(script, best, workers=workers, seconds=seconds)
     table = Table(caption=f"{counted(workers, 'real worker')} and a server on this machine, {best.trial.protocol}")
     for name in ("", "predicted", "measured", "off by"):
         table.add_column(name, justify="right" if name else "left")

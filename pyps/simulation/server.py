@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class ServerPlan:
     transfer_seconds: float = 0.0
     # Between two checks for workers that others wait for, while any worker waits.
     tick_seconds: float = 0.25
+    # The processors that the server and its workers share; none are shared by default.
+    cores: float = float("inf")
 
 
 class VirtualServer:
@@ -95,6 +98,8 @@ class VirtualServer:
         # When each shard will have handled the pushes that it has, and when its pause ends.
         self._free_at = dict.fromkeys(self.shards, 0.0)
         self._resumes_at = dict.fromkeys(self.shards, 0.0)
+        # When the workers that compute now will have done so, where they share processors.
+        self._computing = list[float]()
         # The workers that send heartbeats, and their incarnations.
         self._living: dict[str, int] = {}
         # When each of them called last.
@@ -135,6 +140,13 @@ class VirtualServer:
         if not granted and not again:
             self._waits(worker_id, lambda: self.run.rounds.waited_for_by(worker_id))
         return granted
+
+    def stretched(self, seconds: float) -> float:
+        """Return how long a computation of a worker that begins now takes, with what others compute meanwhile."""
+        if self.plan.cores < float("inf"):
+            seconds *= self._stretch(1 + any(time > self._scheduler.now for time in self._free_at.values()))
+            heapq.heappush(self._computing, self._scheduler.now + seconds)
+        return seconds
 
     def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
         """Call `then` for each shard once it has the version, with the shard's number and the time to read it."""
@@ -253,10 +265,17 @@ class VirtualServer:
 
     def _occupy(self, shard_ids: Sequence[int], seconds: float) -> float:
         """Let the shards handle something together; return when they will have."""
-        ends = max(self._scheduler.now, *[self._free_at[shard_id] for shard_id in shard_ids]) + seconds
+        begins = max(self._scheduler.now, *[self._free_at[shard_id] for shard_id in shard_ids])
+        ends = begins + seconds * self._stretch(1)
         for shard_id in shard_ids:
             self._free_at[shard_id] = ends
         return ends
+
+    def _stretch(self, busy: int) -> float:
+        """Return how much longer things take now beside the workers that compute, if so many others are busy."""
+        while self._computing and self._computing[0] <= self._scheduler.now:
+            heapq.heappop(self._computing)
+        return max(1.0, (busy + len(self._computing)) / self.plan.cores)
 
     def _reads_at(self, shard_id: int) -> float:
         """Return when a pull that is there now will have been answered."""

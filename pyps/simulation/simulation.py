@@ -256,7 +256,8 @@ class VirtualWorker:
         if not self._outstanding:
             self.blocked_seconds += self._scheduler.now - self._since
             self._since = self._scheduler.now
-            self._at(self._since + self.plan.timing(self.steps_done, self._random), self._push)
+            seconds = self._server.stretched(self.plan.timing(self.steps_done, self._random))
+            self._at(self._since + seconds, self._push)
 
     def _push(self) -> None:
         self.computing_seconds += self._scheduler.now - self._since

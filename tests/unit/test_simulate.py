@@ -125,6 +125,7 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
         ({"bandwidth": "0"}, "--bandwidth is '0'; expected a link"),
         ({"latency": "-1"}, "--latency is '-1'; expected a time such as 0.01"),
         ({"service_seconds": "quick"}, "--service-seconds, unless kernel or measured, is 'quick'"),
+        ({"service_seconds": "1,2,3"}, "--service-seconds, unless kernel or measured, is '1,2,3'; expected one or two"),
         ({"rate": "0"}, "--rate is '0'; expected numbers above 0"),
         ({"rate": "1", "optimizer": "sgd:learning_rate=1"}, "both set it: leave one out"),
         ({"optimizer": "sgd:speed=1"}, "speed"),
@@ -198,6 +199,13 @@ def test_buffers_stay_with_the_worker():
     assert counts == {"a": 3, "b": 1}
 
 
+def test_the_answer_to_a_push_brings_parameters_and_no_other_push_comes_between():
+    # All wait for the server, which takes 10 ms for a push and its pull.
+    queued = trial(workers=4, step_seconds="1ms", times="fixed", service_seconds="7ms,3ms", epochs=99)
+    assert queued.measured["mean_staleness"] == pytest.approx(3, abs=0.02)
+    assert queued.measured["examples_per_second"] == pytest.approx(32 / 0.01, rel=0.02)
+
+
 def test_a_trial_that_diverges_or_is_refused_ends_and_says_so():
     diverged = trial(rate=1e20, examples=100_000)
     assert (diverged.measured["note"], np.isfinite(diverged.points[-1].figure)) == ("diverged", False)
@@ -217,4 +225,5 @@ def test_a_shards_time_follows_its_size_or_is_measured_here():
     kernel = Settings(shards=2).service
     assert kernel(10**7)[0] == pytest.approx(7.5e-5 + 6e-3)
     assert Settings(service_seconds="3ms").service(10) == pytest.approx((0.003, 0.001))
+    assert Settings(service_seconds="3ms,0").service(10) == (0.003, 0.0)
     assert 0 < float(Settings(service_seconds="measured").sized(num_parameters=10, num_examples=0).service_seconds) < 1

@@ -9,7 +9,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from pyps.cli.laboratory.measure import Link
 from pyps.cli.laboratory.settings import Settings, listed
 from pyps.cli.laboratory.sweep import Pool, grid
 from pyps.cli.laboratory.trial import Outcome, Point, Trial
@@ -31,6 +30,13 @@ EXAMPLES_FACTOR = 3
 POLICIES = "none,divide,constant"
 # Of each worker, where only the speed is asked for.
 PUSHES = 20
+
+
+class Link(NamedTuple):
+    """What DDP's messages go over."""
+
+    latency_seconds: float
+    bytes_per_second: float
 
 
 class Way(NamedTuple):
@@ -94,9 +100,18 @@ def reached(points: Sequence[Point], target: float) -> float:
 
 
 def advise(
-    pool: Pool, settings: Settings, link: Link, *, rates: Sequence[float], tell: Callable[[str], None]
+    pool: Pool,
+    settings: Settings,
+    link: Link,
+    service_for: Callable[[str], str],
+    *,
+    rates: Sequence[float],
+    tell: Callable[[str], None],
 ) -> Advice:
-    """Try ways to train on a virtual cluster, in the processes of a script; `tell` hears what is tried."""
+    """Try ways to train on a virtual cluster, in the processes of a script; `tell` hears what is tried.
+
+    `service_for` returns the server's times under a protocol.
+    """
     alone = replace(settings, workers=1, slow="", failures="", bandwidth="", latency="0", service_seconds="0")
     tell("one process, at each rate")
     one = min(_ways("one process", pool, alone, "serial", "none", rates or RATES), key=lambda way: way.last)
@@ -114,9 +129,10 @@ def advise(
     with Pool(None, 1) as untrained:
         speeds = Speeds(untrained)
         for name in protocols_for(settings.workers):
-            coded = speeds.with_codec(settings, name)
+            coded = speeds.with_codec(replace(settings, service_seconds=service_for(name)), name)
             tell(f"{name}, {coded.codec}")
             ways += _ways("pyps", pool, coded, name, POLICIES, around)
+        settings = replace(settings, service_seconds=service_for("hardsync"))
         if speeds.local_pays(settings):
             local = seldom(settings)
             tell(f"hardsync, {local.local_steps} local steps, {local.codec}")

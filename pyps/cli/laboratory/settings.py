@@ -19,6 +19,7 @@ from pyps.cli.serve import with_flags
 from pyps.core import schedule
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient, PayloadKind
+from pyps.core.protocols.base import Aggregation
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
@@ -47,6 +48,11 @@ def listed(text: str) -> list[str]:
     return [item.strip() for item in re.split(r",(?!\s*\w+=)", text) if item.strip()]
 
 
+def pulls_apart(protocol: Aggregation) -> bool:
+    """Return whether workers pull by a request of its own, where others' answers to a push bring the parameters."""
+    return protocol.barrier or protocol.pacer() is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The flags of a simulation. Raises InvalidArgument for a value that cannot be."""
@@ -68,8 +74,9 @@ class Settings:
     bandwidth: str = _flag("", "Of a worker's link, each way, as 1gbit or 12.5MB (a second); none: no limit.")
     server_bandwidth: str = _flag("", "The same of the server's link; none: as a worker's.")
     service_seconds: str = _flag(
-        "kernel", "A shard's time for a push, of which a pull takes a third; kernel: by its size; measured: here."
+        "kernel", "A shard's time for a push and a pull, as 1ms,0.2ms; kernel: by its size; measured: here."
     )
+    cores: float = _flag(0.0, "Processors that the server and all workers share, on one machine; 0: none.", min=0.0)
     shards: int = _flag(1, "Shards of the model, which work beside each other.", min=1, max=1024)
     codec: str = _flag("float32", "Codec of gradients.")
     pull_codec: str = _flag("float32", "Codec of parameters.")
@@ -160,8 +167,11 @@ class Settings:
             return lambda size: (PUSH_SECONDS[0] + size * PUSH_SECONDS[1], PULL_SECONDS[0] + size * PULL_SECONDS[1])
         if self.service_seconds == "measured":
             return lambda size: (_measured(size), 0.0)
-        seconds = parse_seconds(self.service_seconds, what="--service-seconds, unless kernel or measured,")
-        return lambda size: (seconds, seconds / 3)
+        what = "--service-seconds, unless kernel or measured,"
+        times = [parse_seconds(item, what=what) for item in listed(self.service_seconds)]
+        if not 1 <= len(times) <= 2:
+            raise InvalidArgument(f"{what} is {self.service_seconds!r}; expected one or two times, as 1ms,0.2ms")
+        return lambda size: (times[0], times[1] if len(times) > 1 else times[0] / 3)
 
     def sized(self, *, num_parameters: int, num_examples: int) -> Settings:
         """Return the settings for a model and data of that size, 0 examples for none; later steps need no more."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pyps.cli.laboratory.settings import Settings
+from pyps.cli.laboratory.settings import Settings, pulls_apart
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.simulation.server import ServerPlan
@@ -82,20 +82,27 @@ class _Training:
         rule = settings.rule_settings(trial.rate)
         self._kind = rule.kind(0)
         self._skipped = self._computed = 0
+        behaviour = Behaviour.parse(
+            protocol=trial.protocol,
+            staleness=trial.staleness,
+            schedule=settings.schedule,
+            epoch_examples=problem.num_examples if problem else 1,
+        )
         push_seconds, pull_seconds = settings.service(max(lengths))
+        if not pulls_apart(behaviour.aggregation):
+            # Nobody comes between the two.
+            push_seconds, pull_seconds = push_seconds + pull_seconds, 0.0
         self._simulation = Simulation(
             parameters,
             rule,
-            Behaviour.parse(
-                protocol=trial.protocol,
-                staleness=trial.staleness,
-                schedule=settings.schedule,
-                epoch_examples=problem.num_examples if problem else 1,
-            ),
+            behaviour,
             plans,
             self._compute,
             server=ServerPlan(
-                expected_workers=settings.workers, service_seconds=push_seconds, pull_seconds=pull_seconds
+                expected_workers=settings.workers,
+                service_seconds=push_seconds,
+                pull_seconds=pull_seconds,
+                cores=settings.cores or math.inf,
             ),
             network=network,
             seed=trial.seed,

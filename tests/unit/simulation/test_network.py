@@ -200,3 +200,12 @@ def test_times_are_read_from_text():
     assert parse_timing("lognormal:0.3", mean=2.0)(0, random) == pytest.approx(
         2 * np.exp(0.3 * same.standard_normal() - 0.045)
     )
+
+
+def test_workers_and_server_that_share_processors_stretch_what_begins_meanwhile():
+    run = cluster(workers=3, server=ServerPlan(cores=2)).run(seconds=1.5)
+    assert [times(run, Kind.PUSH, name) for name in "abc"] == [[1.0], [1.0], [1.5]]
+
+    run = cluster(workers=2, server=ServerPlan(cores=1, service_seconds=0.5)).run(seconds=3.0)
+    # b's step takes from 0 to 2, beside a's; so a's push, there at 1, takes 1 s, and b's too, beside a's next step.
+    assert [times(run, Kind.PUSH, name) for name in "ab"] == [[2.0], [3.0]]
