@@ -80,8 +80,8 @@ class VirtualServer:
         self.links = Links(network, scheduler)
         # The numbers of each shard, as messages count them.
         self._sizes = network.sizes or [each.size for each in parameters]
-        # Pushed payloads, pulled ones, and accepted pushes.
-        self.bytes_in = self.bytes_out = self.num_taken = 0
+        # Pushed payloads, pulled ones, accepted pushes, and deaths.
+        self.bytes_in = self.bytes_out = self.num_taken = self.num_lost = 0
         config = ServerConfig(
             run_id=RUN_ID,
             expected_workers=plan.expected_workers,
@@ -213,6 +213,7 @@ class VirtualServer:
     def lose(self, worker_id: str) -> None:
         """Record that a worker died; the run will see that its lease expires."""
         self._say(Kind.DIE, worker_id)
+        self.num_lost += 1
         # The last heartbeat.
         self.run.heard(RUN_ID, worker_id, self._living.pop(worker_id))
         # A lease expires once more than its time is over: by less than any time of a plan.

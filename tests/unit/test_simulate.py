@@ -105,6 +105,12 @@ def test_a_script_that_cannot_be_simulated_is_told_what_to_define(text, sentence
         problem(text)
 
 
+@pytest.mark.parametrize("line", ["model.zero_grad()", "model[0] = torch.nn.Linear(4, 1)"])
+def test_a_loss_that_changes_what_is_trained_is_refused(line):
+    with pytest.raises(InvalidArgument, match=r"my_model.py gives its model other parameters, or gradients of its own"):
+        trial(SCRIPT.replace("    return ((model(", f"    if torch.is_grad_enabled(): {line}\n    return ((model("))
+
+
 def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
     script.write_text(SCRIPT.replace(".mean()", ".mien()"))
     result = CliRunner().invoke(app, ["simulate", str(script), "--seeds", "1"])
@@ -121,6 +127,10 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
         ({"slow": "3"}, "--slow is '3'; expected at most 8 workers"),
         ({"slow": "9x2"}, "--slow is '9x2'; expected at most 8 workers"),
         ({"failures": "60"}, "--failures is '60'; expected two times, as 3600,60"),
+        (
+            {"failures": "0.1,1"},
+            "'0.1,1', but what a worker computes before a push takes 1 s: hardly any push would come",
+        ),
         ({"bandwidth": "1gb"}, "--bandwidth is '1gb'; expected a link such as 1gbit"),
         ({"bandwidth": "0"}, "--bandwidth is '0'; expected a link"),
         ({"latency": "-1"}, "--latency is '-1'; expected a time such as 0.01"),
@@ -214,6 +224,12 @@ def test_a_trial_that_diverges_or_is_refused_ends_and_says_so():
     refused = Trial("async", "drop:spread=0", 0.1, 0).run(settings, of_script)
     assert refused.measured["note"] == "refused"
     assert float(refused.measured["refused"]) > 0.9
+
+
+def test_a_trial_whose_workers_die_before_they_push_ends_and_says_so():
+    # A pull takes 160 s, and a life 10.
+    lost = trial(protocol="hardsync", bandwidth="1bit", failures="10,1", workers=50)
+    assert str(lost.measured["note"]).startswith("without a push at ")
 
 
 def test_amounts_are_read_with_their_units():

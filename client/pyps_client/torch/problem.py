@@ -94,6 +94,7 @@ class Problem:
             each.data = flat[place].view(each.shape)
             each.grad = gradient[place].view(each.shape)
         self._gradient = gradient
+        self._script, self._places = script, self._memory()
         # The memory of both is torch's.
         self.parameters: Floats = flat.numpy()
         self._gradient_values: Floats = gradient.numpy()
@@ -124,7 +125,17 @@ class Problem:
         with torch.no_grad():
             value = self._evaluate(self.model) if self._evaluate else self._loss(self.model, self._sample)
         self.model.train()
+        if self._memory() != self._places:
+            raise InvalidArgument(
+                f"{self._script} gives its model other parameters, or gradients of its own, while it trains; expected "
+                "a loss and an evaluate that only compute, without zero_grad() and without a change of layers"
+            )
         return float(value)
+
+    def _memory(self) -> list[tuple[int, int]]:
+        """Return where the values and the gradients of all that is trained lie."""
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        return [(each.data_ptr(), 0 if each.grad is None else each.grad.data_ptr()) for each in trained]
 
     def _batch(self, examples: npt.NDArray[Any]) -> Any:
         if self._tensors is not None:

@@ -35,6 +35,8 @@ from pyps_wire.errors import InvalidArgument
 PUSH_SECONDS = (7.5e-5, 6e-10)
 PULL_SECONDS = (2.5e-5, 2e-10)
 MEASURED_PARAMETERS_MAX = 4_000_000
+# A push must come of one life of a worker in a thousand, by its mean length.
+LIVES_SHARE = math.log(1000)
 # What a worker pushes at least once without a model, where nothing says how much.
 PUSHES_PER_WORKER = 20
 
@@ -136,7 +138,7 @@ class Settings:
             "",
             codec=codec_of(self.codec, Codec.pushes, what="--codec"),
             pull_codec=codec_of(self.pull_codec, Codec.pulls, what="--pull-codec"),
-            failures=self._failures,
+            failures=self.failing,
         )
         width = len(str(self.workers - 1))
         return [replace(plan, worker_id=f"w{i:0{width}}", timing=timings[each]) for i, each in enumerate(factors)]
@@ -148,10 +150,16 @@ class Settings:
         return lambda step, random: sum(timing(step * count + each, random) for each in range(count))
 
     @property
-    def _failures(self) -> Failures | None:
+    def failing(self) -> Failures | None:
         times = [parse_seconds(item, what="--failures") for item in listed(self.failures)]
         if times and (len(times) != 2 or not times[0]):
             raise InvalidArgument(f"--failures is {self.failures!r}; expected two times, as 3600,60")
+        step = self.local_steps * parse_seconds(self.step_seconds, what="--step-seconds")
+        if times and times[0] < step / LIVES_SHARE:
+            raise InvalidArgument(
+                f"--failures is {self.failures!r}, but what a worker computes before a push takes {step:g} s: hardly"
+                f" any push would come; expected at least {step / LIVES_SHARE:.2g} s between failures"
+            )
         return Failures(*times) if times else None
 
     @property

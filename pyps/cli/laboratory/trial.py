@@ -26,6 +26,8 @@ PUBLISHED_LENGTH = 2048
 # A trial ends after so many gradients that are not finite, or so many pushes for each that should be taken.
 SKIPS_MAX = 10
 PUSHES_MAX = 20
+# So many workers may die one after the other before one pushes.
+LIVES_MAX = 100_000
 
 
 class Point(NamedTuple):
@@ -109,12 +111,12 @@ class _Training:
         )
 
     def outcome(self, tell: Callable[[float], None]) -> Outcome:
-        settings, simulation = self._settings, self._simulation
+        settings = self._settings
         points, note = self._look(), ""
         looks = sorted({index * settings.pushes // POINTS for index in range(1, POINTS + 1)} - {0})
         for index, pushes in enumerate(looks):
             try:
-                simulation.run(pushes=pushes * settings.shards)
+                self._run_to(pushes * settings.shards)
             except _Ended as ended:
                 note = str(ended)
             points += self._look()
@@ -122,6 +124,18 @@ class _Training:
             if note:
                 break
         return Outcome(points, self._measured(points, note))
+
+    def _run_to(self, pushes: int) -> None:
+        """Run until so many pushes are taken; _Ended if none is, as where workers die before they push."""
+        simulation, failures = self._simulation, self._settings.failing
+        slice_seconds = failures.mean_seconds + failures.recovery_seconds if failures else math.inf
+        taken, died = simulation.num_taken, simulation.server.num_lost
+        while simulation.num_taken < pushes:
+            simulation.run(seconds=simulation.now + slice_seconds, pushes=pushes)
+            if simulation.num_taken > taken:
+                taken, died = simulation.num_taken, simulation.server.num_lost
+            elif not failures or simulation.server.num_lost > died + LIVES_MAX:
+                raise _Ended(f"without a push at {simulation.now:,.0f} s")
 
     def _look(self) -> list[Point]:
         if self._problem is None:
