@@ -226,9 +226,10 @@ def test_a_trial_that_diverges_or_is_refused_ends_and_says_so():
     assert float(refused.measured["refused"]) > 0.9
 
 
-def test_a_trial_whose_workers_die_before_they_push_ends_and_says_so():
+def test_a_trial_whose_workers_die_before_they_push_ends_and_says_so(monkeypatch):
+    monkeypatch.setattr("pyps.cli.laboratory.trial.LIVES_MAX", 100)
     # A pull takes 160 s, and a life 10.
-    lost = trial(protocol="hardsync", bandwidth="1bit", failures="10,1", workers=50)
+    lost = trial(protocol="hardsync", bandwidth="1bit", failures="10,1", workers=5)
     assert str(lost.measured["note"]).startswith("without a push at ")
 
 

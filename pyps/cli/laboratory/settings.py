@@ -35,8 +35,8 @@ from pyps_wire.errors import InvalidArgument
 PUSH_SECONDS = (7.5e-5, 6e-10)
 PULL_SECONDS = (2.5e-5, 2e-10)
 MEASURED_PARAMETERS_MAX = 4_000_000
-# A push must come of one life of a worker in a thousand, by its mean length.
-LIVES_SHARE = math.log(1000)
+# A push must come of one life of a worker in a hundred, by its mean length.
+LIVES_SHARE = math.log(100)
 # What a worker pushes at least once without a model, where nothing says how much.
 PUSHES_PER_WORKER = 20
 

@@ -27,7 +27,7 @@ PUBLISHED_LENGTH = 2048
 SKIPS_MAX = 10
 PUSHES_MAX = 20
 # So many workers may die one after the other before one pushes.
-LIVES_MAX = 100_000
+LIVES_MAX = 3_000
 
 
 class Point(NamedTuple):
