@@ -118,6 +118,7 @@ def draw(figure: Figure, results: Results) -> None:
     errors.set(ylabel="held-out error after 20 epochs in %")
     for axis in (times, errors):
         axis.set(xlabel="minibatch, at its best rate")
+        axis.tick_params(axis="x", labelsize="small")
 
 
 EXPERIMENT = Experiment(
@@ -165,6 +166,10 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""The paper's schedule, which is not known to us, nor GPUs, on which a small minibatch takes as long as a
     larger one and loses more. The mutex's time is our choice.""",
+    reading="""Both growing minibatches are at the target when the best fixed one, 16, is: 2 and 3 % sooner, which is
+    within the noise of five seeds, and as accurate. They take half the time of minibatches of 64 and four fifths of
+    that of 8. So growth is as good
+    as knowing the best minibatch, and no better: it has doubled once when the target is reached.""",
     draw=draw,
     quick={"epochs": 1.0, "target": 2.5},
 )
