@@ -143,6 +143,10 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""What messages cost, and data that are far away, for which neighbours go to one worker. It is virtual
     time; `benchmarks/balance.py` measures processes.""",
+    reading="""Nine crews of ten are within 1.11 times the ideal in every pass. In the first pass of the tenth both
+    copies of one portion were with the two slow workers, and it took 1.47 times; the queue gives a copy to whoever is
+    free, and does not look at who is quick. A third copy (`--copies 3`), tried afterwards, ends that pass at 1.09,
+    with 8.5 % of the portions in vain.""",
     draw=draw,
     quick={"passes": 1},
 )

@@ -174,5 +174,8 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""The paper's traffic: of a billion examples thousands of workers have fair shares. gRPC's own bytes are
     not counted, nor what Downpour saves by pushing less often.""",
+    reading="""The coordinator's bytes are the same to the last one. Of the workers it depends on how many examples
+    each has: from 180 on with four portions summed, a tenth is enough; with the default, each portion by itself,
+    720 were enough and 360 were not; and 100 workers with 14 examples each exchange more than under Downpour.""",
     draw=draw,
 )
