@@ -7,7 +7,7 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,11 +16,11 @@ from rich.table import Table
 
 from pyps.cli.evaluate import require_script
 from pyps.cli.laboratory import report
-from pyps.cli.laboratory.advice import LOCAL_STEPS, Advice, Link, Way
+from pyps.cli.laboratory.advice import LOCAL_STEPS, Advice, Way
 from pyps.cli.laboratory.advice import advise as make_advice
 from pyps.cli.laboratory.check import check as check_way
 from pyps.cli.laboratory.measure import Round, measure_round, measure_steps
-from pyps.cli.laboratory.settings import Settings
+from pyps.cli.laboratory.settings import Settings, with_cluster
 from pyps.cli.laboratory.sweep import Pool, ScriptFailed
 from pyps.units import counted, in_bytes, in_seconds, parse_seconds
 from pyps_wire.errors import InvalidArgument
@@ -35,33 +35,26 @@ NOT_MODELLED = (
 )
 
 
+@with_cluster("batch_size", "epochs", "slow", "failures", "target")
 def advise(
     script: Annotated[
         Path,
         typer.Argument(help="Python file that defines model(), loss(model, batch), data, maybe evaluate(model)."),
     ],
     workers: Annotated[int, typer.Option(help="Workers that you have.", min=2, max=4096)] = 8,
-    batch_size: Annotated[int, typer.Option(help="Examples in a worker's minibatch.", min=1)] = 32,
-    epochs: Annotated[float, typer.Option(help="Passes over the data, of all workers together.", min=0.0)] = 5.0,
     rate: Annotated[str, typer.Option(help="Learning rates to try; otherwise around one process's best.")] = "",
     step_seconds: Annotated[
         str, typer.Option(help="Mean time of a worker's step, as 20ms; otherwise that of this machine's processors.")
     ] = "",
     times: Annotated[str, typer.Option(help="How it varies, as lognormal:0.15; otherwise as measured.")] = "",
-    slow: Annotated[str, typer.Option(help="Slow workers, as 3x2 for three that take twice as long.")] = "",
-    failures: Annotated[
-        str, typer.Option(help="A worker's mean seconds between failures and those to come back, as 3600,60.")
-    ] = "",
     latency: Annotated[str, typer.Option(help="Of the workers' links, as 1ms; otherwise this machine's own.")] = "",
     bandwidth: Annotated[str, typer.Option(help="Each way, as 1gbit; otherwise as on this machine.")] = "",
-    target: Annotated[
-        float | None, typer.Option(help="The figure to reach; otherwise nearly what one process reaches.")
-    ] = None,
     seeds: Annotated[int, typer.Option(help="Trials of each way.", min=1)] = 2,
     out: Annotated[Path | None, typer.Option(help="Folder for the page and the picture.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Then run it on this machine, and compare.")] = False,
     check_seconds: Annotated[float, typer.Option(help="How long that is measured.", min=1.0)] = 60.0,
     processes: Annotated[int, typer.Option(help="Trials at once; 0: one a core.", min=0, max=1024)] = 0,
+    **flags: Any,
 ) -> None:
     """Measure a model of yours, and say which way of training it to start with, and why.
 
@@ -70,16 +63,14 @@ def advise(
     """
     require_script(script)
     cores, console = os.cpu_count() or 1, Console()
-    given = Settings(
-        workers=workers, batch_size=batch_size, epochs=epochs, rate=rate, slow=slow, failures=failures, seeds=seeds,
-        target=target, step_seconds=step_seconds or "1", times=times or "fixed", latency=latency or "0",
-        bandwidth=bandwidth,
-    )  # fmt: skip
+    # Until a step is measured, one that takes hardly any time.
+    flags |= {"step_seconds": step_seconds or "1us", "times": times or "fixed", "latency": latency or "0"}
+    given = Settings(workers=workers, rate=rate, bandwidth=bandwidth, seeds=seeds, **flags)
     try:
         typer.echo("measuring a step and a round ...", err=True)
         if (load := os.getloadavg()[0]) > cores / 2:
             typer.echo(f"this machine does other work (load {load:.1f}): what is measured may be too slow", err=True)
-        steps = measure_steps(script, batch_size=batch_size, at_once=1, threads=cores)
+        steps = measure_steps(script, batch_size=given.batch_size, at_once=1, threads=cores)
         around = measure_round(script, given, steps.seconds, threads=cores)
         with Pool(script, processes or cores) as pool:
             size, num_examples = pool.sizes()
@@ -90,13 +81,13 @@ def advise(
                 # Half there and half back: so it is each worker's own, however many steps it takes between.
                 latency=f"{given.network.latency_seconds + around.exchange_seconds / 2:.6g}",
             ).sized(num_parameters=size, num_examples=num_examples)
-            if measured.examples < STEPS_MIN * workers * batch_size:
+            if measured.examples < STEPS_MIN * workers * given.batch_size:
                 raise InvalidArgument(
-                    f"--epochs {epochs:g} of {counted(num_examples, 'example')} are {measured.examples:,}, less than "
-                    f"{STEPS_MIN} steps of each worker; expected more epochs, or smaller batches"
+                    f"--epochs {given.epochs:g} of {counted(num_examples, 'example')} are {measured.examples:,}, less"
+                    f" than {STEPS_MIN} steps of each worker; expected more epochs, or smaller batches"
                 )
             here = 8 * size / max(around.exchange_seconds, 1e-9)
-            link = Link(given.network.latency_seconds, given.network.bytes_per_second if bandwidth else here)
+            link = replace(given.network, bytes_per_second=given.network.bytes_per_second if bandwidth else here)
             tried = given.rates if rate else []
             found = make_advice(pool, measured, link, around.service_for, rates=tried, tell=_tell)
         page = _page(script, found, measured, around, given=given, is_given=bool(step_seconds))
@@ -253,7 +244,7 @@ def _write(folder: Path, page: list[str], found: Advice) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join([f"# {page[0]}", *(f"```\n{line}\n```" if line.startswith("  ") else line for line in page[1:])])
     ways = [*found.ways[:SHOWN], found.ddp, found.one]
-    drawn = report.draw_ways(folder / "advice.png", [(_label(way), way.curves) for way in ways], target=found.target)
+    drawn = report.draw_curves(folder / "advice.png", [(_label(way), way.curves) for way in ways], target=found.target)
     picture = "\n\n![The figure against time](advice.png)" if drawn else ""
     (folder / "advice.md").write_text(f"{text}{picture}\n", encoding="utf-8")
     typer.echo(f"Written: {folder / 'advice.md'}" + (f", {folder / 'advice.png'}" if drawn else ""))

@@ -21,7 +21,7 @@ from pyps_wire.errors import InvalidArgument
 TABLE_COLUMNS_MIN = 96
 
 
-@with_cluster
+@with_cluster()
 def simulate(
     script: Annotated[
         Path | None,

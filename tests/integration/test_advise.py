@@ -47,6 +47,8 @@ def test_a_user_gets_a_page_a_picture_and_a_prediction_beside_what_was_measured(
 def test_what_cannot_be_advised_on_is_refused_in_a_sentence(script, tmp_path):
     (tmp_path / "empty.py").write_text("")
     assert "defines no model()" in shell("advise", str(tmp_path / "empty.py"), status=2)
+    (tmp_path / "nan.py").write_text(SCRIPT.replace(".mean()", ".mean() * float('nan')"))
+    assert "first loss is not finite" in shell("advise", str(tmp_path / "nan.py"), status=2)
     assert "There is no script" in shell("advise", str(tmp_path / "none.py"), status=2)
     assert "--bandwidth is 'fast'" in shell("advise", str(script), "--bandwidth", "fast", status=2)
     assert "expected more epochs" in shell("advise", str(script), "--epochs", "0.01", status=2)

@@ -134,8 +134,8 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
         ({"bandwidth": "1gb"}, "--bandwidth is '1gb'; expected a link such as 1gbit"),
         ({"bandwidth": "0"}, "--bandwidth is '0'; expected a link"),
         ({"latency": "-1"}, "--latency is '-1'; expected a time such as 0.01"),
-        ({"service_seconds": "quick"}, "--service-seconds, unless kernel or measured, is 'quick'"),
-        ({"service_seconds": "1,2,3"}, "--service-seconds, unless kernel or measured, is '1,2,3'; expected one or two"),
+        ({"service_seconds": "quick"}, "--service-seconds, unless kernel, is 'quick'"),
+        ({"service_seconds": "1,2,3"}, "--service-seconds, unless kernel, is '1,2,3'; expected one or two"),
         ({"rate": "0"}, "--rate is '0'; expected numbers above 0"),
         ({"rate": "1", "optimizer": "sgd:learning_rate=1"}, "both set it: leave one out"),
         ({"optimizer": "sgd:speed=1"}, "speed"),
@@ -238,9 +238,8 @@ def test_amounts_are_read_with_their_units():
     assert [parse_bandwidth(text, what="x") for text in ("1gbit", "100mbit", "12.5MB")] == [125e6, 12.5e6, 12.5e6]
 
 
-def test_a_shards_time_follows_its_size_or_is_measured_here():
+def test_a_shards_time_follows_its_size_or_is_given():
     kernel = Settings(shards=2).service
     assert kernel(10**7)[0] == pytest.approx(7.5e-5 + 6e-3)
     assert Settings(service_seconds="3ms").service(10) == pytest.approx((0.003, 0.001))
     assert Settings(service_seconds="3ms,0").service(10) == (0.003, 0.0)
-    assert 0 < float(Settings(service_seconds="measured").sized(num_parameters=10, num_examples=0).service_seconds) < 1

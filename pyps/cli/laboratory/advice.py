@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pyps.cli.laboratory.settings import Settings, listed
 from pyps.cli.laboratory.sweep import Pool, grid
 from pyps.cli.laboratory.trial import Outcome, Point, Trial
+from pyps.simulation.network import Network
 from pyps_wire.errors import InvalidArgument
 
 # The target: so much of one process's way is left.
@@ -30,13 +31,6 @@ EXAMPLES_FACTOR = 3
 POLICIES = "none,divide,constant"
 # Of each worker, where only the speed is asked for.
 PUSHES = 20
-
-
-class Link(NamedTuple):
-    """What DDP's messages go over."""
-
-    latency_seconds: float
-    bytes_per_second: float
 
 
 class Way(NamedTuple):
@@ -102,7 +96,7 @@ def reached(points: Sequence[Point], target: float) -> float:
 def advise(
     pool: Pool,
     settings: Settings,
-    link: Link,
+    link: Network,
     service_for: Callable[[str], str],
     *,
     rates: Sequence[float],
@@ -110,7 +104,7 @@ def advise(
 ) -> Advice:
     """Try ways to train on a virtual cluster, in the processes of a script; `tell` hears what is tried.
 
-    `service_for` returns the server's times under a protocol.
+    `link` is what DDP's messages go over; `service_for` returns the server's times under a protocol.
     """
     alone = replace(settings, workers=1, slow="", failures="", bandwidth="", latency="0", service_seconds="0")
     tell("one process, at each rate")
@@ -208,7 +202,7 @@ def _fewer(slow: str, workers: int) -> str:
     return ",".join(kept)
 
 
-def _ddp(pool: Pool, settings: Settings, link: Link, rates: Sequence[float], target: float) -> Way:
+def _ddp(pool: Pool, settings: Settings, link: Network, rates: Sequence[float], target: float) -> Way:
     """Return DDP at its best: hardsync's gradients, a ring, and all of it hidden behind the backward pass."""
     count = settings.workers
     free = replace(settings, bandwidth="", latency="0", service_seconds="0", failures="")

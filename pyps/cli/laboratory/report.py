@@ -109,6 +109,15 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def draw(path: Path, rows: Rows) -> bool:
     """Draw the figure against virtual time and against examples, a line a combination; False without matplotlib."""
+    combined = combinations(rows)
+    names = [f"{trial.protocol}, {trial.staleness}, {trial.rate:g}" for trial, _ in combined]
+    return draw_curves(path, list(zip(names, [[outcome.points for outcome in of] for _, of in combined], strict=True)))
+
+
+def draw_curves(
+    path: Path, lines: Sequence[tuple[str, Sequence[Sequence[Point]]]], *, target: float | None = None
+) -> bool:
+    """Draw a line for each name, the mean of its curves as far as all have come; False without matplotlib."""
     try:
         # Figure alone draws without a display, which pyplot might ask for.
         from matplotlib.figure import Figure
@@ -116,48 +125,26 @@ def draw(path: Path, rows: Rows) -> bool:
         return False
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for number, (trial, outcomes) in enumerate(combinations(rows)):
-        # The mean over the seeds, as far as all have come.
-        places = list(zip(*[outcome.points for outcome in outcomes], strict=False))
+    for number, (name, curves) in enumerate(lines):
+        places = list(zip(*curves, strict=False))
         values = [fmean(point.figure for point in place) for place in places]
         # Ten colours, then again in dashes.
         style = ("-", "--", ":", "-.")[number // 10 % 4]
-        for axis, name in zip(axes, ("seconds", "examples"), strict=True):
-            along = [fmean(getattr(point, name) for point in place) for place in places]
-            axis.plot(along, values, style, lw=1.4, label=f"{trial.protocol}, {trial.staleness}, {trial.rate:g}")
+        for axis, of in zip(axes, ("seconds", "examples"), strict=True):
+            along = [fmean(getattr(point, of) for point in place) for place in places]
+            axis.plot(along, values, style, lw=1.4, label=name)
     for axis, label in zip(axes, ("virtual seconds", "examples"), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+        if target is not None:
+            axis.axhline(target, color="grey", lw=0.8)
     # Where something diverges, what does not is to be seen all the same.
-    figures = [[point.figure for point in outcome.points if math.isfinite(point.figure)] for _, outcome in rows]
+    figures = [[point.figure for point in curve if math.isfinite(point.figure)] for _, of in lines for curve in of]
     if all(figures):
         first, least = max(each[0] for each in figures), min(map(min, figures))
         axes[0].set_ylim(top=min(axes[0].get_ylim()[1], 2 * first - least + 1e-9))
     axes[0].set_ylabel("figure (lower is better)")
     axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0))
     # Without the version, so that equal trials give equal bytes.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return True
-
-
-def draw_ways(path: Path, ways: Sequence[tuple[str, Sequence[Sequence[Point]]]], *, target: float) -> bool:
-    """Draw the figure of each way against time, the last two in black; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for number, (label, curves) in enumerate(ways):
-        places = list(zip(*curves, strict=False))
-        style = {len(ways) - 2: "k--", len(ways) - 1: "k:"}.get(number, "-")
-        times = [fmean(point.seconds for point in place) for place in places]
-        axis.plot(times, [fmean(point.figure for point in place) for place in places], style, lw=1.4, label=label)
-    axis.axhline(target, color="grey", lw=0.8)
-    axis.annotate("target", (0, target), color="grey", fontsize="small", va="bottom")
-    axis.set_ylim(top=1.2 * max(curves[0][0].figure for _, curves in ways))
-    axis.set(xlabel="virtual seconds", ylabel="figure (lower is better)")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1.0))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return True

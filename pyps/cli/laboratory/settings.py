@@ -5,36 +5,28 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
-import numpy as np
 import typer
 
 from pyps.cli.serve import with_flags
 from pyps.core import schedule
-from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PayloadKind
+from pyps.core.gradient import PayloadKind
 from pyps.core.protocols.base import Aggregation
-from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.rules import RULES
-from pyps.core.shard import Shard
 from pyps.simulation.network import Network
 from pyps.simulation.simulation import Failures, Timing, WorkerPlan, parse_timing
 from pyps.units import counted, parse_bandwidth, parse_seconds
-from pyps_wire.codecs import FLOAT32, Codec, codec_of
+from pyps_wire.codecs import Codec, codec_of
 from pyps_wire.errors import InvalidArgument
 
 # A shard's time for a message, and for a number of it: a small push and its pull take a server's Python 0.1 ms, the
 # kernels of Adagrad with the scan, and of the reply, so long a number (docs/performance.md, one thread of an EPYC).
 PUSH_SECONDS = (7.5e-5, 6e-10)
 PULL_SECONDS = (2.5e-5, 2e-10)
-MEASURED_PARAMETERS_MAX = 4_000_000
 # A push must come of one life of a worker in a hundred, by its mean length.
 LIVES_SHARE = math.log(100)
 # What a worker pushes at least once without a model, where nothing says how much.
@@ -67,7 +59,7 @@ class Settings:
     schedule: str = _flag("constant", "How the rate changes, as for `pyps serve`.")
     batch_size: int = _flag(32, "Examples in a minibatch.", min=1)
     examples: int = _flag(0, "Examples to train on, over all workers; 0: by --epochs.", min=0)
-    epochs: float = _flag(5.0, "The same in passes over the data.", min=0.001)
+    epochs: float = _flag(5.0, "Passes over the data, of all workers together.", min=0.001)
     step_seconds: str = _flag("1", "Mean time in which a worker computes a minibatch, as 0.2 or 20ms.")
     times: str = _flag("lognormal:0.15", "How it varies: fixed, normal:0.1, lognormal:0.15, exponential, scripted:1,2.")
     slow: str = _flag("", "Slow workers, as 3x2 for three that take twice as long, or 3x2,1x10.")
@@ -75,9 +67,7 @@ class Settings:
     latency: str = _flag("0", "Time of a message besides its bytes, as 0.001 or 1ms.")
     bandwidth: str = _flag("", "Of a worker's link, each way, as 1gbit or 12.5MB (a second); none: no limit.")
     server_bandwidth: str = _flag("", "The same of the server's link; none: as a worker's.")
-    service_seconds: str = _flag(
-        "kernel", "A shard's time for a push and a pull, as 1ms,0.2ms; kernel: by its size; measured: here."
-    )
+    service_seconds: str = _flag("kernel", "A shard's time for a push and a pull, as 1ms,0.2ms; kernel: by its size.")
     cores: float = _flag(0.0, "Processors that the server and all workers share, on one machine; 0: none.", min=0.0)
     shards: int = _flag(1, "Shards of the model, which work beside each other.", min=1, max=1024)
     codec: str = _flag("float32", "Codec of gradients.")
@@ -173,9 +163,7 @@ class Settings:
         """A function that returns a shard's seconds for a push and for a pull, by its size."""
         if self.service_seconds == "kernel":
             return lambda size: (PUSH_SECONDS[0] + size * PUSH_SECONDS[1], PULL_SECONDS[0] + size * PULL_SECONDS[1])
-        if self.service_seconds == "measured":
-            return lambda size: (_measured(size), 0.0)
-        what = "--service-seconds, unless kernel or measured,"
+        what = "--service-seconds, unless kernel,"
         times = [parse_seconds(item, what=what) for item in listed(self.service_seconds)]
         if not 1 <= len(times) <= 2:
             raise InvalidArgument(f"{what} is {self.service_seconds!r}; expected one or two times, as 1ms,0.2ms")
@@ -189,10 +177,7 @@ class Settings:
             )
         per_push = self.batch_size * self.local_steps
         examples = self.examples or round(self.epochs * num_examples) or self.workers * PUSHES_PER_WORKER * per_push
-        service = self.service_seconds
-        if service == "measured":
-            service = f"{self.service(math.ceil(num_parameters / self.shards))[0]:.6g}"
-        return replace(self, parameters=num_parameters, examples=examples, service_seconds=service)
+        return replace(self, parameters=num_parameters, examples=examples)
 
     @property
     def pushes(self) -> int:
@@ -207,17 +192,7 @@ def _flag_of(setting: Field[Any]) -> inspect.Parameter:
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=option)
 
 
-# Replaces a command's `**` parameter by a flag for each setting.
-with_cluster = partial(with_flags, added=[_flag_of(each) for each in fields(Settings)])
-
-
-def _measured(size: int) -> float:
-    """Measure a shard's push on this machine; a large shard takes as many times as long as it is larger."""
-    length = min(size, MEASURED_PARAMETERS_MAX)
-    behaviour, rule, rate = Behaviour.parse(), RULES["adagrad"], {"learning_rate": 0.1}
-    shard = Shard(0, np.zeros(length, np.float32), rule=rule, hyperparameters=rate, behaviour=behaviour)
-    payload, moments = np.ones(length, np.float32).tobytes(), [time.perf_counter()]
-    for sequence in range(21):
-        shard.push(Gradient("w", 1, sequence, sequence, 0, FLOAT32, payload), roster=Roster(("w",)))
-        moments.append(time.perf_counter())
-    return statistics.median(np.diff(moments)) * size / length
+def with_cluster(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's `**` parameter by a flag for each of these settings, or for all."""
+    added = [_flag_of(each) for each in fields(Settings) if not names or each.name in names]
+    return partial(with_flags, added=added)

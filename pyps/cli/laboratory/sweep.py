@@ -161,7 +161,9 @@ def _steps(batch_size: int, seconds: float) -> list[float]:
     taken, end = list[float](), math.inf
     while len(taken) < STEPS_MIN or time.perf_counter() < end:
         began = time.perf_counter()
-        _in_script(lambda: problem.gradient("", drawn.integers(problem.num_examples, size=batch_size)))
+        gradient = _in_script(lambda: problem.gradient("", drawn.integers(problem.num_examples, size=batch_size)))
+        if not taken and not np.isfinite(gradient).all():
+            raise InvalidArgument(f"the gradient of {_script}'s first loss is not finite; expected numbers")
         taken.append(time.perf_counter() - began)
         if len(taken) == WARM_UP_STEPS:
             end = time.perf_counter() + seconds
