@@ -2,9 +2,12 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -231,6 +234,25 @@ def test_a_trial_whose_workers_die_before_they_push_ends_and_says_so(monkeypatch
     # A pull takes 160 s, and a life 10.
     lost = trial(protocol="hardsync", bandwidth="1bit", failures="10,1", workers=5)
     assert str(lost.measured["note"]).startswith("without a push at ")
+
+
+HELD = """
+import os, time
+from pyps.cli.laboratory.sweep import Pool
+with Pool(None, 1) as pool:
+    print(pool._executor.submit(os.getpid).result(), flush=True)
+    pool._executor.submit(time.sleep, 600).result()
+"""
+
+
+def test_a_command_that_is_killed_leaves_no_trial_behind():
+    with subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        trial_process = psutil.Process(int(command.stdout.readline()))
+        command.kill()
+        # The pipe has an end at the trial's process too.
+        command.stdout.read()
+    assert not trial_process.is_running() or trial_process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_amounts_are_read_with_their_units():

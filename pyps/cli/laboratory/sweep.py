@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -119,10 +120,19 @@ def _begin(script: Path | None, done: Synchronized[float], threads: int) -> None
     _script, _done, _threads = script, done, threads
     # Ctrl-C ends them in silence: the parent says what happens.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Pushes make no cycles: the collector would look through all workers for nothing.
     gc.set_threshold(100_000)
     # What servers would log of virtual workers.
     logging.getLogger("pyps").setLevel(logging.CRITICAL)
+
+
+def _end_with_parent() -> None:
+    """End this process once the one that began it has ended, however it did."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _problem(seed: int) -> Any:
