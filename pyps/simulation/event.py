@@ -69,9 +69,13 @@ class Scheduler:
         self._count = 0
 
     def at(self, time: float, action: Callable[[], None], *, worker_id: str = "") -> None:
-        """Call `action` at that time, or now if it has passed; actions of no worker precede those of workers."""
+        """Call `action` at that time, or now if it has passed; actions of no worker precede those of workers.
+
+        One at infinity is never called.
+        """
         self._count += 1
-        heapq.heappush(self._queue, (max(time, self.now), worker_id, self._count, action))
+        if time < float("inf"):
+            heapq.heappush(self._queue, (max(time, self.now), worker_id, self._count, action))
 
     def step(self, *, until: float = float("inf")) -> bool:
         """Call the next action; return False if there is none until that time."""

@@ -234,6 +234,9 @@ def test_a_trial_whose_workers_die_before_they_push_ends_and_says_so(monkeypatch
     # A pull takes 160 s, and a life 10.
     lost = trial(protocol="hardsync", bandwidth="1bit", failures="10,1", workers=5)
     assert str(lost.measured["note"]).startswith("without a push at ")
+    # All die, and none comes back.
+    gone = trial(failures="10,inf", workers=5, epochs=99)
+    assert str(gone.measured["note"]).startswith("without a push at ") and gone.measured["examples"]
 
 
 HELD = """

@@ -134,7 +134,7 @@ class _Training:
             simulation.run(seconds=simulation.now + slice_seconds, pushes=pushes)
             if simulation.num_taken > taken:
                 taken, died = simulation.num_taken, simulation.server.num_lost
-            elif not failures or simulation.server.num_lost > died + LIVES_MAX:
+            elif slice_seconds == math.inf or simulation.server.num_lost > died + LIVES_MAX:
                 raise _Ended(f"without a push at {simulation.now:,.0f} s")
 
     def _look(self) -> list[Point]:
