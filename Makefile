@@ -107,8 +107,11 @@ test-engines: $(STAMP) ## Run pyps under Ray, Slurm, Kubernetes' tools and Torch
 	scripts/install_engines.sh
 	DOCKER_ENGINE="$(DOCKER_ENGINE)" $(BIN)/python -m pytest tests/engines $(PYTEST_FLAGS)
 
-pictures: $(STAMP) ## Draw the pictures of docs/protocols.md, in virtual time
+pictures: $(STAMP) ## Draw the pictures of docs/protocols.md and docs/simulate.md, in virtual time
 	$(BIN)/python experiments/protocol_pictures.py --into docs/images
+	$(BIN)/pyps simulate examples/simulated_digits.py --workers 16 --slow 4x2,2x5 --step-seconds 200ms --bandwidth 1gbit --latency 1ms \
+		--failures 600,30 --protocol async,backup:b=4,hardsync --rate 0.3,1 --epochs 40 --target 0.04 --out out/simulated_digits
+	cp out/simulated_digits/simulation.png docs/images/simulate.png
 
 docs: $(STAMP) ## Build the site of docs/ into out/site, with every link looked at
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs

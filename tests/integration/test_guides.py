@@ -93,6 +93,24 @@ def test_own_scripts_train_together(start_server, start_python, tmp_path):
     assert status_of(server).run_id == "mine"
 
 
+@pytest.mark.extended
+def test_a_model_is_simulated(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "simulated_digits.py").read_text(encoding="utf-8")
+    assert f"```python\n{example}```" in text
+    first, *_ = commands("".join(blocks("simulate")).replace("\\\n", ""))
+    # It draws the picture, too.
+    assert shlex.join(first) in (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n\t\t", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    said = shell(*first, "--epochs", "1", "--seeds", "1")
+
+    rows = r"^ (\S+) +(\w+) +([\d.]+) +0\.\d"
+    assert len(re.findall(rows, text, re.M)) == 6
+    assert re.findall(rows, said, re.M) == re.findall(rows, text, re.M)
+
+
 def test_a_loop_of_ones_own_accumulates_clips_schedules_and_evaluates(start_server):
     x, y = torch.randn(8, 4), torch.randn(8, 2)
     model, losses = torch.nn.Linear(4, 2), []
