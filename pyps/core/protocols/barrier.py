@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import ClassVar
 
 from pyps.core import spec
@@ -27,7 +27,7 @@ from pyps.core.protocols.base import (
     require_one_of,
 )
 from pyps.core.receipt import WAITING_FOR_MAX, Reason
-from pyps.core.roster import Roster
+from pyps.core.roster import Roster, not_joined
 from pyps_wire.errors import InvalidArgument
 
 
@@ -56,15 +56,13 @@ class Barrier(Aggregation):
                 " wait for that version"
             )
             return Refuse(Reason.REPEATED, message, min_version=version + 1)
-        late = pending.late(roster)
-        if self._is_due(roster, num_gathered=len(pending) + 1, num_late=len(late) - (worker_id in late)):
+        if self._is_due(roster, pending, newest=worker_id):
             return Apply(self.parts(_in_worker_order((*pending, contribution))))
-        others = (name for name in chain(late, roster.awaited) if name != worker_id)
+        others = (name for name in _awaited(pending, roster) if name != worker_id)
         return Park(version + 1, tuple(islice(others, WAITING_FOR_MAX)))
 
     def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
-        due = pending and self._is_due(roster, num_gathered=len(pending), num_late=len(pending.late(roster)))
-        return self.settle(pending) if due else None
+        return self.settle(pending) if pending and self._is_due(roster, pending) else None
 
     def settle(self, pending: Pending) -> Apply:
         return Apply(self.parts(_in_worker_order(pending)))
@@ -80,9 +78,14 @@ class Barrier(Aggregation):
         )
         return Refuse(Reason.STALE, message, min_version=version)
 
-    def _is_due(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
+    def _is_due(self, roster: Roster, pending: Pending, *, newest: str = "") -> bool:
+        """Return whether a round is complete, with the gradient of the worker `newest` if there is one."""
         # The first update waits for all expected workers.
-        return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
+        if roster.missing:
+            return False
+        late = pending.late(roster)
+        num_gathered, num_late = len(pending) + bool(newest), len(late) - (newest in late)
+        return self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
     def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
         """Return whether a round of `num_gathered` gradients, without those of `num_late` workers, is complete."""
@@ -91,6 +94,17 @@ class Barrier(Aggregation):
     @abstractmethod
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         """Return the parts of the round's update."""
+
+
+def _awaited(pending: Pending, roster: Roster) -> Iterator[str]:
+    """Yield the workers for which a round waits, those that are late last.
+
+    While workers come, each first push makes a roster: to read all of it each time would cost the square of the
+    workers.
+    """
+    yield from roster.coming
+    yield from not_joined(roster.missing - len(roster.coming))
+    yield from pending.late(roster)
 
 
 def _in_worker_order(gathered: Iterable[Contribution]) -> list[Contribution]:
