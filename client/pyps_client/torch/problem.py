@@ -170,11 +170,12 @@ def main() -> None:
     """Train a script as a real worker, for `pyps advise --check`, until a signal."""
     parser = argparse.ArgumentParser()
     parser.add_argument("script")
-    for name, kind in (("--batch-size", int), ("--rate", float), ("--codec", str)):
+    for name, kind in (("--batch-size", int), ("--rate", float), ("--codec", str), ("--threads", int)):
         parser.add_argument(name, type=kind, required=True)
     options = parser.parse_args()
     logging.getLogger("pyps.client").setLevel(logging.WARNING)
     sys.path.insert(0, str(Path(options.script).resolve().parent))
+    use_threads(options.threads)
     seed_all(0)
     problem = Problem(runpy.run_path(options.script, run_name="__pyps_simulate__"), script=options.script, seed=0)
     optimizer = RemoteOptimizer(

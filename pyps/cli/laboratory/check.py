@@ -28,7 +28,7 @@ class Compared(NamedTuple):
 
 
 def check(script: Path, way: Way, *, workers: int, seconds: float) -> list[Compared]:
-    """Run a way on this machine with so many workers beside what one worker, measured here, lets predict of it."""
+    """Run a way on this machine with so many workers beside what two, measured here under `async`, lets predict."""
     settings = replace(way.settings, protocol=way.trial.protocol, staleness=way.trial.staleness, workers=workers)
     threads = max(1, (os.cpu_count() or 1) // workers)
     settings = _predictable(script, settings, threads=threads, seconds=seconds)
@@ -46,12 +46,17 @@ def check(script: Path, way: Way, *, workers: int, seconds: float) -> list[Compa
 
 
 def _predictable(script: Path, settings: Settings, *, threads: int, seconds: float) -> Settings:
-    """Return the settings of workers and a server that share this machine, as far as one worker tells."""
+    """Return the settings of workers and a server that share this machine, as far as two workers tell.
+
+    One worker does not tell what processes that wake each other up lose by that.
+    """
     cores, size = os.cpu_count() or 1, settings.batch_size
-    alone = measure_steps(script, batch_size=size, at_once=1, threads=threads)
+    two = measure_steps(script, batch_size=size, at_once=min(2, cores), threads=threads)
     # Steps that are computed at once may hold each other up.
-    together = measure_steps(script, batch_size=size, at_once=min(settings.workers, cores), threads=threads)
-    around = measure_round(script, settings, alone.seconds, threads=threads)
+    together = two
+    if min(settings.workers, cores) > 2:
+        together = measure_steps(script, batch_size=size, at_once=min(settings.workers, cores), threads=threads)
+    around = measure_round(script, settings, two.seconds, threads=threads, workers=min(2, settings.workers))
     step_seconds = together.seconds + around.exchange_seconds
     pushes = min(max(PUSHES_MIN, int(seconds / step_seconds)), PUSHES_MAX) * settings.workers
     return replace(
