@@ -21,14 +21,13 @@ import torch
 from measure import exit_on_sigterm, machine
 from trial import GRPC
 
-from pyps.cli.control import Control
-from pyps.cli.laboratory.measure import running, served
+from pyps.cli.laboratory.measure import launched, status_of
 from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Computed, Simulation, WorkerPlan, exponential
 from pyps_client import RemoteOptimizer
-from pyps_wire.inspector_pb2 import GetStatusRequest, Status
+from pyps_wire.inspector_pb2 import Status
 
 CASES = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 8))
 VIRTUAL_GRADIENTS = 20_000
@@ -76,23 +75,14 @@ def work() -> None:
 
 def live(workers: int, n: int, least: int) -> dict[str, Any]:
     """What a server counted between two moments, over so many gradients at least. Raises ServerUnavailable."""
-    flags = ("--protocol", f"softsync:n={n}", "--run-id", "law")
-    with served(*flags) as (_, data, control_address), Control(control_address, token="") as control:
-        environment = os.environ | GRPC.environment | {"PYPS_RUN_ID": "law", "PYPS_SERVERS": data}
-        environment["PYPS_WORKER_COUNT"] = str(workers)
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
-        environments = [environment | {"PYPS_WORKER_INDEX": str(index)} for index in range(workers)]
-        with running("a worker", command, environments) as (_, wait_until):
-            wait_until(lambda: len(status(control).roster) == workers)
-            before = counted(status(control))
-            wait_until(lambda: counted(status(control))[0] >= before[0] + least)
-            gradients, summed = (now - then for now, then in zip(counted(status(control)), before, strict=True))
+    os.environ.update(GRPC.environment)
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+    with launched(command, workers=workers, flags={"protocol": f"softsync:n={n}"}) as (job, wait_until):
+        wait_until(lambda: len(status_of(job).roster) == workers)
+        before = counted(status_of(job))
+        wait_until(lambda: counted(status_of(job))[0] >= before[0] + least)
+        gradients, summed = (now - then for now, then in zip(counted(status_of(job)), before, strict=True))
     return {"live": round(summed / gradients, 4), "gradients": round(gradients)}
-
-
-def status(control: Control) -> Status:
-    answer: Status = control.call("GetStatus", GetStatusRequest())
-    return answer
 
 
 def counted(now: Status) -> tuple[float, float]:

@@ -6,7 +6,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,30 +98,13 @@ def measure_round(script: Path, settings: Settings, step_seconds: float, *, thre
 
 def train(script: Path, trial: Trial, settings: Settings, *, workers: int, threads: int, seconds: float) -> Trained:
     """Train a script with real workers, of so many threads each, and a real server; look at it for a time."""
-    flags = {"protocol": trial.protocol, "staleness": trial.staleness, "log_level": "warning"}
+    flags = {"protocol": trial.protocol, "staleness": trial.staleness, "expected_workers": str(workers)}
     command = [sys.executable, "-m", "pyps_client.torch.problem", str(script), "--codec", settings.codec]
     command += ["--batch-size", str(settings.batch_size), "--rate", repr(trial.rate), "--threads", str(threads)]
-    launched = JobSettings(
-        tuple(command), num_workers=workers, server_flags=spelled({**flags, "expected_workers": str(workers)})
-    )
-    lines = deque[str](maxlen=LINES)
-    with Job(launched, on_line=lambda name, line: lines.append(f"{name}: {line}"), announce=lines.append) as job:
-        try:
-            job.start()
-        except JobError as error:
-            raise ServerUnavailable("\n".join([*lines, str(error)])) from None
-
-        def wait_until(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + START_SECONDS
-            while all(child.running for child in (*job.servers, *job.workers)) and time.monotonic() < deadline:
-                if condition():
-                    return
-                job.wait(POLL_SECONDS)
-            why = f"a process on this machine ended, or all did nothing for {in_seconds(START_SECONDS)}"
-            raise ServerUnavailable("\n".join([*lines, why]))
+    with launched(command, workers=workers, flags=flags) as (job, wait_until):
 
         def look() -> Trained:
-            status = _status(job.addresses[0].control)
+            status = status_of(job)
             taken, shards = status.tally.pushes_applied + status.tally.pushes_pending, max(1, status.num_shards)
             summed = taken * status.tally.staleness_mean
             times = _processor_seconds(job.workers), _processor_seconds(job.servers)
@@ -132,7 +116,7 @@ def train(script: Path, trial: Trial, settings: Settings, *, workers: int, threa
             wait_until(lambda: look().pushes > before)
             return look()
 
-        wait_until(lambda: len(_status(job.addresses[0].control).roster) == workers)
+        wait_until(lambda: len(status_of(job).roster) == workers)
         time.sleep(WARM_UP_SECONDS)
         began = look_at_next()
         time.sleep(seconds)
@@ -140,9 +124,38 @@ def train(script: Path, trial: Trial, settings: Settings, *, workers: int, threa
     return Trained(*(float(last - first) for first, last in zip(began, ended, strict=True)))
 
 
-def _status(address: str) -> Status:
+@contextmanager
+def launched(
+    command: Sequence[str], *, workers: int, flags: Mapping[str, str]
+) -> Iterator[tuple[Job, Callable[[Callable[[], bool]], None]]]:
+    """Run a server, with flags by their names, and workers while the block runs.
+
+    The block gets their job, and a function that waits for a condition with them. ServerUnavailable where one of them
+    ends.
+    """
+    lines = deque[str](maxlen=LINES)
+    settings = JobSettings(tuple(command), num_workers=workers, server_flags=spelled({**flags, "log_level": "warning"}))
+    with Job(settings, on_line=lambda name, line: lines.append(f"{name}: {line}"), announce=lines.append) as job:
+
+        def wait_until(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + START_SECONDS
+            while all(child.running for child in (*job.servers, *job.workers)) and time.monotonic() < deadline:
+                if condition():
+                    return
+                job.wait(POLL_SECONDS)
+            why = f"a process on this machine ended, or all did nothing for {in_seconds(START_SECONDS)}"
+            raise ServerUnavailable("\n".join([*lines, why]))
+
+        try:
+            job.start()
+        except JobError as error:
+            raise ServerUnavailable("\n".join([*lines, str(error)])) from None
+        yield job, wait_until
+
+
+def status_of(job: Job) -> Status:
     # A connection each: servers close one that is idle for 10 s, of which gRPC would write a line.
-    with Control(address, token="") as control:
+    with Control(job.addresses[0].control, token="") as control:
         status: Status = control.call("GetStatus", GetStatusRequest())
     return status
 
