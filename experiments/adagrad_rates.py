@@ -16,7 +16,7 @@ REPLICAS = (1, 20, 100)
 ADAGRAD, FIXED = "adagrad", "sgd"
 USABLE = 0.1
 TARGET_LOSS = 0.2
-PAPER = "Dean et al. 2012, Large Scale Distributed Deep Networks, NIPS"
+PAPER = "Dean et al. 2012"
 
 
 def downpour(seed: int, **fields: object) -> Training:
@@ -55,7 +55,7 @@ def draw(figure: Figure, results: Results) -> None:
         for rule in (ADAGRAD, FIXED):
             plot(axis, results, "test_error", "rate", label=rule, scale=100, rule=rule, workers=workers)
         axis.axhline(100 * USABLE, color="black", linestyle=":", linewidth=1)
-        axis.set(xscale="log", xlabel="rate", title=f"{workers} replica{'s' * (workers > 1)}")
+        axis.set(xscale="log", xlabel="rate (logarithmic)", title=f"{workers} replica{'s' * (workers > 1)}")
     figure.axes[0].set_ylabel("held-out error in %")
     figure.axes[0].legend()
 
@@ -63,6 +63,7 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="adagrad_rates",
     title="Adagrad makes Downpour SGD robust to its rate, and sooner done",
+    in_short="Twice as quick, one more usable rate, and far less error at rates that are too large. A small network.",
     paper=PAPER,
     section="sections 4.1 and 5",
     claim="""Adagrad is a technique "to greatly increase the robustness of Downpour SGD", extends the number of
@@ -100,10 +101,12 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""That it is so for deep networks: this one has a hidden layer of 32. Time is that of computing:
     messages and updates are free.""",
-    reading="""Adagrad is usable at one rate of the grid more than SGD, with 20 replicas and with 100, and at its best
-    rate it is there in half the time. The extra rate is a matter of a point, as is the third of SGD's: other seeds
-    could count differently. With one replica Adagrad is ahead by two rates, so that its range shrinks more than
-    SGD's; its lead in time grows: 1.4, 2.0 and 2.3 times with 1, 20 and 100 replicas.""",
+    reading="""The plainest result is in the picture: at rates that are too large Adagrad errs far less. At rate 10 with
+    100 replicas its error is 26 %, and SGD's 89 %, which is chance. Of the rates of the grid, which are a factor of
+    three apart, Adagrad can use one more than SGD with 20 replicas and with 100; it reaches the target in half the
+    time. Whether that one rate counts depends on a point of error (8.6 and 8.7 % at a limit of 10), as for the last of
+    SGD's (9.6 %): other seeds could count differently. With one replica Adagrad is ahead by two rates, so that its
+    range shrinks more than SGD's; its lead in time grows: 1.4, 2.0 and 2.3 times with 1, 20 and 100 replicas.""",
     draw=draw,
     quick={"epochs": 2.0, "target": 2.2},
 )

@@ -124,6 +124,7 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="batch_growth",
     title="Small minibatches first, which then grow, make ASGD quicker",
+    in_short="A growing minibatch is as quick and as accurate as the best fixed one, and no quicker. Our schedules.",
     paper=FIXED.paper,
     section="a reader's review of section 4",
     claim="""Training begins with small minibatches, which grow as it goes on: small ones are weak under ASGD, by their

@@ -159,7 +159,7 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="compression",
     title="With error feedback one bit a number is enough, and without it training diverges",
-    paper="Seide et al. 2014, 1-Bit Stochastic Gradient Descent, Interspeech; Strom 2015, Interspeech",
+    paper="Seide et al. 2014, Strom 2015",
     section="abstract and experiments; top-k as it is commonly used",
     claim="""Gradients of one bit a number train as well as whole ones if each quantization's error is carried into the
     next; without that "training quickly diverges". A threshold (Strom) or the largest numbers (top-k) need

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import textwrap
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "docs" / "experiments"
 PAGE = ROOT / "docs" / "experiments.md"
+# What stands before the verdicts.
+HEAD = ROOT / "experiments" / "page.md"
 IMAGES = ROOT / "docs" / "images"
 SCRATCH = ROOT / "out" / "experiments"
 
@@ -195,7 +198,7 @@ class Experiment:
 
     name: str
     title: str
-    # Who says so and where, and what.
+    # Who says so (the page's head has the title) and where, and what.
     paper: str
     section: str
     claim: str
@@ -212,15 +215,17 @@ class Experiment:
     pilot_chose: str = ""
     # Written after the run: what the figures say together.
     reading: str = ""
+    # A sentence of it: what was seen, and where the setting ends.
+    in_short: str = ""
     # Fields of a trial that a quick run replaces, where trials have them.
     quick: Mapping[str, Any] = field(default_factory=dict)
 
     def judge(self, results: Results) -> dict[str, Any]:
         """Return what is kept of the results beside the table."""
         conditions = [condition.judge(results) for condition in self.conditions]
-        texts = ("name", "title", "paper", "section", "claim", "setting", "shows_not", "pilot_chose", "reading")
+        texts = ("title", "in_short", "paper", "section", "claim", "setting", "shows_not", "pilot_chose", "reading")
         return {
-            **{name: " ".join(getattr(self, name).split()) for name in texts},
+            **{name: " ".join(getattr(self, name).split()) for name in ("name", *texts)},
             "seeds": list(self.seeds),
             "pilot": list(self.pilot),
             "trials": len(results.rows),
@@ -242,25 +247,6 @@ def verdict(conditions: Iterable[Mapping[str, Any]]) -> str:
     if "yes" in claims:
         return "mixed"
     return "reversed" if "opposite" in claims else "not reproduced"
-
-
-INTRODUCTION = """
-Claims of the papers that pyps follows, each judged by an experiment around the servers' own code in virtual time:
-gradients, shards, protocols and policies are real; only the time that computations and messages take is drawn. `make
-experiments` repeats all of them, with the same bytes on the same machine and libraries; the tables are in
-`docs/experiments/`, and a file of `experiments/` says how each is made. The tasks are small (mostly scikit-learn's
-digits: a network of 2,410 numbers, and 360 held-out images, of which one is 0.28 points): a verdict is about this
-setting, and says nothing about speech, CIFAR-10 or ImageNet.
-"""
-RULE = """
-A verdict follows from the conditions of its claim, whose thresholds were fixed in a commit before the first run on the
-published seeds (five or more, from 100 on). *Confirmed*: all of them hold. *Mixed*: some hold. *Reversed*: none holds,
-and one reaches a bound of the opposite, which was fixed as well. *Not reproduced*: none holds, and none shows the
-opposite. *Not judged*: a control failed. Conditions marked "beside" decide nothing: some follow from the setting, some
-are only of interest. A pilot chose settings where the text says so, on seeds that are not among the published ones; it
-says as well where a pilot had seen an outcome before its threshold was written. Behind a figure stands its standard
-error over the seeds; bars in pictures are standard deviations.
-"""
 
 
 def load(name: str) -> Experiment:
@@ -408,6 +394,7 @@ def plot(
     scale: float = 1.0,
     label: str,
     style: str = "-o",
+    color: str | None = None,
     **fields: Any,
 ) -> None:
     """Draw the means of a column along another, with bars of the seeds' standard deviation."""
@@ -416,7 +403,8 @@ def plot(
     values = [chosen.values(column, **{along: place}) for place in places]
     means = [scale * fmean(each) for each in values]
     deviations = [scale * stdev(each) if len(each) > 1 else 0.0 for each in values]
-    axis.errorbar(places, means, yerr=deviations, fmt=style, capsize=3, markersize=4, linewidth=1.2, label=label)
+    drawn: dict[str, Any] = {"capsize": 3, "markersize": 4, "linewidth": 1.2, "color": color, "label": label}
+    axis.errorbar(places, means, yerr=deviations, fmt=style, **drawn)
 
 
 # The page.
@@ -424,15 +412,18 @@ def plot(
 
 def page(judged: Sequence[Mapping[str, Any]]) -> str:
     """Return docs/experiments.md of what is kept."""
-    rows = [f"| {each['title']} | {each['paper'].partition(',')[0]} | **{each['verdict']}** |" for each in judged]
-    head = [
-        "<!-- Made by `python -m experiments` from docs/experiments/*.json: change the experiments' files instead. -->",
-        "# Experiments",
-        _fill(INTRODUCTION),
-        _fill(RULE),
-        "\n".join(["| claim | who | verdict |", "|---|---|---|", *rows]),
+    rows = [
+        f"| [{title}](#{anchor(title)}) | {each['paper']} | **{each['verdict']}** | {each['in_short']} |"
+        for each in judged
+        for title in [each["title"]]
     ]
-    return "\n\n".join([*head, *map(_chapter, judged)]) + "\n"
+    table = "\n".join(["| claim | who | verdict | in short |", "|---|---|---|---|", *rows])
+    return "\n\n".join([HEAD.read_text(encoding="utf-8").strip(), table, *map(_chapter, judged)]) + "\n"
+
+
+def anchor(title: str) -> str:
+    """Return what a link to a chapter ends with."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def write_page() -> None:
@@ -479,7 +470,10 @@ def _fill(text: str) -> str:
 def _bounds(condition: Mapping[str, Any]) -> str:
     unit = condition["unit"]
     bounds = {sign: condition[name] for sign, name in (("≥", "at_least"), ("≤", "at_most")) if name in condition}
-    return ", ".join(f"{sign} {_number(bound, unit)}" for sign, bound in bounds.items())
+    threshold = ", ".join(f"{sign} {_number(bound, unit)}" for sign, bound in bounds.items())
+    if "opposite" not in condition:
+        return threshold
+    return f"{threshold} (reversed {'≤' if 'at_least' in condition else '≥'} {_number(condition['opposite'], unit)})"
 
 
 def _number(value: float, unit: str, error: float = 0.0) -> str:
@@ -489,7 +483,8 @@ def _number(value: float, unit: str, error: float = 0.0) -> str:
         number, within = f"{round(100 * value, 2):.3g}", round(100 * error, 2)
     else:
         number, within = f"{value:.4g}", error
-    return number + (f" ± {within:.2g}" if within else "") + (unit if unit in ("", "x") else f" {unit}")
+    # Twice: `.2g` alone writes 340 as 3.4e+02.
+    return number + (f" ± {float(f'{within:.2g}'):g}" if within else "") + (unit if unit in ("", "x") else f" {unit}")
 
 
 def _outcome(condition: Mapping[str, Any]) -> str:

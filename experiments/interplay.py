@@ -108,8 +108,9 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="interplay",
     title="The error is governed by the minibatch times the number of learners",
-    paper="Gupta et al. 2016, Model Accuracy and Runtime Tradeoff in Distributed Deep Learning, ICDM",
-    section="abstract; hardsync's rate by reports of it; the fixed product by Zhang et al. 2016, IJCAI",
+    in_short="The product governs the error, but on a contour it rises with the learners. Five epochs, few updates.",
+    paper="Gupta et al. 2016",
+    section="abstract; hardsync's rate by reports of it; the fixed product by Zhang et al. 2016",
     claim="""Contours of equal error follow those of minibatch times learners, so that a learner's minibatch should
     shrink as learners are added; the rate then stays. Hardsync's rate is alpha0 times the root of minibatch x learners
     / 128, and 1-softsync's is alpha0.""",
@@ -201,8 +202,9 @@ EXPERIMENT = Experiment(
     reading="""The product governs the error, and is not all of it: on a contour the error rises with the learners, from
     one to many by two points at best rates and by up to eight and a half at alpha0 (128 examples, 56 updates). That is
     1-softsync's: with as many examples an update hardsync at alpha0 stays at the reference's error, and so does async
-    with alpha0 / n, whose updates are many and small. Under hardsync the root reaches the best rate's error, at 512
-    examples by a hair: 1.9 points, and the best rate there is the grid's last. In proportion it came closer.""",
+    with alpha0 / n, whose updates are many and small. Under hardsync the rule's rate comes within two points
+    of the best rate's error, at 512 examples narrowly: 1.9 points. There the best rate, 2, is the largest of the grid,
+    and a larger one might do better, so that the rule might fail on a wider grid. A rate in proportion came closer.""",
     draw=draw,
     quick={"epochs": 0.1},
 )

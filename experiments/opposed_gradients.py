@@ -105,7 +105,8 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="opposed_gradients",
     title="Gradients of different versions point against each other and cancel",
-    paper="a reader of Zhang et al. 2013, Asynchronous Stochastic Gradient Descent for DNN Training, ICASSP",
+    in_short="With 30 workers they oppose each other, none cancels; one worker's do so even at equal versions.",
+    paper="a reader of Zhang et al. 2013",
     section="the review's summary",
     claim="""Of the same version gradients mostly point in similar directions; of different versions they may point in
     opposite ones, and in the extreme their sum tends to 0.""",

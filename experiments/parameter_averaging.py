@@ -147,6 +147,7 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="parameter_averaging",
     title="In the hybrid mode averaging parameters after a step is as good as a step with the mean gradient",
+    in_short="For SGD and momentum it is the same; Adam needs a larger rate then. An easy task.",
     paper=PAPER,
     section="hybrid parallel optimization, its text and its picture",
     claim="""The text: the CPU "takes the mean of all the gradients from the G GPUs and updates the model with this mean

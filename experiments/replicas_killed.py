@@ -149,6 +149,7 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="replicas_killed",
     title="Asynchronous training goes on when replicas are killed, and synchronous training waits",
+    in_short="Downpour goes on, hardsync waits for a lease of 30 s; workers alone die, in virtual time.",
     paper=PAPER,
     section="sections 4.1 and 4.2",
     claim="""Downpour SGD is "more robust to machines failures than standard (synchronous) SGD": if one machine fails

@@ -100,6 +100,7 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="sandblaster_balance",
     title="Small portions and copies of the last ones keep slow machines from slowing Sandblaster",
+    in_short="It holds for nine crews of ten; in the tenth both copies of a portion were with slow workers.",
     paper=PAPER,
     section="section 4.2",
     claim="""Each replica gets portions much smaller than its share of the batch, and another whenever it is free; near

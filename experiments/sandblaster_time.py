@@ -149,20 +149,21 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="sandblaster_time",
     title="Downpour with Adagrad is first at any budget, and Sandblaster with the most machines",
+    in_short="Downpour is first up to 100 workers, Sandblaster with 500; neither is near a tenth of a device's time.",
     paper=PAPER,
     section="section 5, figures 4 and 5",
     claim="""For any budget of up to 2,000 cores Downpour with Adagrad is first at a given accuracy; with a fixed rate
     it falls behind; 20 and 200 replicas of it are slower and quicker than Sandblaster with 2,000. Sandblaster scales
     further and could win with tens of thousands of cores. Many cores get there in less than a tenth of a GPU's
     time.""",
-    setting="""Virtual time to 8 % held-out error of the digits, with 1 to 100 workers, and 500 for "tens of
-    thousands". Downpour pushes and pulls every minibatch of 8, which takes a second with a variation of 0.3, at the
-    best of three or four rates for each number of workers; with one worker it is serial training. Sandblaster takes
-    as long for an example: L-BFGS over all 1,437 with its defaults, ten portions a worker (1,437 for 500), two
-    copies. Messages and updates take no time. Who is sooner with as many workers is so for fewer worker-seconds as
-    well. The device computes ten times as quickly as a worker, by plain SGD at its best rate. An earlier verdict of
-    this task asked whether SGD in one worker is slower than 20 workers of Downpour with Adagrad: it passed, and was
-    replaced since it can hardly fail; it stands beside.""",
+    setting="""Virtual time to 8 % held-out error of the digits, with 1 to 100 workers, and 500 for "tens of thousands".
+    Downpour pushes and pulls every minibatch of 8, which takes a second with a variation of 0.3, at the best of three
+    or four rates for each number of workers; with one worker it is serial training. Sandblaster takes as long for an
+    example: L-BFGS over all 1,437 with its defaults, ten portions a worker (1,437 for 500), two copies. Messages and
+    updates take no time. Of two methods with equal numbers of workers the quicker one also costs fewer worker-seconds.
+    The device computes ten times as quickly as a worker, by plain SGD at its best rate. An earlier verdict of this task
+    asked whether SGD in one worker is slower than 20 workers of Downpour with Adagrad: it passed, and was replaced
+    since it can hardly fail; it stands beside.""",
     trials=trials,
     pilot=(0, 1),
     pilot_chose="""rates, and 500 workers, by which Sandblaster has passed (Downpour with SGD, left out there, took
@@ -208,7 +209,12 @@ EXPERIMENT = Experiment(
             opposite=0.9,
             unit="x",
         ),
-        Condition("workers of Downpour with Adagrad that pass the device", passing, at_most=100, opposite=10 * MANY),
+        Condition(
+            "least number of workers of Downpour with Adagrad, of those tried, that is quicker than the device",
+            passing,
+            at_most=100,
+            opposite=10 * MANY,
+        ),
         Condition(
             "least time of Downpour with Adagrad over the device's",
             lambda results: min(time(results, ADAGRAD, workers) for workers in (*WORKERS, MANY)) / device(results),
@@ -242,9 +248,11 @@ EXPERIMENT = Experiment(
     has a billion, and SGD gets far within one.""",
     reading="""Up to 100 workers Downpour with Adagrad is first at every number, by 1.4 times and more. It gains little
     beyond 20: a hundred are 1.3 times as quick for four times the cost. Sandblaster costs 1,400 to 1,800 worker-seconds
-    whatever their number, and has passed with 500. Against the paper, those 500 are sooner than 50 of Downpour with
-    Adagrad, too; and a hundred of these pass the device by 5 % only (5.3 s against 5.6), no number comes near a
-    tenth of its time, and none passes a device that trains with Adagrad.""",
+    whatever their number, and has passed with 500. Against the paper, those 500 are quicker than
+    50 of Downpour with Adagrad, too. A hundred of these pass the device by 5 % only (5.3 s against 5.6): with four of
+    the five seeds, and if one seed is left out the least number that passes is 50, 100 or 500, which makes the error of
+    that number so large. No number comes near a tenth of the device's time, and none passes a device that trains with
+    Adagrad.""",
     draw=draw,
     quick={"passes": 1, "iterations": 1, "portions": 1, "error": 1.0},
 )

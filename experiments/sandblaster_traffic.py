@@ -114,7 +114,7 @@ def draw(figure: Figure, results: Results) -> None:
         sent = [each.mean("bytes") - low for each, low in zip(chosen, pulled, strict=True)]
         at = [place + offset for place in places]
         axis.bar(at, pulled, width=0.38, color="lightgray")
-        axis.bar(at, sent, width=0.38, bottom=pulled, color=style, label=f"--fold {fold}: gradients and the rest")
+        axis.bar(at, sent, width=0.38, bottom=pulled, color=style, label=f"--fold {fold}:\ngradients and the rest")
         for place, size, low, more in zip(at, CREWS, pulled, sent, strict=True):
             axis.annotate(f"{100 * share(size, group)(results):.0f} %", (place, low + more), ha="center", va="bottom")
     downpour = results.mean("downpour", of=WORKERS)
@@ -123,12 +123,13 @@ def draw(figure: Figure, results: Results) -> None:
     axis.bar([0], [0], color="lightgray", label="parameters, once a pass")
     axis.set_xticks(list(places), list(map(str, CREWS)))
     axis.set(xlabel="workers, ten portions each", ylabel="bytes an example", yscale="log", ylim=(10, 3e4))
-    axis.legend(loc="upper left")
+    figure.legend(loc="outside right center", fontsize="small")
 
 
 EXPERIMENT = Experiment(
     name="sandblaster_traffic",
     title="Sandblaster's coordinator exchanges no vectors, and its workers few",
+    in_short="The coordinator's bytes do not grow; the workers' are few where each has 180 examples or more.",
     paper=PAPER,
     section="section 4.2",
     claim="""The coordinator has no access to the parameters and sends small messages: so its traffic does not grow

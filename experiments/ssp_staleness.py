@@ -66,7 +66,8 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="ssp_staleness",
     title="A bound on staleness (SSP) trains sooner than a barrier and than no bound",
-    paper="Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS",
+    in_short="A bound of 3 is quicker than a barrier, and not than no bound. All workers draw from the same data.",
+    paper="Ho et al. 2013",
     section="abstract",
     claim="""With a bound s on how many steps a worker may be ahead of the slowest, workers spend more time on
     computing than behind a barrier, and the bound, unlike full asynchrony, keeps the algorithm right: so it converges
@@ -110,10 +111,12 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""What SSP saves in messages: a worker here pulls before every step, while Ho's reads from a cache that
     the bound allows to be old. Nor workers with data of their own, whose bias a bound limits.""",
-    reading="""A bound of 3 is a third sooner at the target than a barrier, with machines alike and with one slow.
-    It is not sooner than no bound: level where machines are alike, and where one is four times slower 2.7 times later,
-    since all wait for that one once it is 3 steps behind, while without a bound its few gradients, however stale, do
-    no harm here.""",
+    reading="""A barrier takes 1.3 to 1.4 times as long to the target as a bound of 3, with machines alike and with one
+    slow. No bound is as quick where machines are alike. Where one is four times slower, a bound of 3 takes 2.7 times as
+    long as no bound: all wait for the slow one once it is 3 steps behind, while without a bound its few gradients,
+    however stale, do no harm here. There a bound of 10 takes 32 s and one of 3 59 s, although both make 2.0 gradients a
+    second over the whole run: with a bound of 10 the seven others make ten steps before they first wait, which is half
+    of the 140 gradients that either needs.""",
     draw=draw,
     quick={"epochs": 2.0, "target": 2.2},
 )

@@ -90,7 +90,9 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="staleness_law",
     title="Under n-softsync the mean staleness is n, and hardly a gradient is staler than 2n",
-    paper="Zhang et al. 2016, Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI",
+    in_short="""It holds on machines that are alike; the mean always, the bound of 2n not where compute times vary
+    widely.""",
+    paper="Zhang et al. 2016",
     section="staleness analysis",
     claim="""With 30 learners the staleness of 1-softsync is 0, 1 or 2, the mean staleness of n-softsync is close to
     n, and a gradient is staler than 2n with a probability below 0.0001.""",

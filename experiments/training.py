@@ -18,6 +18,17 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Compute, Computed, Simulation, Step, WorkerPlan, parse_timing
 
+# Of a staleness policy, in all pictures.
+COLORS = {
+    "none": "tab:red",
+    "divide": "tab:blue",
+    "constant": "tab:green",
+    "divide_plus_one": "tab:cyan",
+    "exponential:beta=0.1": "tab:orange",
+    "exponential:beta=0.5": "tab:brown",
+    "polynomial": "tab:pink",
+    "hinge": "tab:olive",
+}
 digits = cache(digits_network.load)
 characters = cache(character_network.load)
 

@@ -22,7 +22,8 @@ def a_toy(*conditions: Condition) -> Experiment:
     return Experiment(
         name="toy",
         title="Dice are fair",
-        paper="Somebody 1999, A Paper",
+        in_short="These are.",
+        paper="Somebody 1999",
         section="abstract",
         claim="They are.",
         setting="A table.",

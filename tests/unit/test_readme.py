@@ -257,6 +257,7 @@ def test_pages_have_lines_of_160_characters_and_architecture_4000_words_at_most(
         f"{page.name}:{number}"
         for page in [*DOCUMENTS, *(ROOT / folder / "README.md" for folder in ("benchmarks", "tests"))]
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > 160
+        # A table's row cannot be wrapped.
+        if len(line) > 160 and not line.startswith("| ")
     ]
     assert long == []
