@@ -85,10 +85,11 @@ def errors_of(script: Path) -> Iterator[None]:
 
 
 def explained(error: Exception, script: Path) -> str:
-    """Return an error of the user's script as Python prints it, with the script's own frames only."""
+    """Return an error of the user's script as Python prints it, from the script's first frame on."""
     frames = traceback.TracebackException.from_exception(error)
     own = [number for number, frame in enumerate(frames.stack) if frame.filename == str(script)]
-    del frames.stack[: own[0] if own else len(frames.stack)]
+    # An error of syntax names its place itself; others without a frame there come from a module of the user's, or ours.
+    del frames.stack[: own[0] if own else len(frames.stack) * isinstance(error, SyntaxError)]
     return "".join([*frames.format(), f"pyps: {script} failed with the error above."])
 
 

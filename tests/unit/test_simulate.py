@@ -123,6 +123,11 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames_only(script):
     assert f"pyps: {script} failed with the error above." in result.output
     assert "simulation.py" not in result.output
 
+    # Outside the script's own lines all frames are shown, so that what is at fault can be told.
+    (script.parent / "mine.py").write_text("class Data:\n    __len__ = lambda self: 99\n    __getitem__ = None")
+    script.write_text(SCRIPT + "\nimport mine\ndata = mine.Data()")
+    assert "problem.py" in CliRunner().invoke(app, ["simulate", str(script), "--seeds", "1"]).output
+
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,20 +83,28 @@ class Pool:
             if value is not None:
                 os.environ[name] = value
 
+    def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        # A process that begins now hears Ctrl-C once it can end in silence.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self._executor.submit(call, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
     def sizes(self) -> tuple[int, int]:
         """Return how many parameters the script's model has, and how many examples its data."""
-        return self._executor.submit(_sizes).result()
+        return self._submit(_sizes).result()
 
     def steps(self, batch_size: int, seconds: float) -> list[float]:
         """Compute minibatches in all processes at once, for so long; return the seconds of each."""
-        futures = [self._executor.submit(_steps, batch_size, seconds) for _ in range(self._processes)]
+        futures = [self._submit(_steps, batch_size, seconds) for _ in range(self._processes)]
         return [taken for future in futures for taken in future.result()]
 
     def run(
         self, trials: Sequence[Trial], settings: Settings, *, tell: Callable[[float], None] = lambda done: None
     ) -> list[Outcome]:
         """Return the trials' outcomes, in order; `tell` is called with the number of trials done, in parts."""
-        futures = [self._executor.submit(_run, trial, settings) for trial in trials]
+        futures = [self._submit(_run, trial, settings) for trial in trials]
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, _LOOK_SECONDS, return_when=FIRST_EXCEPTION)
@@ -120,6 +128,7 @@ def _begin(script: Path | None, done: Synchronized[float], threads: int) -> None
     _script, _done, _threads = script, done, threads
     # Ctrl-C ends them in silence: the parent says what happens.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Pushes make no cycles: the collector would look through all workers for nothing.
     gc.set_threshold(100_000)
