@@ -52,7 +52,7 @@ def main() -> None:
 
 def publish(experiment: Experiment, executor: ProcessPoolExecutor) -> None:
     """Run the published seeds and keep the results."""
-    harness.require_committed(experiment)
+    harness.require_committed()
     started = time.monotonic()
     table = harness.kept_table(experiment) if experiment.table_of else None
     if table is None:

@@ -157,11 +157,13 @@ class Condition:
     role: Role = Role.CLAIM
     # "%" for shares, "points" for their differences; "x" and others are written behind the number.
     unit: str = ""
+    # False of the most or the least of seeds, and of a count: the jackknife is no error of these.
+    has_error: bool = True
 
     def judge(self, results: Results) -> dict[str, Any]:
         measured = float(f"{self.measure(results):.6g}")
         assert math.isfinite(measured), self.words
-        error = standard_error(self.measure, results)
+        error = standard_error(self.measure, results) if self.has_error else 0.0
         bounds = {"at_least": self.at_least, "at_most": self.at_most, "opposite": self.opposite}
         given = {name: bound for name, bound in bounds.items() if bound is not None and math.isfinite(bound)}
         reverse = self.opposite is not None and (
@@ -320,13 +322,11 @@ def _value(text: str) -> Any:
 # What is kept.
 
 
-def require_committed(experiment: Experiment) -> None:
-    """Raise SystemExit where git knows that the experiment's files are changed: its thresholds are not fixed yet."""
-    paths = [f"experiments/{name}.py" for name in (experiment.name, "harness", "training", "digits_network")]
+def require_committed() -> None:
+    """Raise SystemExit where git knows of changes: thresholds, or what they judge, are not fixed yet."""
+    command = ["git", "status", "--porcelain", "--", "experiments", "pyps", "client", "csrc"]
     try:
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", *paths], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return
     if changed:
@@ -480,7 +480,8 @@ def _number(value: float, unit: str, error: float = 0.0) -> str:
     if value >= NEVER:
         return "never"
     if unit in ("%", "points"):
-        number, within = f"{round(100 * value, 2):.3g}", round(100 * error, 2)
+        # Adding zero makes -0 zero.
+        number, within = f"{round(100 * value, 2) + 0.0:.3g}", round(100 * error, 2)
     else:
         number, within = f"{value:.4g}", error
     # Twice: `.2g` alone writes 340 as 3.4e+02.

@@ -169,6 +169,7 @@ EXPERIMENT = Experiment(
             at_least=2,
             at_most=16,
             opposite=1,
+            has_error=False,
         ),
         Condition(
             "speech: loss of that gain on 81 machines",
@@ -203,6 +204,7 @@ EXPERIMENT = Experiment(
             "speech: machines on which it is quickest, the most of the band",
             lambda results: max(best(results, "speech", wires)[1] for wires in BAND),
             at_most=16,
+            has_error=False,
         ),
         beside(
             "the networks of 5 million weights that were judged before: best gain, local over dense",

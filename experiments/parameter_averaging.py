@@ -171,13 +171,17 @@ EXPERIMENT = Experiment(
             unit="%",
         ),
         control(
-            "SGD, H = 1, least rate: largest distance of a parameter from the mean gradient's", apart(SGD), at_most=1e-5
+            "SGD, H = 1, least rate: largest distance of a parameter from the mean gradient's",
+            apart(SGD),
+            at_most=1e-5,
+            has_error=False,
         ),
         Condition(
             "Adam, H = 1, least rate: largest distance of a parameter from the mean gradient's",
             apart(ADAM),
             at_most=1e-5,
             opposite=1e-3,
+            has_error=False,
         ),
         Condition(
             "Adam at rate 0.001, its usual one, H = 1: training loss over that of the mean gradient",
@@ -197,6 +201,7 @@ EXPERIMENT = Experiment(
             "momentum, H = 1, least rate: largest distance of a parameter from the mean gradient's",
             apart(MOMENTUM),
             at_most=1e-5,
+            has_error=False,
         ),
         beside(
             "Adam at rate 0.01, H = 1: training loss over that of the mean gradient",

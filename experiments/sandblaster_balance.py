@@ -122,6 +122,7 @@ EXPERIMENT = Experiment(
             at_least=5.0,
             opposite=2.0,
             unit="x",
+            has_error=False,
         ),
         Condition(
             "portions: time of the first pass over the ideal",
@@ -129,25 +130,46 @@ EXPERIMENT = Experiment(
             at_most=2.0,
             opposite=5.0,
             unit="x",
+            has_error=False,
         ),
         Condition(
-            "portions and copies: time over the ideal", worst("worst", COPIES), at_most=1.15, opposite=2.0, unit="x"
+            "portions and copies: time over the ideal",
+            worst("worst", COPIES),
+            at_most=1.15,
+            opposite=2.0,
+            unit="x",
+            has_error=False,
         ),
-        Condition("copies: portions computed in vain", worst("wasted", COPIES), at_most=0.1, opposite=0.5, unit="%"),
-        beside("portions without copies: time of later passes", worst("worst", PORTIONS), at_most=2.0, unit="x"),
+        Condition(
+            "copies: portions computed in vain",
+            worst("wasted", COPIES),
+            at_most=0.1,
+            opposite=0.5,
+            unit="%",
+            has_error=False,
+        ),
+        beside(
+            "portions without copies: time of the worst of three passes",
+            worst("worst", PORTIONS),
+            at_most=2.0,
+            unit="x",
+            has_error=False,
+        ),
         beside(
             "copies: portions next to one of the same worker",
             lambda results: min(results.values("consecutive", mode=COPIES)),
             at_least=0.6,
             unit="%",
+            has_error=False,
         ),
     ),
     shows_not="""What messages cost, and data that are far away, for which neighbours go to one worker. It is virtual
     time; `benchmarks/balance.py` measures processes.""",
-    reading="""Nine crews of ten are within 1.11 times the ideal in every pass. In the first pass of the tenth both
-    copies of one portion were with the two slow workers, and it took 1.47 times; the queue gives a copy to whoever is
-    free, and does not look at who is quick. A third copy (`--copies 3`), tried afterwards, ends that pass at 1.09,
-    with 8.5 % of the portions in vain.""",
+    reading="""What fails is the time with copies. Nine crews of ten are within 1.12 times the ideal in every pass. In
+    the first pass of the tenth both copies of one portion were with the two slow workers, and it took 1.47 times; the
+    queue gives a copy to whoever is free, and does not look at who is quick. A third copy (`--copies 3`) is for that;
+    no table here has it. Without copies the worst pass, 1.90 times, is a first one; a later one of another crew took
+    1.89.""",
     draw=draw,
     quick={"passes": 1},
 )

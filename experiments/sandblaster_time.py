@@ -173,6 +173,7 @@ EXPERIMENT = Experiment(
             "pairs of method and 1 to 100 workers that get there with every seed, of 18",
             lambda results: sum(time(results, method, workers) < NEVER for method in RATES for workers in WORKERS),
             at_least=18,
+            has_error=False,
         ),
         Condition(
             "1 to 100 workers: time of the best other over that of Downpour with Adagrad, where it is least",
@@ -214,6 +215,7 @@ EXPERIMENT = Experiment(
             passing,
             at_most=100,
             opposite=10 * MANY,
+            has_error=False,
         ),
         Condition(
             "least time of Downpour with Adagrad over the device's",

@@ -152,6 +152,7 @@ EXPERIMENT = Experiment(
             growth,
             at_most=0.0,
             opposite=1.0,
+            has_error=False,
             unit="%",
         ),
         Condition(
