@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from experiments.harness import Condition, Experiment, Measure, Results, beside, control
 from experiments.minibatch_time import EXAMPLE, MUTEX
-from experiments.minibatch_time import EXPERIMENT as FIXED
 from experiments.training import Training, digits
 from pyps.core.schedule import BatchGrowth
 from pyps.simulation.simulation import WorkerPlan, parse_timing
@@ -124,12 +123,14 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="batch_growth",
     title="Small minibatches first, which then grow, make ASGD quicker",
-    in_short="A growing minibatch is as quick and as accurate as the best fixed one, and no quicker. Our schedules.",
-    paper=FIXED.paper,
+    in_short="""Not quicker: neither schedule gains. What holds is the accuracy. That growth should be quicker is our
+    inference.""",
+    paper="our inference from Zhang et al. 2013",
     section="a reader's review of section 4",
-    claim="""Training begins with small minibatches, which grow as it goes on: small ones are weak under ASGD, by their
-    many updates, but are used at the beginning only. So a growing minibatch should be at the target sooner than any
-    that stays, and be as accurate.""",
+    claim="""The review says that training begins with small minibatches, which grow as it goes on, and that small ones
+    therefore matter little to the experiment. It does not say that growth is quicker. That is our inference: small
+    minibatches are weak under ASGD, by their many updates, but would be used at the beginning only. So a growing one
+    should be at the target sooner than any that stays, and be as accurate.""",
     setting="""`asgd` with one mutex, 4 workers; a minibatch takes 1/64 s an example with a variation of 5 %, a push
     holds the mutex for 0.025 s, and a GET as long, as for minibatches above. The digits for 20 epochs, plain SGD at a
     constant rate. Minibatches of 8 to 64 against two that double every two epochs, from 8 up to 64 (the documentation's
@@ -167,10 +168,12 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""The paper's schedule, which is not known to us, nor GPUs, on which a small minibatch takes as long as a
     larger one and loses more. The mutex's time is our choice.""",
-    reading="""Both growing minibatches are at the target when the best fixed one, 16, is: 2 and 3 % sooner, which is
-    within the noise of five seeds, and as accurate. They take half the time of minibatches of 64 and four fifths of
-    that of 8. So growth is as good
-    as knowing the best minibatch, and no better: it has doubled once when the target is reached.""",
+    reading="""Both conditions on quickness fail, which are what the title says: 1.02 ± 0.04 and 1.03 ± 0.04 times as
+    quick as the best fixed minibatch, 16. What holds is the accuracy, within a point of the most accurate fixed one.
+    Both take half the time of minibatches of 64. Against 8 they are 1.26 times as quick, with errors of 0.14 and 0.09.
+    Only "8 to 64" says that growth spares the search for the best minibatch, since "16 to 256" starts at it, which the
+    pilot had seen. And the schedules are hardly tested: the target is reached after 22 of the 121 and 128 seconds that
+    20 epochs take, when each has doubled once.""",
     draw=draw,
     quick={"epochs": 1.0, "target": 2.5},
 )

@@ -129,20 +129,23 @@ def draw(figure: Figure, results: Results) -> None:
 EXPERIMENT = Experiment(
     name="sandblaster_traffic",
     title="Sandblaster's coordinator exchanges no vectors, and its workers few",
-    in_short="The coordinator's bytes do not grow; the workers' are few where each has 180 examples or more.",
+    in_short="""The coordinator's bytes do not grow. The workers' are few only where each has 180 examples or more; 100
+    workers exchange more than Downpour.""",
     paper=PAPER,
     section="section 4.2",
     claim="""The coordinator has no access to the parameters and sends small messages: so its traffic does not grow
     with the model. Workers fetch parameters only at the start of a batch and send gradients only every few portions,
     while Downpour needs a high frequency and bandwidth. A tenth of its bytes an example is our reading of that.""",
     setting="""Coordinator: the messages of eight iterations of L-BFGS on two servers, as they are sent, with models of
-    1,000 and of 1,000,000 numbers. Workers: a pass over the digits (1,437 examples, 2,410 numbers), ten portions a
-    worker; each pulls once, and sends the sum of four portions (`--fold group:k=4`, as in the paper) or each
-    (`--fold portion`, the default, for the same bits with any number of workers). Their vectors are counted, and 128
-    bytes for all else in a request and its answer, which is more than they have; of Downpour, which pushes and pulls
-    with each minibatch of 8, vectors alone. The share follows from counting: 1.2 % for each worker among which these
-    examples are shared, if four portions are summed. So 8 workers were chosen knowing that they pass, with 180
-    examples each.""",
+    1,000 and of 1,000,000 numbers, of which the same 800 matter, so that the iterations are alike. Attach, the first
+    message, is not counted: its answer holds the number of parameters, and grows with its digits. Workers: a pass over
+    the digits (1,437 examples, 2,410 numbers), ten portions a worker; each pulls once, and sends the sum of four
+    portions (`--fold group:k=4`, as in the paper) or each (`--fold portion`, the default, for the same bits with any
+    number of workers). Their vectors are counted, and 128 bytes for all else in a request and its answer, which is more
+    than they have; of Downpour, which pushes and pulls with each minibatch of 8, vectors alone. A first verdict,
+    "confirmed", judged 8 workers alone (9.84 %: yes), which had been chosen knowing that they pass. The claim names no
+    number of workers: so all of 2 to 100 are judged now, at the same bounds and from the same table, knowing that they
+    fail.""",
     trials=trials,
     pilot=(0,),
     pilot_chose="nothing: the figures follow from the messages, and had been seen",
@@ -156,8 +159,8 @@ EXPERIMENT = Experiment(
             unit="%",
         ),
         Condition(
-            "8 workers, four portions summed: share of Downpour's bytes an example",
-            share(8),
+            "2 to 100 workers, four portions summed: the largest share of Downpour's bytes an example",
+            lambda results: max(share(workers)(results) for workers in CREWS),
             at_most=0.1,
             opposite=1.0,
             unit="%",
@@ -171,13 +174,14 @@ EXPERIMENT = Experiment(
             )
             for group in (GROUPED, SINGLE)
             for workers in CREWS
-            if (workers, group) != (8, GROUPED)
         ),
     ),
     shows_not="""The paper's traffic: of a billion examples thousands of workers have fair shares. gRPC's own bytes are
     not counted, nor what Downpour saves by pushing less often.""",
-    reading="""The coordinator's bytes are the same to the last one. Of the workers it depends on how many examples
-    each has: from 180 on with four portions summed, a tenth is enough; with the default, each portion by itself,
-    720 were enough and 360 were not; and 100 workers with 14 examples each exchange more than under Downpour.""",
+    reading="""What fails are the workers. Their share follows from counting: with four portions summed 1.2 % for each
+    worker among which these examples are shared. So up to 8 workers, with 180 examples each, keep to a tenth, 20 do
+    not, and 100, with 14 examples each, exchange more than under Downpour. With the default, each portion by itself, 2
+    workers keep to it, 4 do not, and 100 exchange 3.2 times Downpour's bytes. What holds is the coordinator: its bytes
+    are the same to the last one, Attach aside.""",
     draw=draw,
 )

@@ -1,4 +1,4 @@
-"""Are sixteen workers sixteen times as quick, and do averages of models trained apart do as well?"""
+"""Do sixteen workers fall short of sixteen times as quick, and do averages of models trained apart do as well?"""
 
 from __future__ import annotations
 
@@ -128,14 +128,16 @@ def draw(figure: Figure, results: Results) -> None:
 
 EXPERIMENT = Experiment(
     name="sixteen_workers",
-    title="16 workers are 16 times as quick at little loss of accuracy; training on parts of the data does no good",
-    in_short="""15 times the examples a second, 8.6 times as quick to a target; models averaged once err 3.5 points
-    more.""",
-    paper="Zhang et al. 2013",
-    section="a reader's review: introduction and closing remark",
+    title="""ASGD falls short of 16 times as quick on 16 workers at little loss; training on parts of the data does no
+    good""",
+    in_short="""8.6 ± 0.5 times as quick to a target, so short of 16; but no loss of accuracy. Models averaged once err
+    3.5 points more.""",
+    paper="a reader of Zhang et al. 2013",
+    section="introduction and closing remark of the review",
     claim="""The review calls an algorithm good that is 16 times as quick on 16 GPUs with little loss of accuracy, or 8
     times without any, and finds ASGD unconvincing in both; parallel training on parts of the data has given no good
-    results either. Judged here: whether ASGD is good by the first measure, and the second sentence.""",
+    results either. Judged here: that ASGD falls short of the first measure in time and in accuracy, each by itself,
+    and the second sentence.""",
     setting=f"""16 workers under `asgd`, one of them three times slower, whose pushes and pulls hold the mutex for
     0.5 % of a step each; one worker alone, which pays nothing for a server; 16 that train apart, each on its own 16th
     of the images from the same parameters, and whose models are averaged once, at the end, or each epoch. The digits,
@@ -144,23 +146,17 @@ EXPERIMENT = Experiment(
     The target is a training loss of 0.2.""",
     trials=trials,
     pilot=(0,),
-    pilot_chose="""minibatch and rates; it saw 15.2 times for the same examples and 7 times to the target""",
+    pilot_chose="""minibatch and rates; it saw 15.2 times for the same examples and 7 times to the target. A first form
+    of this chapter named 16 times as the claim, and judged with the same numbers that it is reached, by the examples a
+    second, too ("yes"; they stand beside now, since they follow from the setting). Its verdict was "mixed" as well""",
     conditions=(
         control("one worker: least error", lambda results: error(results, ALONE), at_most=0.08, unit="%"),
-        Condition("16 workers: as quick as one over the same examples, times", quicker, at_least=14, unit="x"),
         Condition(
             "16 workers: error above that of one, in standard errors of a share of 360 images",
             standard_errors,
-            at_most=1.0,
-            opposite=2.0,
+            at_least=1.0,
         ),
-        Condition(
-            "16 workers: sooner at the target than one, times",
-            sooner(SERVER, ALONE),
-            at_least=14,
-            opposite=1.0,
-            unit="x",
-        ),
+        Condition("16 workers: sooner at the target than one, times", sooner(SERVER, ALONE), at_most=14, unit="x"),
         Condition(
             "parts, averaged once: error above that of 16 workers",
             over(ONCE, SERVER),
@@ -168,8 +164,9 @@ EXPERIMENT = Experiment(
             opposite=-0.005,
             unit="points",
         ),
-        beside("16 workers: sooner at the target than one, times", sooner(SERVER, ALONE), at_least=8, unit="x"),
-        beside("16 workers: error above that of one", over(SERVER, ALONE), at_most=0.0025, unit="points"),
+        beside("16 workers: as quick as one over the same examples, times", quicker, at_most=14, unit="x"),
+        beside("16 workers: sooner at the target than one, times", sooner(SERVER, ALONE), at_most=8, unit="x"),
+        beside("16 workers: error above that of one", over(SERVER, ALONE), at_least=0.0025, unit="points"),
         beside(
             "parts, averaged each epoch: error above that of 16 workers",
             over(EPOCH, SERVER),
@@ -185,12 +182,13 @@ EXPERIMENT = Experiment(
     ),
     shows_not="""Wall-clock time, nor a network between workers. Workers that train apart have as many examples as
     the others, not as much time: they wait for the slowest, and would have more examples without it.""",
-    reading="""For the same examples 16 workers need a fifteenth of the time, which follows from the straggler and from
-    the costs that we chose, and end as accurate as one. To the target they are 8.6 times as quick: their best rate is
-    0.2, and one worker's 0.5, at which stale gradients take longer. At rate 0.1 for both it is 13.9 times. So the
-    review's 16 times nearly holds for throughput, and its 8 times for the time to a loss. Training apart does as the
-    review says: 3.5 points more errors if models are averaged once. Averaged each epoch they lose 0.4 points, which is
-    noise, and take nine times as long to the target.""",
+    reading="""What fails is a loss of accuracy: 16 workers err as one does, 0.06 ± 0.14 points more. What holds is the
+    time: to the target they are 8.6 ± 0.5 times as quick, far from 16, and 1.2 standard errors above 8. Their best rate
+    is 0.2, and one worker's 0.5, at which stale gradients take longer; at rate 0.1 for both it is 13.9 ± 0.4 times. For
+    the same examples they need a fifteenth of the time, by the setting alone: 16 workers, of which one is three times
+    slower, are 15.33 machines, and the mutex takes 1 %. Training apart does as the review says: 3.5 ± 0.5 points more
+    errors if models are averaged once. Averaged each epoch they lose 0.4 ± 0.2 points, and take nine times as long to
+    the target, much of it by the straggler, for which they alone wait.""",
     draw=draw,
     quick={"epochs": 0.5, "target": 2.0},
 )
